@@ -1,7 +1,10 @@
-"""What holds for every Kafka client: its options, and which errors are refusals."""
+"""What holds for every Kafka client: its options, which errors are refusals, and whether a log was cut."""
 
 from __future__ import annotations
 
+import logging
+import re
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +25,64 @@ def require_verification(options: Mapping[str, Any]) -> None:
                 f"kafka option {name}={value} would turn off the verification of the broker's certificate: remove it, "
                 "and name the certificate authority in ssl.ca.location"
             )
+
+
+_CUT_AT: Final = re.compile(r"end offset is (\d+)")
+
+
+def cut_logs(
+    options: Mapping[str, Any],
+    positions: Mapping[tuple[str, int], tuple[int, int]],
+    seconds: float,
+    logger: logging.Logger,
+) -> dict[tuple[str, int], int]:
+    """Return the partitions whose leader's log was cut before a position, and at which offset (KIP-320).
+
+    options    of a consumer, with a group id, which it does not join.
+    positions  of each partition an offset, and the epoch of a leader that had the log up to there.
+
+    Raises KafkaException when a leader does not answer within ``seconds``, or refuses.
+    """
+    from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+    ours = {
+        "enable.auto.commit": False,
+        "auto.offset.reset": "error",
+        "enable.partition.eof": True,
+        "isolation.level": "read_uncommitted",
+        # What comes is not used: it says that the position is valid.
+        "queued.min.messages": 1,
+        "fetch.message.max.bytes": 1024,
+    }
+    passing = {KafkaError._PARTITION_EOF, KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}  # noqa: SLF001
+    cut_codes = {KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION}  # noqa: SLF001
+    consumer = Consumer({**options, **ours}, logger=logger)
+    found: dict[tuple[str, int], int] = {}
+    left = dict(positions)
+    deadline = time.monotonic() + seconds
+    try:
+        consumer.assign([TopicPartition(*at, offset, leader_epoch=epoch) for at, (offset, epoch) in left.items()])
+        while left:
+            if time.monotonic() > deadline:
+                topic, part = min(left)
+                text = f"the leader of {topic}-{part} did not say whether its log was cut"
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))  # noqa: SLF001
+            for message in consumer.consume(len(left), 0.2):
+                at, error = (message.topic() or "", message.partition() or 0), message.error()
+                if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                    # Not needed to assign partitions of one's own; librdkafka asks for it all the same.
+                    continue
+                if error is not None and error.code() in cut_codes and "truncation" in error.str():
+                    # librdkafka has the offset in the text alone. Without one, the log has no epoch as old as that.
+                    cut = _CUT_AT.search(error.str())
+                    found[at] = int(cut[1]) if cut else 0
+                elif error is not None and error.code() not in passing:
+                    raise KafkaException(error)
+                if left.pop(at, None):
+                    consumer.incremental_unassign([TopicPartition(*at)])
+    finally:
+        consumer.close()
+    return found
 
 
 def is_refusal(error: KafkaError) -> bool:

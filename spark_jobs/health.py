@@ -10,6 +10,8 @@ A consumer is ready when its last round ended without an error, or it found noth
 | a server is away, or refuses                            | ``servers``, with why | until ``ready_seconds`` after |
 |                                                         |                       | the last round                |
 | messages become dead letters                            |                       | yes: other messages go on     |
+| messages wait in a partition, and its offset has not    | ``partitions``, each  | no                            |
+| moved for ``ready_seconds``; others may move            | with offset and time  |                               |
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outbox._app.prometheus import Check
+from spark_jobs.model import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class ConsumerHealth:
         self._lock = threading.Lock()
         self._succeeded_at: float | None = None
         self._waits: tuple[float, str] | None = None
+        self._behind: dict[Partition, tuple[int, float]] = {}
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
         """Record a round, or a wait for a server; other reports are ignored."""
@@ -61,14 +65,29 @@ class ConsumerHealth:
         with self._lock:
             self._succeeded_at, self._waits = self._clock(), None
 
+    def behind(self, offsets: Mapping[Partition, int]) -> None:
+        """Record the next offset of each partition in which messages wait, as a round begins."""
+        with self._lock:
+            now, before = self._clock(), self._behind
+            self._behind = {}
+            for partition, offset in offsets.items():
+                seen, since = before.get(partition, (offset, now))
+                self._behind[partition] = (offset, since if seen == offset else now)
+
     def look(self) -> ConsumerReadiness:
         """Return whether the consumer is ready, and what was looked at."""
         with self._lock:
-            now, succeeded_at, waits = self._clock(), self._succeeded_at, self._waits
+            now, succeeded_at, waits, behind = self._clock(), self._succeeded_at, self._waits, self._behind
         since = None if succeeded_at is None else now - succeeded_at
         ready = since is not None and since < self._limit
         last = "none has ended yet" if since is None else f"the last one ended {since:.0f} s ago"
-        checks = [Check("rounds", ready, last)]
+        standing = [
+            f"{topic}-{part} stands at offset {offset} for {now - began:.0f} s"
+            for (topic, part), (offset, began) in sorted(behind.items())
+            if now - began >= self._limit
+        ]
+        checks = [Check("rounds", ready, last), Check("partitions", not standing, ", ".join(standing))]
+        ready = ready and not standing
         if waits is None:
             checks.append(Check("servers", passed=True))
             return ConsumerReadiness(ready, since, None, None, checks)

@@ -44,6 +44,7 @@ _COUNTED: Final = {
 }
 _GAUGES: Final = {
     "next_offset": ("next_offset", "The next offset to apply."),
+    "moved_timestamp_seconds": ("moved", "When the partition's offset was moved last, by the sink's clock."),
     "dead_letters_waiting": ("dead_letters", "Dead letters that wait for a person."),
     "dead_letters_retrying": ("retrying", "Dead letters that the next round tries again."),
 }

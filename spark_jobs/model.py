@@ -19,19 +19,29 @@ Partition = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How far the group is in a partition, and in which incarnation of the topic."""
+    """How far the group is in a partition, and in which incarnation of the topic.
+
+    leader_epoch  a leader of this epoch had the log up to ``epoch_offset``, which is not beyond ``next_offset``; both
+                  None if that is not known.
+    """
 
     topic_id: str
     next_offset: int
+    leader_epoch: int | None = None
+    epoch_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The offsets that one task reads: from ``start`` up to, not including, ``end``."""
+    """The offsets that one task reads: from ``start`` up to, not including, ``end``.
+
+    leader_epoch  a leader of this epoch had the log up to ``end`` when the round was planned; None if not known.
+    """
 
     topic_id: str
     start: int
     end: int
+    leader_epoch: int | None = None
 
 
 class LossKind(StrEnum):

@@ -40,7 +40,7 @@ _CLAIM: Final = """
 UPDATE {offsets} AS o SET generation = %(generation)s
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
  WHERE o.grp = %(grp)s AND o.topic = w.topic AND o.part = w.part
-RETURNING o.topic, o.part, o.topic_id, o.next_offset"""
+RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, set_config('idle_in_transaction_session_timeout', %(idle)s, true)
@@ -54,6 +54,8 @@ WITH fresh AS (
 moved AS (
     UPDATE {offsets}
        SET next_offset = %(end)s, updated_at = now(), log_end = coalesce(%(log_end)s, log_end),
+           leader_epoch = coalesce(%(leader_epoch)s::integer, leader_epoch),
+           epoch_offset = CASE WHEN %(leader_epoch)s::integer IS NULL THEN epoch_offset ELSE %(end)s END,
            applied = applied + %(others)s + (SELECT count(*) FROM fresh),
            duplicates = duplicates + cardinality(%(ids)s::uuid[]) - (SELECT count(*) FROM fresh),
            dead = dead + %(dead)s
@@ -72,11 +74,16 @@ _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND gene
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the group is in a partition, of which incarnation of the topic, and the claim that holds it."""
+    """How far the group is in a partition, of which incarnation of the topic, and the claim that holds it.
+
+    leader_epoch  a leader of this epoch had the log up to ``epoch_offset``; both None if that is not known.
+    """
 
     topic_id: str
     next_offset: int
     generation: int
+    leader_epoch: int | None = None
+    epoch_offset: int | None = None
 
 
 class Fenced(Exception):
@@ -142,7 +149,7 @@ class Group:
         self._run(connection, _ADD, **values, generation=generation)
         wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
         rows = self._run(connection, _CLAIM, **wanted, generation=generation)
-        return {(topic, part): Position(id_, offset, generation) for topic, part, id_, offset in rows}
+        return {(topic, part): Position(id_, offset, generation, *epoch) for topic, part, id_, offset, *epoch in rows}
 
     def fence(self, connection: psycopg.Connection[Any], place: Place, here: Position) -> None:
         """Lock a partition's row until the transaction ends. Raises Fenced and Moved unless it is as in ``here``."""
@@ -159,12 +166,14 @@ class Group:
         end: int,
         *,
         log_end: int | None = None,
+        leader_epoch: int | None = None,
         ids: Sequence[UUID] = (),
         others: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
         """Move a partition's position behind ``fence``, and remember ids. Returns the new ones of these, and the day.
 
+        leader_epoch  of the message before ``end``.
         others  messages that are applied without an id.
         dead    messages that become dead letters.
         """
@@ -175,6 +184,7 @@ class Group:
             part=place[1],
             end=end,
             log_end=log_end,
+            leader_epoch=leader_epoch,
             others=others,
             dead=dead,
             days=[day(one) for one in ids],

@@ -11,7 +11,7 @@ from typing import Any, Final
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._kafka import require_verification
+from outbox._kafka import cut_logs, require_verification
 from outbox.errors import ConfigurationError
 from outbox.inbox._group import Loss, Place, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
@@ -42,6 +42,7 @@ class Extent:
     topic_id: str
     first: int
     end: int
+    leader_epoch: int | None = None
 
 
 def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
@@ -66,6 +67,7 @@ class Admin:
         logger.setLevel(logging.CRITICAL + 1)
         own = {name: value for name, value in options.items() if name not in _CALLBACKS}
         self._admin = AdminClient(own, logger=logger)
+        self._options, self._logger = own, logger
 
     def extents(self, topics: Iterable[str]) -> dict[Place, Extent]:
         """Return the extents of all partitions of these topics."""
@@ -76,15 +78,34 @@ class Admin:
                 ids.update(((name, part.id), str(topic.topic_id)) for part in topic.partitions)
             first, end = self._offsets(ids, _EARLIEST), self._offsets(ids, _LATEST)
             # A broker that ends before it has answered leaves an offset below 0, and no error.
-            found = {
-                place: Extent(id_, first[place].result(_SECONDS).offset, end[place].result(_SECONDS).offset)
-                for place, id_ in ids.items()
-            }
+            found = {}
+            for place, id_ in ids.items():
+                last = end[place].result(_SECONDS)
+                found[place] = Extent(id_, first[place].result(_SECONDS).offset, last.offset, last.leader_epoch)
         except (KafkaException, TimeoutError) as error:
             raise KafkaFailed(f"Kafka, asked for topics and offsets: {str(error) or 'no answer in time'}") from error
         if unknown := [place for place, extent in found.items() if min(extent.first, extent.end) < 0]:
             raise KafkaFailed(f"Kafka, asked for topics and offsets: no answer for {unknown[0][0]}-{unknown[0][1]}")
         return found
+
+    def cut(self, positions: Mapping[Place, Position], extents: Mapping[Place, Extent]) -> dict[Place, int]:
+        """Return where logs were cut that no longer have what the group has read, however long they are again."""
+        doubtful = {
+            place: (here.epoch_offset, here.leader_epoch)
+            for place, here in positions.items()
+            if here.leader_epoch is not None
+            and here.epoch_offset is not None
+            and (there := extents.get(place)) is not None
+            and there.topic_id == here.topic_id
+            and there.leader_epoch != here.leader_epoch
+            and there.first <= here.epoch_offset <= here.next_offset <= there.end
+        }
+        if not doubtful:
+            return {}
+        try:
+            return cut_logs(self._options, doubtful, _SECONDS, self._logger)
+        except KafkaException as error:
+            raise KafkaFailed(f"Kafka, asked whether logs were cut: {error.args[0].str()}") from error
 
     def describe(self, topics: Iterable[str]) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
@@ -103,8 +124,10 @@ class Admin:
         return {(at.topic, at.partition): future for at, future in asked.items()}
 
 
-def find_losses(positions: Mapping[Place, Position], extents: Mapping[Place, Extent]) -> list[Loss]:
-    """Return what the group can no longer read of these partitions."""
+def find_losses(
+    positions: Mapping[Place, Position], extents: Mapping[Place, Extent], cut: Mapping[Place, int] | None = None
+) -> list[Loss]:
+    """Return what the group can no longer read of these partitions. ``cut``: see Admin.cut."""
     losses = []
     for place, here in sorted(positions.items()):
         topic, part = place
@@ -130,6 +153,13 @@ def find_losses(positions: Mapping[Place, Position], extents: Mapping[Place, Ext
                 "was cut"
             )
             losses.append(Loss(place, here.topic_id, there.end, here.next_offset, "cut", text))
+        elif cut and place in cut:
+            text = (
+                f"{topic}-{part}: the group has read up to {here.next_offset}, and of what the leader of epoch "
+                f"{here.leader_epoch} had, Kafka's log has only the part before {cut[place]}: it was cut, and has "
+                "grown again since"
+            )
+            losses.append(Loss(place, here.topic_id, cut[place], here.next_offset, "cut", text))
     return losses
 
 

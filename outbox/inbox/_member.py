@@ -27,6 +27,7 @@ has stored for the group.
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
+| a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
 | the handler fails                           | tried again; then HandlerFailed, or a dead letter with all that      |
 |                                             | comes later of its key behind it                                     |
@@ -264,7 +265,8 @@ class Member:
 
     def _check_positions(self, positions: Mapping[Place, Position]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
-        losses = _kafka.find_losses(positions, self._admin.extents({topic for topic, _ in positions}))
+        extents = self._admin.extents({topic for topic, _ in positions})
+        losses = _kafka.find_losses(positions, extents, self._admin.cut(positions, extents))
         if losses:
             with self._transaction() as connection:
                 for loss in losses:
@@ -368,6 +370,7 @@ class Member:
                 part.place,
                 batch[-1].offset() + 1,
                 log_end=self._log_end(part.place),
+                leader_epoch=batch[-1].leader_epoch(),
                 ids=known,
                 others=0 if self._settings.dedup else len(batch) - dead,
                 dead=dead,
@@ -446,7 +449,12 @@ class Member:
                     connection, part.position.topic_id, message, _id_or_none(message), failure, part.attempts
                 )
                 self._group.move(
-                    connection, part.place, message.offset() + 1, log_end=self._log_end(part.place), dead=1
+                    connection,
+                    part.place,
+                    message.offset() + 1,
+                    log_end=self._log_end(part.place),
+                    leader_epoch=message.leader_epoch(),
+                    dead=1,
                 )
         except Fenced:
             self._fenced(part)

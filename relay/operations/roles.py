@@ -183,7 +183,7 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
             (
                 *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "state", "unsure"),
                 *("taking_back", "attempts", "budget_from", "key_until", "worker", "last_error", "conflict"),
-                *("reserved_at", "next_attempt_at", "settled_at"),
+                *("reserved_at", "next_attempt_at", "settled_at", "parked"),
             ),
         ),
     ),
@@ -194,7 +194,7 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
             "reservations",
             (
                 *("state", "unsure", "taking_back", "response", "attempts", "budget_from", "key_until", "worker"),
-                *("last_error", "conflict", "next_attempt_at", "settled_at"),
+                *("last_error", "conflict", "next_attempt_at", "settled_at", "parked"),
             ),
         ),
         # For `outbox external settle`.

@@ -67,7 +67,7 @@ INSERT INTO {offsets} AS o (grp, topic, part, topic_id, next_offset, generation,
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(after)s, %(generation)s, %(log_end)s)
 ON CONFLICT (grp, topic, part) DO UPDATE
    SET topic_id = excluded.topic_id, next_offset = excluded.next_offset, log_end = excluded.log_end,
-       updated_at = now()"""
+       leader_epoch = NULL, epoch_offset = NULL, updated_at = now()"""
 _DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"
 _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()

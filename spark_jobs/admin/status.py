@@ -11,19 +11,35 @@ import psycopg
 from psycopg import sql
 
 from outbox._app.visible import VisibleTables
-from spark_jobs.admin.offsets import Group, Offsets
+from spark_jobs.admin.offsets import Group, Offsets, Position
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
-from spark_jobs.model import Partition
 from spark_jobs.postgres.errors import clear_errors
 from spark_jobs.postgres.progress import progress
 
 STANDING: Final = dt.timedelta(minutes=5)
-"""A group that has moved nothing for so long stands still, if messages that are as old wait for it."""
+"""A partition whose offset has not moved for so long stands still, if messages that are as old wait in it."""
+_SHOWN: Final = 10
+"""How many standing partitions of a group are named as problems; the others are counted."""
 
 _NOW: Final = "SELECT clock_timestamp()"
 _READABLE: Final = "SELECT FROM {} LIMIT 0"
 _STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"
+
+
+@dataclass(frozen=True, slots=True)
+class StandingPartition:
+    """A partition in which messages have waited for STANDING, while its offset has not moved for as long.
+
+    waiting  how many offsets have waited for so long.
+    since    when the offset was moved last, or the group taken over if it never was.
+    """
+
+    topic: str
+    part: int
+    next_offset: int
+    waiting: int
+    since: dt.datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +52,8 @@ class GroupState:
     dead_letters    those that wait for a person now; ``retrying`` are tried again in the next round.
     stuck           calls to other systems that wait for a person.
     moved_at        when an offset was moved last.
-    standing        offsets that have waited for STANDING, while the group has moved nothing for as long; None while
-                    Kafka is away.
+    standing        partitions that stand still although messages wait in them; None while Kafka is away.
+    moving          whether the group has moved an offset within STANDING.
     losses          what Kafka lost before the group read it, and nobody has accepted.
     troubles        why partitions can't go on, each with its name.
 
@@ -58,19 +74,26 @@ class GroupState:
     retrying: int | None
     stuck: int | None
     moved_at: dt.datetime | None
-    standing: int | None
+    standing: Sequence[StandingPartition] | None
+    moving: bool
     losses: int | None
     troubles: Sequence[str]
 
     def problems(self) -> list[str]:
         """Return the problems that need an operator; empty if there are none."""
         found = [f"group {self.group}: {trouble}" for trouble in self.troubles]
-        if self.standing:
+        standing = self.standing or ()
+        if standing and not self.moving:
             minutes = int(STANDING.total_seconds() / 60)
+            waiting = sum(one.waiting for one in standing)
             found.append(
-                f"group {self.group}: {self.standing:,} offsets wait, and it has moved nothing for {minutes} minutes: "
+                f"group {self.group}: {waiting:,} offsets wait, and it has moved nothing for {minutes} minutes: "
                 "is a consumer running?"
             )
+        elif standing:
+            found += [self._problem_of(one) for one in standing[:_SHOWN]]
+            if len(standing) > _SHOWN:
+                found.append(f"group {self.group}: {len(standing) - _SHOWN} more partitions stand still")
         if self.stuck:
             found.append(f"group {self.group}: {self.stuck:,} calls are stuck: `outbox external list`")
         if self.losses:
@@ -80,6 +103,14 @@ class GroupState:
                 f"group {self.group}: {self.dead_letters:,} dead letters: `outbox dead-letters list --side consumer`"
             )
         return found
+
+    def _problem_of(self, one: StandingPartition) -> str:
+        return (
+            f"group {self.group}: {one.topic}-{one.part} stands at offset {one.next_offset} since "
+            f"{one.since.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC, {one.waiting:,} offsets wait, and other partitions "
+            f"move: the consumer's log says why; `outbox offsets set {self.group} {one.topic} {one.part} "
+            f"{one.next_offset + 1} --skip --reason …` passes over the message there"
+        )
 
 
 def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
@@ -116,7 +147,7 @@ def look(
     for row in progress(connection, schema, letters=seen["dead_letters"]):
         rows.setdefault(row["grp"], []).append(row)
     groups, away = Offsets(connection, schema, kafka).show(losses=seen["losses"])
-    standing: Mapping[str, int] = {}
+    standing: Mapping[str, Sequence[StandingPartition]] = {}
     if away is None:
         try:
             standing = _standing(groups, now - STANDING, kafka)
@@ -143,7 +174,8 @@ def look(
                 retrying=sum(row["retrying"] for row in parts) if seen["dead_letters"] else None,
                 stuck=stuck.get(group.group, 0) if seen["reservations"] else None,
                 moved_at=max((row["updated_at"] for row in parts), default=None),
-                standing=None if away else standing.get(group.group, 0),
+                standing=None if away else standing.get(group.group, ()),
+                moving=any(row["updated_at"] > now - STANDING for row in parts),
                 losses=len(group.losses) if seen["losses"] else None,
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
@@ -151,25 +183,26 @@ def look(
     return found, away, visible.hidden
 
 
-def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaView) -> dict[str, int]:
-    """Return how many offsets of before a time wait for each group that has moved nothing since then."""
-    behind: dict[str, dict[Partition, tuple[int, int]]] = {}
+def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaView) -> dict[str, Sequence[StandingPartition]]:
+    """Return the partitions of each group that have not moved since a time, and in which older messages wait."""
+    found: dict[str, list[tuple[Position, int, int, dt.datetime]]] = {}
     for group in groups:
-        moved = [one.updated_at for one in group.positions if one.updated_at is not None]
-        if not moved or max(moved) > since:
-            continue
-        behind[group.group] = {
-            (one.topic, one.part): (max(one.next_offset or 0, one.first or 0), one.end)
-            for one in group.positions
-            if one.lag and one.end is not None
-        }
-    asked = {partition for partitions in behind.values() for partition in partitions}
+        for one in group.positions:
+            moved = one.updated_at or group.taken_at
+            if one.lag and one.end is not None and moved <= since:
+                begin = max(one.next_offset or 0, one.first or 0)
+                found.setdefault(group.group, []).append((one, begin, one.end, moved))
+    asked = {(one.topic, one.part) for rows in found.values() for one, *_ in rows}
     if not asked:
         return {}
     first_newer = kafka.at_time(asked, since)
     return {
-        group: sum(max(0, _older(first_newer[at], end) - begin) for at, (begin, end) in partitions.items())
-        for group, partitions in behind.items()
+        group: [
+            StandingPartition(one.topic, one.part, begin, waiting, moved)
+            for one, begin, end, moved in rows
+            if (waiting := _older(first_newer[one.topic, one.part], end) - begin) > 0
+        ]
+        for group, rows in found.items()
     }
 
 

@@ -118,7 +118,7 @@ def _run(
             metrics.observe(text, figures)
         view.report(text, figures)
 
-    with _ending_with_its_jvm(spark), Runner(spark, job, options, report, health.succeeded) as runner:
+    with _ending_with_its_jvm(spark), Runner(spark, job, options, report, health.succeeded, health.behind) as runner:
         totals = runner.once(stop) if once else runner.continuous(stop)
     after = _progress(settings, job) if before else []
     return totals.as_dict(), by_topic(before, after) if after else {}

@@ -16,10 +16,10 @@ from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
-from outbox._kafka import is_refusal
+from outbox._kafka import cut_logs, is_refusal
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
-from spark_jobs.model import Partition
+from spark_jobs.model import Partition, Stored
 from spark_jobs.patience import asking
 from spark_jobs.task.kafka_errors import of_kafka
 
@@ -89,6 +89,7 @@ class KafkaView:
         except KafkaException as error:
             raise refused_options(error) from error
         self._committers: dict[str, _PositionCommitter] = {}
+        self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
@@ -145,6 +146,37 @@ class KafkaView:
             raise self._failure(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
+    def cut(self, stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
+        """Return where logs were cut that no longer have what the group has read, however long they are again.
+
+        Asks the leaders of those partitions whose epoch is not the stored one, once for each epoch. Raises
+        ConsumerUnavailable when they do not answer.
+        """
+        doubtful = {
+            partition: (here.epoch_offset, here.leader_epoch, there.leader_epoch)
+            for partition, here in stored.items()
+            if here.leader_epoch is not None
+            and here.epoch_offset is not None
+            and (there := extents.get(partition)) is not None
+            and there.leader_epoch not in {None, here.leader_epoch}
+            and there.first <= here.epoch_offset <= here.next_offset <= there.end
+        }
+        new = {partition: one for partition, one in doubtful.items() if self._verified.get(partition) != one}
+        if not new:
+            return {}
+        try:
+            with asking(self._seconds) as seconds:
+                found = cut_logs(
+                    {**complete(self._options), "group.id": "outbox-epochs"},
+                    {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
+                    seconds,
+                    self._logger,
+                )
+        except KafkaException as error:
+            raise self._failure(error) from error
+        self._verified |= {partition: one for partition, one in new.items() if partition not in found}
+        return found
+
     def _result(self, future: Future[Any]) -> Any:
         """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""
         while True:
@@ -199,10 +231,13 @@ class KafkaView:
             if high_watermarks:
                 asked.append(self._ask(partitions, _LATEST, seconds, committed=False))
             first, end, *high = map(_offsets, asked)
+            epochs = _epochs(asked[1])
         return Survey(
             {name: str(topic.topic_id) for name, topic in described.items()},
             {
-                partition: Extent(first[partition], end[partition], high[0][partition] if high else None)
+                partition: Extent(
+                    first[partition], end[partition], high[0][partition] if high else None, epochs.get(partition)
+                )
                 for partition in partitions
             },
             tuple(sorted(missing)),
@@ -302,6 +337,12 @@ def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
         if offset == OFFSET_INVALID:
             raise KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, f"no answer for {topic}-{part}"))
     return found
+
+
+def _epochs(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
+    """Return the epochs of the leaders that have answered; brokers before Kafka 2.1 do not say them."""
+    epochs = {(at.topic, at.partition): answer.result().leader_epoch for at, answer in answers.items()}
+    return {partition: epoch for partition, epoch in epochs.items() if epoch is not None and epoch >= 0}
 
 
 def _code(error: KafkaException) -> int | None:

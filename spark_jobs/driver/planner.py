@@ -9,6 +9,8 @@
 |                                                | others are read to where they ended when it had messages  |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
+| the stored leader epoch ended before the       | DataLost: the log was cut, and has grown again since; the |
+| stored offset                                  | leaders are asked when a partition's epoch has changed    |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
 | stored topic that Kafka does not have          | TopicRecreated                                            |
 | stored partition that Kafka does not list      | a broker with old metadata; ignored until the next round  |
@@ -20,7 +22,7 @@ An error lists everything that was found in all partitions, as ``Loss``: the dri
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spark_jobs.errors import DataLost, TopicRecreated
@@ -40,12 +42,14 @@ _UNIT: Final = 1000
 class Extent:
     """The offsets that Kafka has of a partition: ``first`` up to, not including, ``end`` (the last stable offset).
 
-    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested.
+    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested. ``leader_epoch``
+    is that of the leader that had the log up to ``end``; None if it did not say.
     """
 
     first: int
     end: int
     high_watermark: int | None = None
+    leader_epoch: int | None = None
 
     @property
     def pinned(self) -> int | None:
@@ -111,7 +115,7 @@ def plan(
     """
     halt(find_losses(stored, extents, topic_ids), group)
     waiting = {
-        partition: Range(here.topic_id, here.next_offset, extents[partition].end)
+        partition: Range(here.topic_id, here.next_offset, extents[partition].end, extents[partition].leader_epoch)
         for partition, here in sorted(stored.items())
         if partition in extents and extents[partition].end > here.next_offset
     }
@@ -165,6 +169,20 @@ def find_losses(
             continue
         detail = f"{topic}-{part}: {text}"
         losses.append(Loss(topic, part, here.topic_id, here.next_offset, None, LossKind.RECREATED, detail))
+    return losses
+
+
+def find_regrown(stored: Mapping[Partition, Stored], cut: Mapping[Partition, int]) -> list[Loss]:
+    """Return the losses of logs that were cut before the group's offset, by where, and have grown again since."""
+    losses = []
+    for (topic, part), at in sorted(cut.items()):
+        here = stored[topic, part]
+        text = (
+            f"the group has read up to {here.next_offset}, and of what the leader of epoch {here.leader_epoch} had, "
+            f"Kafka's log has only the part before {at}: it was cut, and has grown again since"
+        )
+        lost = (at, here.next_offset)
+        losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
     return losses
 
 
@@ -243,6 +261,6 @@ def _clip(waiting: Mapping[Partition, Range], most: int, weights: Mapping[str, i
         weight = weights[partition[0]]
         share = max(1, left // (len(by_length) - index) // weight)
         taken = min(share, whole.end - whole.start)
-        clipped[partition] = Range(whole.topic_id, whole.start, whole.start + taken)
+        clipped[partition] = replace(whole, end=whole.start + taken)
         left -= taken * weight
     return clipped

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spark_jobs.model import Partition, Range
@@ -78,7 +78,7 @@ class Search:
         case, span = self._cases[partition], ranges[partition]
         case.last = self._rounds
         half = max(1, (case.until - case.start) // 2)
-        return {partition: Range(span.topic_id, span.start, min(span.start + half, span.end))}
+        return {partition: replace(span, end=min(span.start + half, span.end))}
 
     def failed(self, ranges: Mapping[Partition, Range], error: str, *, certain: bool) -> bool:
         """Record that these ranges could not be applied. Equal texts mean the same error.

@@ -11,6 +11,8 @@
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
 | Kafka lost unread messages         | recorded, and the job ends                                                      |
 | the same messages fail again       | smaller and smaller parts are read, until one is known; see poison_search       |
+| one of them runs into a time limit | tried again for ever, as a lock may be the cause; reported with its partition,  |
+| each time                          | which /readyz, status and an alert show as standing; the other partitions go on |
 | Kafka refuses the credentials      | retried for some minutes, then the job ends                                     |
 | another session locks the sink     | waited for, and reported with that session                                      |
 | SIGTERM                            | the running round ends, then the loop                                           |
@@ -34,7 +36,7 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import Extent, find_losses, find_regrown, halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, Search
 from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
 from spark_jobs.driver.rounds import Rounds
@@ -168,6 +170,7 @@ class Runner:
     report     called with what happens.
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
+    behind     called as a round begins, with the next offset of each partition in which messages wait.
     """
 
     def __init__(
@@ -177,6 +180,7 @@ class Runner:
         options: Options,
         report: Report,
         caught_up: Callable[[float], None] | None = None,
+        behind: Callable[[Mapping[Partition, int]], None] | None = None,
     ) -> None:
         if not job.topics:
             raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
@@ -212,6 +216,7 @@ class Runner:
         self._span: Span | None = None
         self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
+        self._behind = behind or (lambda _: None)
 
     def close(self) -> None:
         """Close the driver's session; called at the end of the ``with`` block."""
@@ -335,6 +340,7 @@ class Runner:
             self._context.not_here = {partition: extent.end for partition, extent in known.items()}
         extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
+            halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
             at_end = self._begins_at_end(stored)
             new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
             fresh = self._added.ready(new, stored, extents)
@@ -359,6 +365,8 @@ class Runner:
                 row_bytes=self._row_bytes,
                 max_bytes=self._options.max_bytes,
             )
+            at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
+            self._behind({partition: offset for partition, offset in at.items() if offset < known[partition].end})
         began = time.monotonic()
         self._span = None
         retried = self._rounds.retry(generation) if state.retry_waits else Counts()
@@ -404,14 +412,18 @@ class Runner:
             same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
             self._narrowed |= self._search.failed({partition: ranges[partition]}, same, certain=certain)
             offset = self._search.found(partition)
-            if offset is not None and isinstance(why, _DEADLY):
-                topic, part = partition
-                raise BadMessage(
-                    f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times or more, in "
-                    f"{self._options.verdict_seconds:g} s at least, the last time with: {first_line(why)}. The group "
-                    f"stands before it, nothing was skipped. `outbox offsets set {self._job.group} {topic} {part} "
-                    f"{offset + 1} --skip --reason …` passes over it"
-                ) from error
+            if offset is None:
+                continue
+            topic, part = partition
+            by_itself = (
+                f"by itself it failed {SAME} times or more, in {self._options.verdict_seconds:g} s at least, the last "
+                f"time with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
+                f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` passes over it"
+            )
+            if isinstance(why, _DEADLY):
+                raise BadMessage(f"{topic}-{part} offset {offset} can't be applied: {by_itself}") from error
+            figures = {"topic": topic, "partition": part, "offset": offset, "error": by_itself}
+            self._report("a partition stands still", figures)
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether new partitions begin at their ends: only the first ones of a new group do."""

@@ -17,6 +17,9 @@ transitions.
 | during the cancellation                         | cancelling, past its lease | cancelled again with the same key    |
 | a caller hangs for longer than its lease        | another attempt's          | its late answer is still evaluated   |
 | the database is away when the answer comes      | calling                    | settled when it is back              |
+| before a claim that parks is committed          | reserved                   | parked by the next claim             |
+| parked behind an earlier call of its key        | reserved, parked           | released by that one's settlement,   |
+|                                                 |                            | in the same transaction              |
 """
 
 from __future__ import annotations
@@ -159,21 +162,20 @@ class Caller:
         claims: list[Claim] = []
         if free > 0:
             began = time.monotonic()
-            keys = (attempt.claim.order_key for attempt in self._running.values())
             claims, stuck = self._book.claim(
                 connection,
                 free,
                 self._worker,
                 self._external.lease_seconds,
                 self._external.key_seconds,
-                [key for key in keys if key is not None],
             )
             if stuck:
                 self.counts.stuck += stuck
                 self._report("reservations are stuck: see `outbox external list`", {"stuck": stuck})
             for claim in claims:
                 self._start(claim, began)
-            if stuck and not claims:
+            if (stuck and not claims) or self._book.more_due:
+                self._database_answered()
                 return 0.0
         self._database_answered()
         if self._running or until == "stopped":

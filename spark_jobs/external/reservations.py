@@ -8,7 +8,6 @@ call. Raises psycopg's errors.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,55 +22,65 @@ from outbox.errors import NotFound
 from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
-# A later call of a key waits for the earlier one. A settlement that another caller is just committing is not visible
-# yet, so a call may wait a little too long but never goes out too early. ``busy`` excludes keys that this process is
-# calling for, behind which thousands may wait.
-_DUE: Final = """
-SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
-       -- A request that begins now may reach the provider as late as its lease ends.
-       coalesce(key_until <= now() + make_interval(secs => %(lease)s), false) AS expired
-  FROM {reservations} AS due
- WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+# The first calls that are due; a claim looks at no others, however many wait. Those that wait behind an earlier call of
+# their key are parked, so they are not among them again. Rows are looked up by ctid: there is then only one plan.
+_FRONT: Final = """
+SELECT ctid, order_key, id FROM {reservations}
+ WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling') AND NOT parked
    AND next_attempt_at <= now()
-   AND (order_key IS NULL OR order_key <> ALL(%(busy)s) AND NOT EXISTS (
-        SELECT 1 FROM {reservations} AS earlier
-         WHERE earlier.grp = due.grp AND earlier.name = due.name AND earlier.settled_at IS NULL
-           AND hashtextextended(earlier.order_key, 0) = hashtextextended(due.order_key, 0)
-           AND earlier.order_key = due.order_key AND earlier.id < due.id))
- ORDER BY next_attempt_at, id LIMIT %(most)s
-   FOR UPDATE OF due SKIP LOCKED"""
-# Calls behind a stuck one wait for an operator. They would stay first among those that are due, and each claim would
-# read them again, so they are postponed. The stuck row is locked, so a release either comes before this or sees its
-# result. By an hour only, in case an older version, which does not undo this, releases the stuck call.
-_POSTPONE: Final = """
-WITH due AS MATERIALIZED (
-    SELECT message_id, order_key, id FROM {reservations}
-     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
-       AND next_attempt_at <= now()
-       AND EXISTS (SELECT FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND state = 'stuck')
-     ORDER BY next_attempt_at, id LIMIT %(most)s),
+ ORDER BY next_attempt_at, id LIMIT %(window)s"""
+# A later call of a key waits for the earlier one. A settlement that another caller is just committing is not visible
+# yet, so a call may wait a little too long but never goes out too early.
+_DUE: Final = """
+WITH front AS MATERIALIZED ({front})
+SELECT due.*, due.response IS NOT NULL AS known, due.attempts - due.budget_from AS used,
+       -- A request that begins now may reach the provider as late as its lease ends.
+       coalesce(due.key_until <= now() + make_interval(secs => %(lease)s), false) AS expired
+  FROM front, LATERAL (
+        SELECT * FROM {reservations} AS one
+         WHERE one.ctid = front.ctid AND one.state IN ('reserved', 'calling', 'cancelling')
+           AND NOT one.parked AND one.next_attempt_at <= now()
+           AND NOT EXISTS (
+                SELECT FROM {reservations} AS earlier
+                 WHERE earlier.grp = %(grp)s AND earlier.name = %(name)s AND earlier.settled_at IS NULL
+                   AND hashtextextended(earlier.order_key, 0) = hashtextextended(front.order_key, 0)
+                   AND earlier.order_key = front.order_key AND earlier.id < front.id)
+           FOR UPDATE OF one SKIP LOCKED) AS due
+ LIMIT %(most)s"""
+# The earlier call is locked: its settlement comes before this, and is seen, or waits, and then sees what was parked.
+# So a parked call always has an earlier open one that releases it or the next one. In case a call was deleted, or
+# settled by an older version, which releases none, parked calls are due again after an hour.
+_PARK: Final = """
+WITH front AS MATERIALIZED ({front}),
 behind AS MATERIALIZED (
-    SELECT due.message_id FROM due, LATERAL (
-        SELECT 1 FROM {reservations} AS stuck
-         WHERE stuck.grp = %(grp)s AND stuck.name = %(name)s AND stuck.settled_at IS NULL AND stuck.state = 'stuck'
-           AND hashtextextended(stuck.order_key, 0) = hashtextextended(due.order_key, 0)
-           AND stuck.order_key = due.order_key AND stuck.id < due.id
-         LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier),
-mine AS MATERIALIZED (
-    SELECT message_id FROM {reservations} AS waiting JOIN behind USING (message_id)
-     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'cancelling') AND next_attempt_at <= now()
-       FOR UPDATE OF waiting SKIP LOCKED)
-UPDATE {reservations} AS waiting SET next_attempt_at = now() + interval '1 hour' FROM mine
- WHERE waiting.grp = %(grp)s AND waiting.name = %(name)s AND waiting.message_id = mine.message_id"""
-# A separate statement, so that it sees what was postponed before the released row could be locked.
+    SELECT front.ctid FROM front, LATERAL (
+        SELECT FROM {reservations} AS earlier
+         WHERE earlier.grp = %(grp)s AND earlier.name = %(name)s AND earlier.settled_at IS NULL
+           AND hashtextextended(earlier.order_key, 0) = hashtextextended(front.order_key, 0)
+           AND earlier.order_key = front.order_key AND earlier.id < front.id
+         LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier)
+UPDATE {reservations} SET parked = true, next_attempt_at = now() + interval '1 hour'
+ WHERE ctid = ANY (ARRAY(
+        SELECT waiting.ctid FROM behind, LATERAL (
+            SELECT one.ctid FROM {reservations} AS one
+             WHERE one.ctid = behind.ctid AND one.settled_at IS NULL AND one.next_attempt_at <= now()
+               FOR UPDATE OF one SKIP LOCKED) AS waiting))"""
+_UNPARK: Final = """
+UPDATE {reservations} SET parked = false
+ WHERE ctid = ANY (ARRAY(
+        SELECT ctid FROM {reservations}
+         WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling') AND parked
+           AND next_attempt_at <= now()
+         ORDER BY next_attempt_at, id LIMIT %(window)s FOR UPDATE SKIP LOCKED))"""
+# The next open call of the key, in the transaction that settles the one before it. If that one is being settled too,
+# this waits for it, and takes the one after it.
 _RELEASE: Final = """
-UPDATE {reservations} AS waiting SET next_attempt_at = now()
-  FROM unnest(%(grps)s::text[], %(names)s::text[], %(keys)s::text[], %(ids)s::bigint[])
-       AS released (grp, name, order_key, id)
- WHERE waiting.grp = released.grp AND waiting.name = released.name AND waiting.settled_at IS NULL
-   AND hashtextextended(waiting.order_key, 0) = hashtextextended(released.order_key, 0)
-   AND waiting.order_key = released.order_key AND waiting.id > released.id
-   AND waiting.state IN ('reserved', 'cancelling') AND waiting.next_attempt_at > now()"""
+UPDATE {reservations} SET parked = false, next_attempt_at = now()
+ WHERE parked AND ctid = ANY (ARRAY(
+        SELECT ctid FROM {reservations}
+         WHERE grp = %(grp)s AND name = %(name)s AND settled_at IS NULL AND id > %(id)s
+           AND hashtextextended(order_key, 0) = hashtextextended(%(order_key)s, 0) AND order_key = %(order_key)s
+         ORDER BY id LIMIT 1 FOR UPDATE))"""
 _NOW: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        coalesce(key_until <= now(), false) AS expired
@@ -97,13 +106,14 @@ UPDATE {reservations}
        budget_from = CASE WHEN %(fresh)s THEN attempts ELSE budget_from END,
        key_until = CASE WHEN %(fresh)s THEN NULL ELSE key_until END,
        next_attempt_at = coalesce(now() + make_interval(secs => %(wait)s), next_attempt_at),
-       settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END
+       settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END,
+       parked = false
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
-# Without calls behind a stuck one, which wait for an operator.
+# Without calls behind a stuck one, which wait for an operator. What is parked follows one that is found, or is stuck.
 _LEFT: Final = """
 SELECT extract(epoch FROM next_attempt_at - now())::float8
   FROM {reservations} AS due
- WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+ WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling') AND NOT parked
    AND NOT EXISTS (
         SELECT 1 FROM {reservations} AS stuck
          WHERE stuck.grp = due.grp AND stuck.name = due.name AND stuck.state = 'stuck' AND stuck.settled_at IS NULL
@@ -131,13 +141,13 @@ UPDATE {reservations}
        next_attempt_at = now(), unsure = unsure AND NOT %(not_done)s,
        key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
 {chosen} AND state = 'stuck'
-RETURNING message_id, grp, name, order_key, id"""
+RETURNING message_id"""
 _CANCEL: Final = """
 UPDATE {reservations}
    SET state = 'cancelling', taking_back = true, unsure = unsure OR response IS NOT NULL, budget_from = attempts,
        key_until = NULL, next_attempt_at = now(), last_error = %(why)s
 {chosen} AND state IN ('reserved', 'stuck') AND NOT taking_back
-RETURNING message_id, grp, name, order_key, id"""
+RETURNING message_id"""
 _FORGET: Final = """
 DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
@@ -145,9 +155,8 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _LONGEST_ERROR: Final = 2000
-_CHECK_SECONDS, _REST_SECONDS = 1.0, 60.0
-"""The interval between checks for calls behind stuck ones: when the last check found some, and when it found none."""
-_AT_ONCE: Final = 10_000
+_WINDOW: Final = 50
+"""How many due calls a claim looks at."""
 
 SqlEffect = Callable[[psycopg.Cursor[Any]], None]
 
@@ -179,10 +188,12 @@ class Reservations:
     """The reservations of one External of one group."""
 
     def __init__(self, schema: str, group: str, name: str, rules: Rules) -> None:
-        self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
+        names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
+        self._names = {**names, "front": sql.SQL(_FRONT).format(**names)}
         self._which = {"grp": group, "name": name}
         self._rules = rules
-        self._next_check = 0.0
+        self.more_due = False
+        """Whether the last claim parked calls, so that others may be due behind them: claim again without a pause."""
 
     def claim(
         self,
@@ -191,18 +202,14 @@ class Reservations:
         worker: str,
         lease: float,
         key_seconds: float,
-        busy: Sequence[str] = (),
     ) -> tuple[list[Claim], int]:
-        """Begin up to ``most`` due attempts, for ``lease`` seconds. Returns them, and how many calls became stuck.
-
-        busy  order keys for which the caller has a call under way; no others of these keys are due.
-        """
+        """Begin up to ``most`` due attempts, for ``lease`` seconds. Returns them, and how many calls became stuck."""
         claims: list[Claim] = []
         stuck = 0
-        # Before the claims: an error after them would lose them.
-        self._postpone(connection)
+        self.more_due = False
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
-            for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
+            rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease).fetchall()
+            for row in rows:
                 standing = _standing(row)
                 unsure = standing.may_have_happened
                 step, reason = first_step(standing, self._rules)
@@ -222,18 +229,11 @@ class Reservations:
                     key_seconds=key_seconds,
                 )
                 claims.append(_claim(row, step, row["attempts"] + 1))
-        if stuck:
-            self._next_check = 0.0
+            if len(rows) < most:
+                parked = self._run(cursor, _PARK, window=_WINDOW).rowcount
+                unparked = self._run(cursor, _UNPARK, window=_WINDOW).rowcount
+                self.more_due = parked + unparked > 0
         return claims, stuck
-
-    def _postpone(self, connection: psycopg.Connection[Any]) -> None:
-        """Postpone calls behind stuck ones, so that claims don't read them until the stuck ones are released."""
-        now = time.monotonic()
-        if now < self._next_check:
-            return
-        with connection.transaction(), connection.cursor() as cursor:
-            postponed = self._run(cursor, _POSTPONE, most=_AT_ONCE).rowcount
-        self._next_check = now + (_CHECK_SECONDS if postponed else _REST_SECONDS)
 
     def settle(
         self,
@@ -291,8 +291,7 @@ class Reservations:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
-                self._write(cursor, message_id, change, None)
-                _release(cursor, self._names, [row])
+                self._write(cursor, row, change, None)
                 cursor.execute(
                     sql.SQL(
                         "UPDATE {reservations} SET conflict = NULL "
@@ -339,18 +338,16 @@ class Reservations:
                 change = effect_failed(standing, change, failed, self._rules, chance)
             if change is not None:
                 learnt = answer.said == "done" and step in {"call", "ask", "confirm"} and not change.taking_back
-                self._write(cursor, claim.message_id, change, _json(answer.response) if learnt else None)
-                if row["state"] == "stuck" != change.state:
-                    _release(cursor, self._names, [row])
-                elif change.state == "stuck":
-                    self._next_check = 0.0
+                self._write(cursor, row, change, _json(answer.response) if learnt else None)
         return change
 
-    def _write(self, cursor: psycopg.Cursor[Any], message_id: UUID, change: Change, response: Jsonb | None) -> None:
+    def _write(
+        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], change: Change, response: Jsonb | None
+    ) -> None:
         self._run(
             cursor,
             _WRITE,
-            message_id=message_id,
+            message_id=row["message_id"],
             state=change.state,
             unsure=change.unsure,
             taking_back=change.taking_back,
@@ -361,6 +358,9 @@ class Reservations:
             fresh=change.fresh_budget,
             wait=change.wait,
         )
+        if row["settled_at"] is None and change.state in {"confirmed", "cancelled"}:
+            # With no order_key, this finds none.
+            self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
 
     def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return cursor.execute(sql.SQL(query).format(**self._names), self._which | values)
@@ -425,7 +425,6 @@ class ReservationAdmin:
         with self._connection.transaction(), self._connection.cursor(row_factory=dict_row) as cursor:
             found = cursor.execute(statement, _values(chosen) | values | {"why": why}).fetchall()
             ids = sorted(str(row["message_id"]) for row in found)
-            _release(cursor, self._names, found)
             if ids:
                 details = {"grp": chosen.group, "name": chosen.name, "message_ids": ids}
                 _audit(cursor, self._names, what, why, details)
@@ -437,20 +436,9 @@ def _values(chosen: Chosen) -> dict[str, object]:
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
 
 
-def _release(
-    cursor: psycopg.Cursor[Any], names: Mapping[str, sql.Identifier], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    """Make the calls behind these rows, which were stuck until now, due at once."""
-    ordered = [row for row in rows if row["order_key"] is not None]
-    if ordered:
-        columns = {"grps": "grp", "names": "name", "keys": "order_key", "ids": "id"}
-        values = {name: [row[column] for row in ordered] for name, column in columns.items()}
-        cursor.execute(sql.SQL(_RELEASE).format(**names), values)
-
-
 def _audit(
     cursor: psycopg.Cursor[Any],
-    names: Mapping[str, sql.Identifier],
+    names: Mapping[str, sql.Composable],
     what: str,
     why: str | None,
     details: Mapping[str, object],

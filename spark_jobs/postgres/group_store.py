@@ -34,9 +34,9 @@ RETURNING generation"""
 # Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
 _FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 _STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
-_STORED: Final = (
-    "SELECT topic, part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
-)
+_STORED: Final = """
+SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
+  FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
@@ -89,7 +89,8 @@ SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(to
          ORDER BY topic LIMIT 1) IS NOT NULL
        OR %(keep_order)s AND EXISTS (SELECT FROM {dead_letters} AS letter WHERE {stranded})"""
 _STATE: Final = """
-SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset
+SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset,
+       o.leader_epoch, o.epoch_offset
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
  WHERE g.grp = %(grp)s"""
 _SETUP_LOCK: Final = 0x6F7574626F780003
@@ -167,7 +168,7 @@ class Store:
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
         """Return the group's stored offsets."""
         rows = self._read(_STORED, topics=list(topics))
-        return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
+        return {(topic, part): Stored(*rest) for topic, part, *rest in rows}
 
     def is_new(self) -> bool:
         """Return whether the group has no offsets of any topic, and never had losses.

@@ -18,7 +18,7 @@ PROGRESS: Final = """
 SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
        CASE WHEN o.log_end IS NOT NULL THEN greatest(o.log_end - o.next_offset, 0) END AS lag,
        o.applied, o.duplicates, o.dead, coalesce(d.dead, 0) AS dead_letters, coalesce(d.retry, 0) AS retrying,
-       o.updated_at, g.generation, g.owner, g.taken_at
+       o.updated_at, extract(epoch FROM o.updated_at)::float8 AS moved, g.generation, g.owner, g.taken_at
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp
   LEFT JOIN ({letters}) AS d
     ON d.grp = o.grp AND d.topic = o.topic AND d.part = o.part

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from spark_jobs.job import ConsumerJob, PythonEffect
 
 _MOVE: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
+UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now(),
+       leader_epoch = %(leader_epoch)s, epoch_offset = %(end)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
    AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
 _LOOK: Final = """
@@ -137,6 +138,7 @@ class PostgresTransaction:
             "start": span.start,
             "end": span.end,
             "log_end": log_end,
+            "leader_epoch": span.leader_epoch,
             "generation": self._sink.generation,
         }
         if self._run(_MOVE, **values).rowcount:

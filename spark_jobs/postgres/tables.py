@@ -93,6 +93,10 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("dead", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset; if it is not, an
+        # earlier version has moved that back.
+        sa.Column("leader_epoch", sa.Integer),
+        sa.Column("epoch_offset", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
@@ -237,6 +241,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # While a call is under way: the end of its lease.
         sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("settled_at", sa.DateTime(timezone=True)),
+        # Behind an earlier call of its order_key, whose settlement releases it. Claims do not look at it until then.
+        sa.Column("parked", sa.Boolean, nullable=False, server_default=sa.text("false")),
         sa.PrimaryKeyConstraint("grp", "name", "message_id", name="reservations_pkey"),
         sa.CheckConstraint(
             "state IN ('reserved', 'calling', 'confirmed', 'cancelling', 'cancelled', 'stuck')",
@@ -252,6 +258,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "reservations_open",
             "grp",
             "name",
+            "parked",
             "next_attempt_at",
             "id",
             postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),

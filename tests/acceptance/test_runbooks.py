@@ -10,6 +10,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,9 +46,10 @@ from relay.kafka.state_topic import StateTopic
 from relay.operations import transactions
 from relay.pauses import ALL, scopes_of
 from spark_jobs import letters
+from spark_jobs.driver.poison_search import Search
 from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner
-from spark_jobs.errors import DataLost, Fenced
+from spark_jobs.errors import DataLost, Fenced, Interrupted
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
 from spark_jobs.letters import Letter
@@ -740,7 +742,7 @@ class Consumer:
         self._registry = CollectorRegistry()
         self._registry.register(self._metrics)
         options = Options(self._url, kafka, patience=30.0, max_backoff_seconds=0.2)
-        self.runner = Runner(None, job, options, self._report, self._health.succeeded)
+        self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.behind)
         # It looks each five seconds.
         self.runner._lock_monitor = lambda: LockMonitor(self._url, GROUP, self._report, 0.1)
         self.runner._rounds.apply = self._step_over
@@ -825,6 +827,43 @@ def test_the_sink_is_away_and_then_locked(operator, driver, address):
                 assert waiting["to_end_it"] == f"SELECT pg_terminate_backend({pid})"
                 operator.execute("pg_terminate_backend", PID=pid)
             wait_until(lambda: driver.positions()[0] == 7, what="it to go on")
+
+
+@of("A partition stands still")
+def test_a_message_that_always_runs_into_a_limit_while_the_other_partition_moves(operator, driver):
+    """The second of three messages; the sink ends its statement each time."""
+    consumer = Consumer(driver)
+    step_over = consumer.runner._rounds.apply
+
+    def apply(span: Span, generation: int) -> Counts:
+        here = span.ranges.get((driver.topic, 0))
+        if here is None or not here.start <= 1 < here.end:
+            return step_over(span, generation)
+        step_over(span.only([at for at in span.ranges if at != (driver.topic, 0)]), generation)
+        failed = Interrupted(f"{driver.topic}-0: QueryCanceled: canceling statement due to statement timeout")
+        failed.by_partition = {(driver.topic, 0): failed}
+        raise failed
+
+    consumer.runner._rounds.apply = apply
+    consumer.runner._search = Search()
+    old = int(time.time() * 1000) - 600_000
+    for part in (0, 1):
+        driver.send(part, 3, timestamp=old)
+    with consumer.running():
+        found = wait_until(lambda: dict(consumer.reports).get("a partition stands still"), what="the log")
+        assert (found["partition"], found["offset"]) == (0, 1)
+        driver.rows(
+            "UPDATE consumer.offsets SET updated_at = now() - interval '10 minutes' WHERE part = 0", result=False
+        )
+        driver.send(1, 2)
+        wait_until(lambda: driver.positions() == {0: 1, 1: 5}, what="the other partition to move")
+        assert consumer.alerts() == {"ConsumerPartitionStandsStill"}
+        assert f"{driver.topic}-0 stands at offset 1 since " in operator.look("outbox status").text
+        assert "2" in operator.look("outbox offsets show", GROUP=GROUP).text
+    operator.act("outbox offsets set", GROUP=GROUP, TOPIC=driver.topic, PARTITION=0, OFFSET=2)
+    consumer = Consumer(driver)
+    consumer.runner.once(threading.Event())
+    assert (driver.positions(), consumer.alerts()) == ({0: 3, 1: 5}, set())
 
 
 @of("A consumer falls behind")

@@ -1,86 +1,161 @@
-"""What a claim of reservations looks at where many wait, or are stuck."""
+"""What a claim of reservations looks at where 100,000 wait behind one call, or behind many that are stuck."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import psycopg
 import pytest
-from external_support import in_thread, lease_runs_out, payments, provider, sink
+from external_support import Sink, in_thread, lease_runs_out, payments, provider, sink
+from psycopg import sql
 from support import wait_until
 
+from outbox._app import migrate as db
 from spark_jobs.external import reservations
 from spark_jobs.external.caller import Caller
 from spark_jobs.external.declaration import External
-from spark_jobs.external.reservations import Chosen, ReservationAdmin
+from spark_jobs.external.reservations import Chosen, ReservationAdmin, Reservations
+from spark_jobs.external.state_machine import Answer
 
 __all__ = ["provider", "sink"]
 
+MANY = 100_000
+INSERT = """
+INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, order_key, request, state)
+SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n, CASE %(key)s WHEN 'own' THEN 'k' || n ELSE %(key)s END,
+       jsonb_build_object('order', %(kind)s || n), %(state)s
+  FROM generate_series(1, %(count)s) AS n"""
+PARK_ALL = """
+UPDATE consumer.reservations SET parked = true, next_attempt_at = now() + interval '1 hour'
+ WHERE order_key = 'hot' AND state = 'reserved' AND message_offset > 1"""
+WAITING = {"grp": "orders", "name": "payments", "window": reservations._WINDOW, "most": 4, "lease": 30}
 
-def looked_at(connection: psycopg.Connection[Any], query: str, **values: Any) -> dict[str, dict[str, Any]]:
-    """Return what a statement of the caller does with each index, as EXPLAIN has it; it reads no table."""
-    explained = psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) " + query).format(
-        reservations=psycopg.sql.Identifier("consumer", "reservations")
+
+def insert(connection: psycopg.Connection[Any], kind: str, count: int, key: str, state: str = "reserved") -> None:
+    connection.execute(INSERT, {"kind": kind, "count": count, "key": key, "state": state})
+
+
+def statement(query: str) -> sql.Composed:
+    return sql.SQL(query).format(
+        **Reservations("consumer", "orders", "payments", payments("http://localhost").rules)._names
     )
-    (plan,) = connection.execute(explained, {"grp": "orders", "name": "payments", **values}).fetchone()
-    assert "Seq Scan" not in json.dumps(plan)
-
-    def nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield node
-        for child in node.get("Plans", []):
-            yield from nodes(child)
-
-    return {node.get("Index Name"): node for node in nodes(plan[0]["Plan"])}
 
 
-def test_claiming_looks_at_few_rows_when_many_wait(sink, provider):
-    """However many are settled, due, or behind one that is under way: by index, and no more than are asked for."""
-    external = payments(provider.url)
-    sink.reserve(external, [(f"o{n}", "hot" if n < 500 else f"k{n}") for n in range(3000)])
+def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> tuple[int, dict[str, int]]:
+    """Return the blocks that a statement reads, and the rows of each of its nodes, by index; and roll it back."""
+
+    def nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
+        return [node, *(one for child in node.get("Plans", []) for one in nodes(child))]
+
+    with connection.transaction(force_rollback=True):
+        explained = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + statement(query)
+        ((plan,),) = connection.execute(explained, WAITING | values).fetchone()
+    assert "Seq Scan" not in str(plan)
+    rows: Counter[str] = Counter()
+    for node in nodes(plan["Plan"]):
+        name = node.get("Index Name", node["Node Type"])
+        rows[name] += (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+    return plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"], rows
+
+
+@pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])
+def behind_one(sink, request) -> External:
+    """One key with 100,000 calls, and ten of other keys that were reserved after them."""
     with sink.connect() as connection:
-        connection.execute(
-            "UPDATE consumer.reservations SET state = 'confirmed', settled_at = now() WHERE id BETWEEN 1000 AND 2000"
-        )
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-        by_index = looked_at(connection, reservations._DUE, most=4, busy=["hot"], lease=30)
-    assert by_index["reservations_open"]["Actual Rows"] == 4
-    assert by_index["reservations_order"]["Actual Loops"] == 4
+        connection.execute("ALTER TABLE consumer.reservations SET (autovacuum_enabled = off)")
+        if request.param == "analyzed when it was empty":
+            connection.execute("VACUUM ANALYZE consumer.reservations")
+        insert(connection, "hot", MANY, "hot")
+        insert(connection, "free", 10, "own")
+        if request.param == "analyzed":
+            connection.execute("ANALYZE consumer.reservations")
+    return payments("http://localhost")
+
+
+def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int = 4) -> list[reservations.Claim]:
+    """Claim as a caller does: again without a pause while more may be due. Returns the claims."""
+    claims: list[reservations.Claim] = []
+    while len(claims) < most:
+        more, stuck = book.claim(connection, most - len(claims), "w", 3600.0, 7200.0)
+        assert stuck == 0
+        claims += more
+        if not book.more_due:
+            break
+    return claims
+
+
+def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reservations.Claim) -> None:
+    change, failed = book.settle(connection, claim, claim.step, Answer("done"), 0.5, lambda _: None)
+    assert (change is not None and change.state, failed) == ("confirmed", None)
+
+
+def test_a_claim_looks_at_few_of_100_000_behind_one_key_and_parks_them(sink, behind_one):
+    book = Reservations("consumer", "orders", "payments", behind_one.rules)
+    with sink.connect() as connection:
+        # Before the first call is claimed, and while it is under way.
+        for expected in (["hot1"], []):
+            for query in (reservations._DUE, reservations._PARK, reservations._UNPARK):
+                read, rows = explain(connection, query)
+                assert read < 25 * reservations._WINDOW
+                assert max(rows.values()) <= 2 * reservations._WINDOW, (query, rows)
+            claims, _ = book.claim(connection, 1, "w", 3600.0, 7200.0)
+            assert [claim.request["order"] for claim in claims] == expected
+        # A claim that finds too few parks a window, and the next one looks at the next.
+        assert book.more_due
+        count = "SELECT count(*) FROM consumer.reservations WHERE parked"
+        assert sink.rows(count) == [(reservations._WINDOW,)]
+        connection.execute(PARK_ALL + " AND message_offset < 99000")
+        found = claim_all(book, connection)
+        assert [claim.request["order"] for claim in found] == [f"free{n}" for n in range(1, 5)]
+        assert len(claim_all(book, connection, 100)) == 6
+        assert sink.rows(count) == [(MANY - 1,)]
+        # From now on what waits costs nothing, also while the dead versions of its rows are still there.
+        for query in (reservations._DUE, reservations._PARK, reservations._LEFT):
+            read, rows = explain(connection, query)
+            assert max(rows.values()) <= 10, (query, rows)
+
+
+def test_the_next_of_100_000_is_released_when_the_one_before_is_settled(sink, behind_one):
+    book = Reservations("consumer", "orders", "payments", behind_one.rules)
+    with sink.connect() as connection:
+        connection.execute(PARK_ALL)
+        claims, _ = book.claim(connection, 100, "w", 3600.0, 7200.0)
+        (hot,) = (claim for claim in claims if claim.order_key == "hot")
+        for number in range(1, 6):
+            assert hot.request["order"] == f"hot{number}"
+            (row,) = sink.rows("SELECT id FROM consumer.reservations WHERE message_id = %s", hot.message_id)
+            read, rows = explain(connection, reservations._RELEASE, order_key="hot", id=row[0])
+            assert (read < 100, max(rows.values())) == (True, 1)
+            settle(book, connection, hot)
+            # Exactly one is released, and no other is looked at.
+            due = "SELECT request ->> 'order' FROM consumer.reservations WHERE state = 'reserved' AND NOT parked"
+            assert sink.rows(due) == [(f"hot{number + 1}",)]
+            (hot,), _ = book.claim(connection, 4, "w", 3600.0, 7200.0)
 
 
 @pytest.fixture
 def stuck_keys(sink, provider) -> External:
-    """10,000 keys, of each one that is stuck and one behind it; and after these ten of other keys."""
-    external = payments(provider.url, cancel=True)
+    """2,000 keys, of each one that is stuck and one behind it; and after these ten of other keys."""
     with sink.connect() as connection:
-        for state, kind, count in (("stuck", "bad", 10_000), ("reserved", "behind", 10_000), ("reserved", "free", 10)):
-            connection.execute(
-                "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, order_key,"
-                " request, state) SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n,"
-                " CASE WHEN %(kind)s = 'free' THEN 'f' ELSE 'k' END || n, jsonb_build_object('order', %(kind)s || n),"
-                " %(state)s FROM generate_series(1, %(count)s) AS n",
-                {"kind": kind, "state": state, "count": count},
-            )
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-    return external
+        insert(connection, "bad", 2_000, "own", "stuck")
+        insert(connection, "behind", 2_000, "own")
+        insert(connection, "free", 10, "own")
+        connection.execute(
+            "UPDATE consumer.reservations SET order_key = request ->> 'order' WHERE message_offset > 0 "
+            "AND request ->> 'order' LIKE 'free%'"
+        )
+    return payments(provider.url, cancel=True)
 
 
-def test_what_waits_behind_stuck_ones_is_not_looked_at_by_each_claim(sink, provider, stuck_keys):
-    book = reservations.Reservations("consumer", "orders", "payments", stuck_keys.rules)
-    claim = {"most": 4, "busy": [], "lease": 30}
+def test_what_waits_behind_stuck_ones_is_parked_and_follows_them(sink, provider, stuck_keys):
+    book = Reservations("consumer", "orders", "payments", stuck_keys.rules)
     with sink.connect() as connection:
-        before = looked_at(connection, reservations._DUE, **claim)
-        assert before["reservations_order"]["Actual Loops"] == 10_004
-        # Whether there is something left to do: one look for each of them, and not at all stuck ones for each.
-        left = looked_at(connection, reservations._LEFT)
-        assert (left["reservations_order"]["Actual Loops"], left.keys() & {"reservations_attention"}) == (10_001, set())
-        claims, stuck = book.claim(connection, 4, "w", 30.0, 60.0)
-        assert ([one.request["order"] for one in claims], stuck) == ([f"free{n}" for n in range(1, 5)], 0)
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-        assert looked_at(connection, reservations._DUE, **claim)["reservations_order"]["Actual Loops"] == 4
+        claims = claim_all(book, connection)
+        assert [claim.request["order"] for claim in claims] == [f"free{n}" for n in range(1, 5)]
+        assert max(explain(connection, reservations._DUE)[1].values()) <= 10
     lease_runs_out(sink)
-    # However a stuck one is released, what is behind it is due at once, and goes out after it.
+    # However a stuck one is released, what is behind it is due with its settlement, and goes out after it.
     ids = dict(sink.rows("SELECT request ->> 'order', message_id FROM consumer.reservations"))
     with sink.connect() as connection:
         desk = ReservationAdmin(connection, "consumer")
@@ -97,26 +172,122 @@ def test_what_waits_behind_stuck_ones_is_not_looked_at_by_each_claim(sink, provi
     assert {state for order, state in states.items() if order.startswith("free")} == {"confirmed"}
 
 
-def test_one_that_is_released_while_others_are_put_back_leaves_none_behind(sink, stuck_keys):
-    """In either order of the two: what waits is due when both have ended."""
-    (released,) = sink.rows("SELECT message_id FROM consumer.reservations WHERE request ->> 'order' = 'bad1'")
-    chosen = Chosen("orders", "payments", released)
-    due = "SELECT next_attempt_at <= now() FROM consumer.reservations WHERE request ->> 'order' = 'behind1'"
-    values = {"grp": "orders", "name": "payments", "most": 20_000}
-    put_back = psycopg.sql.SQL(reservations._POSTPONE).format(
-        reservations=psycopg.sql.Identifier("consumer", "reservations")
-    )
-    again = "UPDATE consumer.reservations SET state = 'stuck' WHERE message_id = %s"
+def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
+    """In either order of the two: the next one is due when both have ended."""
+    external = payments("http://localhost")
+    sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
+    book = Reservations("consumer", "orders", "payments", external.rules)
+    due = "SELECT request ->> 'order' FROM consumer.reservations WHERE state = 'reserved' AND NOT parked ORDER BY id"
+    park = statement(reservations._PARK)
     with sink.connect() as one, sink.connect() as other:
+        (first,) = sink.rows("SELECT message_id FROM consumer.reservations ORDER BY id LIMIT 1")
+        one.execute(
+            "UPDATE consumer.reservations SET state = 'calling', attempts = 1, next_attempt_at = now() + "
+            "interval '1 hour' WHERE message_id = %s",
+            first,
+        )
+        claim = reservations.Claim("call", first[0], 1, {}, None, "t", 0, 0, "k")
         with one.transaction():
-            assert ReservationAdmin(one, "consumer").retry(chosen)
-            assert other.execute(put_back, values).rowcount == 9_999
-        assert sink.rows(due) == [(True,)]
-        one.execute(again, released)
+            settle(book, one, claim)
+            # What is being settled can't be relied on, but the one after it, which is open, can.
+            assert other.execute(park, WAITING).rowcount == 1
+        assert sink.rows(due) == [("o1",)]
+        (second,), _ = book.claim(one, 1, "w", 3600.0, 7200.0)
+        one.execute("UPDATE consumer.reservations SET parked = false, next_attempt_at = now() WHERE parked")
         with one.transaction():
-            assert one.execute(put_back, values).rowcount == 1
-            waiting = in_thread(lambda: ReservationAdmin(other, "consumer").retry(chosen))
+            assert one.execute(park, WAITING).rowcount == 1
+            waiting = in_thread(lambda: settle(book, other, second))
             blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-            wait_until(lambda: sink.rows(blocked) == [(1,)], what="the release to wait for the other")
+            wait_until(lambda: sink.rows(blocked) == [(1,)], what="the settlement to wait for the other")
         waiting.join(30)
-        assert sink.rows(due) == [(True,)]
+        assert sink.rows(due) == [("o2",)]
+
+
+def test_two_settlements_of_a_key_at_once_release_what_is_behind_both(sink):
+    """A call that was committed late goes out beside a later one of its key; see _DUE."""
+    external = payments("http://localhost")
+    sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
+    book = Reservations("consumer", "orders", "payments", external.rules)
+    with sink.connect() as one, sink.connect() as other:
+        one.execute(
+            "UPDATE consumer.reservations SET parked = (message_offset = 2), attempts = 1, "
+            "state = CASE message_offset WHEN 2 THEN 'reserved' ELSE 'calling' END"
+        )
+        ids = [row[0] for row in sink.rows("SELECT message_id FROM consumer.reservations ORDER BY id")]
+        first, second = (reservations.Claim("call", ids[n], 1, {}, None, "t", 0, n, "k") for n in range(2))
+        with one.transaction():
+            settle(book, one, second)
+            waiting = in_thread(lambda: settle(book, other, first))
+            blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+            wait_until(lambda: sink.rows(blocked) == [(1,)], what="the settlement to wait for the other")
+        waiting.join(30)
+        assert sink.states() == {"o0": "confirmed", "o1": "confirmed", "o2": "reserved"}
+        assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE parked") == [(0,)]
+
+
+def test_what_was_parked_behind_a_deleted_call_is_due_again(sink, provider):
+    """Also behind one that an earlier version of the caller has settled, which releases nothing."""
+    external = payments(provider.url)
+    sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
+    with sink.connect() as connection:
+        claim_all(Reservations("consumer", "orders", "payments", external.rules), connection)
+        assert connection.execute("DELETE FROM consumer.reservations WHERE state = 'calling'").rowcount == 1
+        assert sink.drain(external) == {}
+        connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE parked")
+    # Not by what is left, which ends the run before: as the next run sees it, an hour later.
+    sink.drain(external, until="due")
+    sink.drain(external)
+    assert sink.states() == {"o1": "confirmed", "o2": "confirmed"}
+    assert provider.effects() == ["o1", "o2"]
+
+
+def test_two_callers_work_through_keys_with_hundreds_of_calls_in_order(sink, provider):
+    """Some are retried, some are refused and some taken back: each releases the next of its key."""
+    external = payments(provider.url, cancel=True, workers=3)
+    names = [(f"o{n}", f"key{n % 3}") for n in range(60)]
+    for n in (3, 4, 5):
+        provider.tell(f"o{n}", "500", "drop")
+        provider.tell(f"o{n + 3}", "refuse")
+        provider.tell(f"o{n + 6}", "done-drop", "refuse")
+    sink.reserve(external, names)
+    counts: list[dict[str, int]] = []
+    threads = [in_thread(lambda: counts.append(sink.drain(external))) for _ in range(2)]
+    for thread in threads:
+        thread.join(120)
+    assert sum(count.get("confirmed", 0) for count in counts) == 54
+    assert sum(count.get("cancelled", 0) for count in counts) == 6
+    assert not sink.rows("SELECT FROM consumer.reservations WHERE settled_at IS NULL OR parked")
+    order = [name for _, _, _, name in provider.requests() if name.startswith("o")]
+    for key in range(3):
+        firsts = list(
+            dict.fromkeys(name for name in order if name in {one for one, its in names if its == f"key{key}"})
+        )
+        assert firsts == [one for one, its in names if its == f"key{key}"]
+
+
+def test_the_migration_parks_what_waits_and_what_an_earlier_version_postponed(outbox_postgres, provider):
+    sink = Sink(outbox_postgres.url)
+    db.downgrade(sink.url, "consumer", "consumer_0006", history=db.CONSUMER, drop_rows=True)
+    external = payments(provider.url)
+    with sink.connect() as connection:
+        insert(connection, "hot", MANY, "hot")
+        insert(connection, "free", 10, "own")
+        connection.execute("UPDATE consumer.reservations SET state = 'stuck' WHERE request ->> 'order' = 'hot1'")
+        # As an earlier version left it.
+        connection.execute(
+            "UPDATE consumer.reservations SET next_attempt_at = now() + interval '1 hour' "
+            "WHERE order_key = 'hot' AND state = 'reserved' AND message_offset < 1000"
+        )
+    db.upgrade_consumer(sink.url)
+    assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE parked") == [(MANY - 1,)]
+    with sink.connect() as connection:
+        assert max(explain(connection, reservations._DUE)[1].values()) <= 10
+        book = Reservations("consumer", "orders", "payments", external.rules)
+        claims, _ = book.claim(connection, 100, "w", 3600.0, 7200.0)
+        assert [claim.request["order"] for claim in claims] == [f"free{n}" for n in range(1, 11)]
+        ((stuck,),) = sink.rows("SELECT message_id FROM consumer.reservations WHERE state = 'stuck'")
+        Caller(external, sink.connect).settle_by_hand(stuck, confirmed=True, why="asked")
+        ((second,), _) = book.claim(connection, 1, "w", 3600.0, 7200.0)
+        assert second.request["order"] == "hot2"
+    db.downgrade(sink.url, "consumer", "consumer_0006", history=db.CONSUMER, drop_rows=True)
+    assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE next_attempt_at <= now()") == [(MANY - 1,)]

@@ -121,6 +121,25 @@ def test_a_statement_limit_that_a_whole_range_exceeds_is_kept_by_parts_of_it(ben
     ]
 
 
+def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_others_move(bench, drive, topic):
+    """It is no dead letter, as the limit may be met because of a lock; its partition is reported as standing."""
+    slow = f"{PLAIN}; SELECT pg_sleep(20) FROM batch WHERE message_part = 0 AND n = {FAULT}"
+    limit(bench, "statement_timeout", "1s")
+    behind: list[dict[tuple[str, int], int]] = []
+    runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1)
+    runner._behind = behind.append
+    driver = drive(runner)
+    report = "a partition stands still"
+    found = wait_until(lambda: dict(bench.reports).get(report), 240, "the message to be named")
+    driver.stop()
+    assert (found["topic"], found["partition"], found["offset"]) == (topic, 0, FAULT)
+    assert "QueryCanceled" in found["error"]
+    assert f"`outbox offsets set poison {topic} 0 {FAULT + 1} --skip" in found["error"]
+    # What /readyz is made from.
+    assert behind[-1] == {(topic, 0): FAULT}
+    applied(bench)
+
+
 def test_a_dead_letter_that_ends_the_worker_keeps_nothing_waiting(bench, topic):
     """Tried again it fails by itself, and the others are applied."""
     refused = f"{PLAIN}; INSERT INTO refusals SELECT n FROM batch WHERE n BETWEEN 100 AND 109 AND message_part = 1"

@@ -100,7 +100,7 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench, tmp_path):
         until(process, tmp_path, lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
         lines = shown.checks()[1]
         assert re.fullmatch(r"\[\+\]rounds ok: the last one ended \d s ago", lines[0])
-        assert lines[1:] == ["[+]servers ok", "readyz check passed"]
+        assert lines[1:] == ["[+]partitions ok", "[+]servers ok", "readyz check passed"]
         with psycopg.connect(bench.database.url) as other:
             other.execute("LOCK TABLE consumer.offsets IN ACCESS EXCLUSIVE MODE")
             bench.send("o", 1)

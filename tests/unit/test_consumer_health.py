@@ -27,7 +27,7 @@ def consumer():
 
 def test_it_is_not_ready_before_its_first_round(consumer):
     consumer.health.observe("group taken over", {})
-    assert consumer.lines() == ["[-]rounds failed: none has ended yet", "[+]servers ok"]
+    assert consumer.lines() == ["[-]rounds failed: none has ended yet", "[+]partitions ok", "[+]servers ok"]
 
 
 @pytest.mark.parametrize("how", ["a round", "nothing to apply"])
@@ -37,7 +37,7 @@ def test_it_is_ready_for_a_while_after_a_round_or_an_empty_poll(consumer, how):
     else:
         consumer.health.succeeded(consumer.now)
     consumer.now += LIMIT - 1
-    assert consumer.lines() == ["[+]rounds ok: the last one ended 299 s ago", "[+]servers ok"]
+    assert consumer.lines() == ["[+]rounds ok: the last one ended 299 s ago", "[+]partitions ok", "[+]servers ok"]
     assert consumer.health.look().ready
     consumer.now += 1
     assert consumer.lines()[0] == "[-]rounds failed: the last one ended 300 s ago"
@@ -51,8 +51,30 @@ def test_a_server_that_is_away_is_shown_since_when_and_why(consumer):
     consumer.health.observe("waiting for a server", {"error": "Postgres is away", "wait_seconds": 0.2})
     found = consumer.health.look()
     assert (found.ready, found.waiting, found.waiting_seconds) == (True, "Postgres is away", 20)
-    assert consumer.lines()[1] == "[-]servers failed: waiting for 20 s: Postgres is away (leaves it ready)"
+    assert consumer.lines()[2] == "[-]servers failed: waiting for 20 s: Postgres is away (leaves it ready)"
     consumer.now += LIMIT
     assert not consumer.health.look().ready
     consumer.health.observe("round", {"read": 1})
-    assert consumer.lines() == ["[+]rounds ok: the last one ended 0 s ago", "[+]servers ok"]
+    assert consumer.lines() == ["[+]rounds ok: the last one ended 0 s ago", "[+]partitions ok", "[+]servers ok"]
+
+
+def test_a_partition_that_stands_is_named_while_the_others_move(consumer):
+    consumer.health.behind({("orders", 0): 7, ("orders", 1): 100})
+    consumer.now += LIMIT - 1
+    consumer.health.behind({("orders", 0): 7, ("orders", 1): 200})
+    consumer.health.observe("round", {"read": 100})
+    assert consumer.health.look().ready
+    consumer.now += 1
+    consumer.health.observe("round", {"read": 100})
+    assert consumer.lines()[:2] == [
+        "[+]rounds ok: the last one ended 0 s ago",
+        "[-]partitions failed: orders-0 stands at offset 7 for 300 s",
+    ]
+    assert not consumer.health.look().ready
+    # It moves, and then nothing waits in it, for however long.
+    consumer.health.behind({("orders", 0): 8})
+    assert consumer.lines()[1] == "[+]partitions ok"
+    consumer.health.behind({})
+    consumer.now += 2 * LIMIT
+    consumer.health.behind({("orders", 0): 8})
+    assert consumer.lines()[1] == "[+]partitions ok"
