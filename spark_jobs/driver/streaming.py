@@ -7,7 +7,7 @@ is recognized. ``checkpoints`` decides whether a batch may follow the one that t
 | what happens                                | what the sink has, and what follows                                    |
 |---------------------------------------------|------------------------------------------------------------------------|
 | killed, or an error, before COMMIT          | the batch before: Spark plans the same one again; it is applied        |
-| killed, or an error, after COMMIT           | this batch: nothing to do                                              |
+| killed, or an error, after COMMIT           | this batch: its plan runs again for its state; nothing is applied      |
 | the answer to COMMIT is lost                | read again on a new connection: applied or not                         |
 | a server is away                            | waited for (``patience``), then ConsumerUnavailable: start it again    |
 | two queries of one group at once            | the newer takes over; the older is Fenced at its next batch            |
@@ -228,14 +228,16 @@ class ExactlyOnce:
                 _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
                 time.sleep(delay)
 
-    def _apply(self, rows: DataFrame, batch: Batch) -> None:
-        if self._job.transform is not None:
-            rows = self._job.transform(rows)
+    def _apply(self, planned_rows: DataFrame, batch: Batch) -> None:
+        rows = planned_rows if self._job.transform is None else self._job.transform(planned_rows)
         rows, columns = spark.copyable(rows)
         ids = "message_id" in columns
         if self._from_beginning and not ids:
             raise JobError("from_beginning: the stream's rows have no column message_id by which repeats are known")
         if self._decide(self._stored(), batch, ids=ids) == "applied":
+            # Spark commits the batch with what its tasks report of the state they wrote: without a run there is none,
+            # and the checkpoint could never be started again (stateStore.checkpointFormatVersion=2).
+            planned_rows.write.format("noop").mode("overwrite").save()
             return
         generation = self._begin(batch)
         effect = self._effect(columns)
