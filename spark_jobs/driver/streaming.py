@@ -22,6 +22,7 @@ compare-and-swap, which is enough for a source that does not repeat messages.
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import hashlib
 import logging
 import random
@@ -183,6 +184,7 @@ class ExactlyOnce:
         }
         self._lock = threading.Lock()
         self._generations: dict[str, int] = {}
+        self._maintained_in: dt.datetime | None = None
         self._error: BaseException | None = None
 
     def exception(self) -> BaseException | None:
@@ -311,17 +313,19 @@ class ExactlyOnce:
         return None if row is None else Stored(*row)
 
     def _begin(self, batch: Batch) -> int:
-        """Take the group over, once for each run of a query."""
+        """Take the group over, once for each run of a query; and maintain the days of ids, once an hour."""
         with self._lock:
             generation = self._generations.get(batch.run_id)
-            if generation is not None:
-                return generation
-            self._store.require_utf8()
-            self._store.setup(self._job.setup)
-            generation = self._store.take_over(STREAM, "batch")
-            self._generations[batch.run_id] = generation
-            self._store.maintain_days(self._keep_days, _report)
-            self._drop_older(generation)
+            if generation is None:
+                self._store.require_utf8()
+                self._store.setup(self._job.setup)
+                generation = self._generations[batch.run_id] = self._store.take_over(STREAM, "batch")
+                self._drop_older(generation)
+            # A query may run for weeks, and partitions are created for a few days ahead only.
+            hour = self._store.hour()
+            if hour != self._maintained_in:
+                self._store.maintain_days(self._keep_days, _report)
+                self._maintained_in = hour
             return generation
 
     # What the rows become.
