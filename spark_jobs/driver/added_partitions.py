@@ -1,6 +1,12 @@
 """Partitions that were added to a topic: they are read once the others are at their ends of that time.
 
 When a topic gets partitions, keys move into them from the others, which still have earlier messages of these keys.
+
+| what happens                              | what follows                                                          |
+|-------------------------------------------|-----------------------------------------------------------------------|
+| driver ends before the ends are stored    | the next one finds the partition with messages, and stores later ends |
+| driver ends after that                    | the next one, or the next run of ``--once``, waits for the same ends  |
+| the topic is created again meanwhile      | its id differs: the stored ends are ignored                           |
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from typing import Any
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.driver.planner import Extent, waiting_for_others
 from spark_jobs.model import Partition, Stored
+from spark_jobs.postgres.group_store import Store
 
 
 class AddedPartitions:
@@ -20,43 +27,64 @@ class AddedPartitions:
     """
 
     def __init__(
-        self, kafka: KafkaView, topics: Sequence[str], report: Callable[[str, Mapping[str, Any]], None]
+        self,
+        kafka: KafkaView,
+        store: Store,
+        topics: Sequence[str],
+        report: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         self._kafka = kafka
+        self._store = store
         self._topics = topics
         self._report = report
         self._ends_before: dict[Partition, dict[Partition, int]] = {}
         self._waiting: set[Partition] = set()
 
     def ready(
-        self, new: Sequence[Partition], stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]
+        self,
+        new: Sequence[Partition],
+        stored: Mapping[Partition, Stored],
+        extents: Mapping[Partition, Extent],
+        topic_ids: Mapping[str, str],
+        generation: int,
     ) -> list[Partition]:
-        """Return the new partitions that may be read.
+        """Return the new partitions that may be read. Raises Fenced.
 
-        The others are not stored, so the next driver checks them again, and waits for later ends.
+        The others have no stored offset. The ends that they wait for are stored: they need not be reached in one run.
         """
         known = {topic for topic, _ in stored}
         # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
         candidates = [one for one in new if one[0] not in known or extents[one].end > 0]
-        self._note_ends([one for one in candidates if one[0] in known], stored)
+        self._note_ends([one for one in candidates if one[0] in known], stored, topic_ids, generation)
         waiting = waiting_for_others(candidates, stored, self._ends_before)
         if waiting - self._waiting:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting)
             self._report(
-                "new partitions wait until the others have been read to their current ends", {"partitions": shown}
+                "new partitions wait until the others have been read to where they ended when these had messages",
+                {"partitions": shown},
             )
         self._waiting = waiting
         return [partition for partition in candidates if partition not in waiting]
 
-    def _note_ends(self, added: Sequence[Partition], stored: Mapping[Partition, Stored]) -> None:
+    def _note_ends(
+        self,
+        added: Sequence[Partition],
+        stored: Mapping[Partition, Stored],
+        topic_ids: Mapping[str, str],
+        generation: int,
+    ) -> None:
         """Record, for partitions first seen with messages, where the others of their topic end."""
         self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
         if self._ends_before.keys() >= set(added):
             return
-        # The ends after the partitions were seen with messages. High watermarks, because messages of open
-        # transactions came before these, too.
-        _, later = self._kafka.look(self._topics, high_watermarks=True)
-        for one in added:
-            ends = {at: there.high_watermark or there.end for at, there in later.items() if at[0] == one[0]}
-            self._ends_before.setdefault(one, {at: end for at, end in ends.items() if at in stored})
+        noted = {one: ends for one, ends in self._store.added_ends(topic_ids).items() if one in added}
+        if noted.keys() < set(added):
+            # The ends after the partitions were seen with messages. High watermarks, because messages of open
+            # transactions came before these, too.
+            _, later = self._kafka.look(self._topics, high_watermarks=True)
+            ends = {at: there.high_watermark or there.end for at, there in later.items() if at in stored}
+            for one in added:
+                noted.setdefault(one, {at: end for at, end in ends.items() if at[0] == one[0]})
+            self._store.note_added(noted, topic_ids, generation)
+        self._ends_before = noted

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from spark_jobs.driver.round_context import ENDING, RoundContext, Span, State, Told
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import ConsumerUnavailable, CorruptRecords, EffectFailed, InputCut, shown
+from spark_jobs.errors import ConsumerUnavailable, CorruptRecords, EffectFailed, InputCut
 from spark_jobs.letters import Retried
 from spark_jobs.model import Partition
 from spark_jobs.spark import rows as spark
@@ -92,7 +92,7 @@ class PartitionAttempts:
 
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
-            return reported(Row(**row) for row in self._run_here(plan, read))
+            return reported(Row(**row) for row in task.run_here(plan, read))
         told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         _require_reports(span, told)
         return told
@@ -107,14 +107,6 @@ class PartitionAttempts:
             if len(plan.ranges) == 1:
                 raise
             return None
-
-    @staticmethod
-    def _run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
-        """Do the tasks' work in the driver. Raises EffectFailed for an error, as for one that Spark raises."""
-        try:
-            return task.run_here(plan, read)
-        except Exception as error:
-            raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
 
     def _few(self, span: Span) -> bool:
         """Return whether starting Spark tasks would cost more than their work. Custom effects run in executors."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from spark_jobs.errors import (
     ConsumerError,
@@ -26,10 +27,12 @@ from spark_jobs.task import partition as task
 from spark_jobs.task.decoder import Behind, TaskDecoder
 from spark_jobs.task.partition import TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
+from spark_jobs.task.sizes import Largest
 from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark import Accumulator, AccumulatorParam
     from pyspark.sql import DataFrame, SparkSession
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
@@ -89,8 +92,9 @@ class Told:
 class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
-    left   whether there may be more dead letters to retry.
-    sizes  the number of rows read from each topic, and their size in bytes.
+    left    whether there may be more dead letters to retry.
+    passed  by how many offsets the ranges moved, markers included.
+    sizes   the number of offsets read of each topic, and the size in bytes of what is there.
     """
 
     read: int = 0
@@ -98,6 +102,7 @@ class Counts:
     duplicates: int = 0
     dead: int = 0
     left: bool = False
+    passed: int = 0
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -106,13 +111,13 @@ class State:
     """The state of a round.
 
     dead      messages that are stored as dead letters with their ranges.
-    standing  keys of dead letters of earlier rounds, if the tasks put aside the messages behind them.
+    standing  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
     behind    how many messages the tasks have put aside in this way.
     lenient   partitions with a value that does not fit its column.
     """
 
     dead: dict[Place, Letter] = field(default_factory=dict)
-    standing: frozenset[tuple[str, bytes]] = frozenset()
+    standing: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
@@ -143,13 +148,22 @@ class RoundContext:
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
+        # One for all rounds: Spark keeps every accumulator for as long as the driver runs.
+        self._sizes: Accumulator[dict[Partition, int]] | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
     @property
     def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
-        return self._decoder if self.traces is None else replace(self._decoder, traces=self.traces)
+        if self._sizes is None:
+            merging = cast("AccumulatorParam[dict[Partition, int]]", Largest())
+            self._sizes = self.session.sparkContext.accumulator({}, merging)
+        return replace(self._decoder, traces=self.traces, sizes=self._sizes)
+
+    def size_read(self, partition: Partition) -> int:
+        """Return how many bytes the tasks of this round have read of a partition."""
+        return 0 if self._sizes is None else self._sizes.value.get(partition, 0)
 
     @functools.cached_property
     def _decoder(self) -> TaskDecoder:
@@ -162,6 +176,8 @@ class RoundContext:
             for known in (self._suspects, self._slow)
         )
         self.sinks.look_again()
+        if self._sizes is not None:
+            self._sizes.value = {}
 
     @property
     def suspicious(self) -> bool:
@@ -196,11 +212,8 @@ class RoundContext:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
         if not state.standing or not span.ranges:
             return None
-        by_topic: dict[str, set[bytes]] = {}
-        for topic, key in state.standing:
-            by_topic.setdefault(topic, set()).add(key)
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
-        return Behind(by_topic, left // len(span.ranges))
+        return Behind(state.standing, left // len(span.ranges))
 
     def short(self, span: Span) -> bool:
         """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from spark_jobs.driver.dead_keys import DeadKeys, Keys
 from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, RoundContext, Span, State, Told
 from spark_jobs.driver.round_spans import RoundSpans
@@ -71,23 +72,37 @@ class Rounds:
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
         self._spans = RoundSpans(context)
+        self._dead_keys = DeadKeys(context.store, context.job.topics)
+        self.counts = Counts()
+        """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
     def apply(self, span: Span, generation: int) -> Counts:
-        """Apply the ranges.
+        """Apply the ranges. What has been applied when it raises is in ``counts``.
 
         Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. All other errors may be temporary: the
         classes of task.FAILURES, WorkerLost, and psycopg's errors if the driver's own session fails.
         """
+        self.counts = Counts()
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
             return self._spans.traced(span.ranges, lambda: self._applied(span, generation))
 
     @failures.understood()
     def _applied(self, span: Span, generation: int) -> Counts:
-        state = State()
+        state = State(counts=self.counts)
         self._context.begin()
-        if self._job.keep_order:
-            self._stand_behind(state, span, self._store.dead_keys(self._job.topics))
+        try:
+            if self._job.keep_order:
+                self._stand_behind(state, span, self._dead_keys.by_topic())
+            self._settle_all(span, state, generation)
+        except BaseException:
+            self._dead_keys.forget()
+            raise
+        self._dead_keys.add(state.dead.values())
+        return state.counts
+
+    def _settle_all(self, span: Span, state: State, generation: int) -> None:
+        """Try the ranges until each of them is done."""
         left = span
         while left.ranges:
             told, culprits = self._try(left, state, generation)
@@ -95,7 +110,6 @@ class Rounds:
             if culprits:
                 self._put_aside(state, left, culprits)
             left = left.only(again)
-        return state.counts
 
     def retry(self, generation: int) -> Counts:
         """Apply the dead letters for which a retry was requested, in their order, in one transaction.
@@ -103,14 +117,16 @@ class Rounds:
         If the effect fails without naming a message, smaller groups are tried. Dead letters must not keep the group
         from its new messages: after a few that fail alone, the others are left to the next round.
         """
+        self.counts = Counts()
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
             return self._spans.traced((), lambda: self._retried(generation))
 
     @failures.understood()
     def _retried(self, generation: int) -> Counts:
-        counts = Counts()
+        counts = self.counts
         self._context.sinks.look_again()
+        self._dead_keys.forget()
         alone = 0
         while True:
             letters = self._store.retried(self._job.topics, self._most_retried, keep_order=self._job.keep_order)
@@ -194,6 +210,10 @@ class Rounds:
         for partition, one in told.items():
             if one.outcome == "applied":
                 self._count(state, partition, one)
+            if one.outcome == "already":
+                self._dead_keys.forget()
+            if one.outcome in {"applied", "already"}:
+                self._note_size(state, partition, span.ranges[partition], one.size)
         if straying := [partition for partition, one in told.items() if one.outcome == "roundabout"]:
             self._context.slow_down(straying)
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
@@ -223,8 +243,6 @@ class Rounds:
             raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
 
     def _count(self, state: State, partition: Partition, one: Told) -> None:
-        rows, size = state.counts.sizes.get(partition[0], (0, 0))
-        state.counts.sizes[partition[0]] = (rows + one.read, size + one.size)
         state.counts.read += one.read + one.behind
         state.counts.dead += one.behind
         state.behind += one.behind
@@ -233,6 +251,14 @@ class Rounds:
             state.counts.duplicates += one.read - one.fresh
             self._context.suspect(partition)
         self._count_dead(state, partition)
+
+    def _note_size(self, state: State, partition: Partition, range_: Range, rows_size: int = 0) -> None:
+        """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
+        passed = range_.end - range_.start
+        offsets, size = state.counts.sizes.get(partition[0], (0, 0))
+        here = max(rows_size, self._context.size_read(partition))
+        state.counts.sizes[partition[0]] = (offsets + passed, size + here)
+        state.counts.passed += passed
 
     def _count_dead(self, state: State, partition: Partition) -> None:
         dead = len(state.letters(partition))
@@ -244,8 +270,9 @@ class Rounds:
             task.step_over(self._context.plan(span, state, generation, {}), list(span.ranges))
         except task.Stop as stop:
             raise ENDING[stop.outcome](stop.detail) from stop
-        for partition in span.ranges:
+        for partition, range_ in span.ranges.items():
             self._count_dead(state, partition)
+            self._note_size(state, partition, range_)
 
     def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
         """Read the culprits in full and, with keep_order, the later messages of their keys."""
@@ -258,17 +285,17 @@ class Rounds:
             keys: dict[tuple[str, bytes], Place | None] = {}
             for place, letter in sorted(letters.items(), reverse=True):
                 # For keys in ``standing``, the tasks have already put the later messages aside.
-                if letter.key is not None and (place[0], letter.key) not in state.standing:
+                if letter.key is not None and letter.key not in state.standing.get(place[0], ()):
                     keys[place[0], letter.key] = place
             self._put_behind(state, span, keys)
 
-    def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
+    def _stand_behind(self, state: State, span: Span, keys: Keys) -> None:
         """Put aside what is behind dead letters of earlier rounds, unless tasks that read Kafka's messages do it."""
         if self._attempts.put_aside_behind:
-            state.standing = frozenset(keys)
+            state.standing = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._put_behind(state, span, keys)
+            self._put_behind(state, span, {(topic, key): None for topic, some in keys.items() for key in some})
 
     def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
         """Put the messages of these keys aside; of a key with a place, only those that come after it."""

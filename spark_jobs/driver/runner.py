@@ -196,7 +196,7 @@ class Runner:
         self._narrowed = False
         self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
-        self._added = AddedPartitions(self._kafka, job.topics, report)
+        self._added = AddedPartitions(self._kafka, self._store, job.topics, report)
         reading = Reading(
             self._kafka.compacted,
             ReaderSettings(dict(options.kafka), job.group),
@@ -343,7 +343,7 @@ class Runner:
             halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
             at_end = self._begins_at_end(stored)
             new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
-            fresh = self._added.ready(new, stored, extents)
+            fresh = self._added.ready(new, stored, extents, ids, generation)
             if fresh:
                 starts = {partition: extents[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
@@ -369,9 +369,13 @@ class Runner:
             self._behind({partition: offset for partition, offset in at.items() if offset < known[partition].end})
         began = time.monotonic()
         self._span = None
-        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
-        if retried.read:
-            self._count(retried, began)
+        retried = Counts()
+        if state.retry_waits:
+            try:
+                retried = self._rounds.retry(generation)
+            finally:
+                if self._rounds.counts.read:
+                    self._count(self._rounds.counts, began)
         if not ranges:
             self._position.show_stored(stored)
             return retried.left
@@ -387,19 +391,24 @@ class Runner:
         self._span = span
         try:
             counts = self._rounds.apply(span, generation)
-        except ConsumerError as error:
-            self._record_failure(span.ranges, error)
+        except BaseException as error:
+            # What other partitions have committed stays applied.
+            if self._rounds.counts.passed:
+                self._note_sizes(self._rounds.counts)
+                self._count(self._rounds.counts, began)
+            if isinstance(error, ConsumerError):
+                self._record_failure(span.ranges, error)
             raise
         self._search.passed(span.ranges)
         self._note_sizes(counts)
-        self._count(counts, began, passed=sum(one.end - one.start for one in span.ranges.values()))
+        self._count(counts, began)
         self._position.show({partition: one.end for partition, one in span.ranges.items()})
 
     def _note_sizes(self, counts: Counts) -> None:
         """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
-        for topic, (rows, size) in counts.sizes.items():
-            if rows:
-                self._row_bytes[topic] = max(size // rows, self._row_bytes.get(topic, 0) // 2)
+        for topic, (offsets, size) in counts.sizes.items():
+            if offsets:
+                self._row_bytes[topic] = max(size // offsets, self._row_bytes.get(topic, 0) // 2)
 
     def _record_failure(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
         """Record which ranges failed. Raises BadMessage once a single message is known to be the cause."""
@@ -462,8 +471,8 @@ class Runner:
             self._store.record_losses(lost.losses, generation)
             raise
 
-    def _count(self, counts: Counts, began: float, passed: int = 0) -> None:
-        """Add a round to the totals and report it. ``passed``: by how many offsets it moved, markers included."""
+    def _count(self, counts: Counts, began: float) -> None:
+        """Add a round to the totals and report it."""
         totals = self._totals
         totals.rounds += 1
         totals.read += counts.read
@@ -471,7 +480,7 @@ class Runner:
         totals.duplicates += counts.duplicates
         totals.dead += counts.dead
         seconds = round(time.monotonic() - began, 3)
-        self._report("round", {**self.totals.as_dict(), "passed": passed, "round_seconds": seconds})
+        self._report("round", {**self.totals.as_dict(), "passed": counts.passed, "round_seconds": seconds})
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Run a step, repeating it while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""

@@ -7,7 +7,7 @@ is recognized. ``checkpoints`` decides whether a batch may follow the one that t
 | what happens                                | what the sink has, and what follows                                    |
 |---------------------------------------------|------------------------------------------------------------------------|
 | killed, or an error, before COMMIT          | the batch before: Spark plans the same one again; it is applied        |
-| killed, or an error, after COMMIT           | this batch: nothing to do                                              |
+| killed, or an error, after COMMIT           | this batch: its plan runs again for its state; nothing is applied      |
 | the answer to COMMIT is lost                | read again on a new connection: applied or not                         |
 | a server is away                            | waited for (``patience``), then ConsumerUnavailable: start it again    |
 | two queries of one group at once            | the newer takes over; the older is Fenced at its next batch            |
@@ -22,6 +22,7 @@ compare-and-swap, which is enough for a source that does not repeat messages.
 from __future__ import annotations
 
 import copy
+import datetime as dt
 import hashlib
 import logging
 import random
@@ -183,6 +184,7 @@ class ExactlyOnce:
         }
         self._lock = threading.Lock()
         self._generations: dict[str, int] = {}
+        self._maintained_in: dt.datetime | None = None
         self._error: BaseException | None = None
 
     def exception(self) -> BaseException | None:
@@ -228,14 +230,16 @@ class ExactlyOnce:
                 _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
                 time.sleep(delay)
 
-    def _apply(self, rows: DataFrame, batch: Batch) -> None:
-        if self._job.transform is not None:
-            rows = self._job.transform(rows)
+    def _apply(self, planned_rows: DataFrame, batch: Batch) -> None:
+        rows = planned_rows if self._job.transform is None else self._job.transform(planned_rows)
         rows, columns = spark.copyable(rows)
         ids = "message_id" in columns
         if self._from_beginning and not ids:
             raise JobError("from_beginning: the stream's rows have no column message_id by which repeats are known")
         if self._decide(self._stored(), batch, ids=ids) == "applied":
+            # Spark commits the batch with what its tasks report of the state they wrote: without a run there is none,
+            # and the checkpoint could never be started again (stateStore.checkpointFormatVersion=2).
+            planned_rows.write.format("noop").mode("overwrite").save()
             return
         generation = self._begin(batch)
         effect = self._effect(columns)
@@ -309,17 +313,19 @@ class ExactlyOnce:
         return None if row is None else Stored(*row)
 
     def _begin(self, batch: Batch) -> int:
-        """Take the group over, once for each run of a query."""
+        """Take the group over, once for each run of a query; and maintain the days of ids, once an hour."""
         with self._lock:
             generation = self._generations.get(batch.run_id)
-            if generation is not None:
-                return generation
-            self._store.require_utf8()
-            self._store.setup(self._job.setup)
-            generation = self._store.take_over(STREAM, "batch")
-            self._generations[batch.run_id] = generation
-            self._store.maintain_days(self._keep_days, _report)
-            self._drop_older(generation)
+            if generation is None:
+                self._store.require_utf8()
+                self._store.setup(self._job.setup)
+                generation = self._generations[batch.run_id] = self._store.take_over(STREAM, "batch")
+                self._drop_older(generation)
+            # A query may run for weeks, and partitions are created for a few days ahead only.
+            hour = self._store.hour()
+            if hour != self._maintained_in:
+                self._store.maintain_days(self._keep_days, _report)
+                self._maintained_in = hour
             return generation
 
     # What the rows become.

@@ -6,6 +6,8 @@ server has restarted (see connections). Raises psycopg's errors.
 
 from __future__ import annotations
 
+import datetime as dt
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from spark_jobs.model import Loss, Partition, Stored
 from spark_jobs.outcomes import Culprit
 from spark_jobs.postgres import connections, lock_monitor
 from spark_jobs.postgres.direct_copy import Direct, direct_for
+from spark_jobs.postgres.errors import clear_schema_errors
 from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
@@ -52,6 +55,9 @@ ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
         WHERE l.detail <> excluded.detail"""
+_ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
+_NOTE_ADDED: Final = """
+UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
 _DEAD_KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
@@ -63,36 +69,46 @@ WITH first AS (
      WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry' ORDER BY id LIMIT 1)
 SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time, reason,
        %(keep_order)s AND EXISTS (
-           SELECT FROM {dead_letters} AS earlier
-            WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic
-              AND earlier.state = 'dead' AND earlier.reason <> 'behind'
-              AND sha256(earlier.message_key) = sha256(letter.message_key)
-              AND CASE WHEN earlier.part = letter.part THEN earlier.message_offset < letter.message_offset
-                       ELSE earlier.id < letter.id END)
+           SELECT FROM {dead_letters} AS other WHERE {earlier})
   FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
  WHERE grp = %(grp)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT %(most)s"""
 # A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
 _STRANDED: Final = """
 grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
-   AND NOT EXISTS (
-       SELECT FROM {dead_letters} AS other
-        WHERE other.grp = letter.grp AND other.topic = letter.topic
-          AND sha256(other.message_key) = sha256(letter.message_key)
-          AND other.state = 'dead' AND other.reason <> 'behind'
-          AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
-                   ELSE other.id < letter.id END)"""
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})"""
 _RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
+_EARLIER: Final = """
+other.grp = letter.grp AND other.topic = letter.topic AND sha256(other.message_key) = sha256(letter.message_key)
+   AND other.state = 'dead' AND other.reason <> 'behind'
+   AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
+            ELSE other.id < letter.id END"""
 # ORDER BY makes it use the index: otherwise all dead letters are read while another group retries many.
-_RETRY_WAITS: Final = """
-SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
-         ORDER BY topic LIMIT 1) IS NOT NULL
-       OR %(keep_order)s AND EXISTS (SELECT FROM {dead_letters} AS letter WHERE {stranded})"""
+_RETRY_WAITS: Final = """(
+    SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
+     ORDER BY topic LIMIT 1) IS NOT NULL"""
+# Discarding and retrying release what is behind; this finds what they could not see, because it was written meanwhile.
+# It was written lately, so each look takes the newest ones, and a part of the others: the time does not grow with them.
+_LOOKED_AT: Final = """
+SELECT letter.id, letter.topic = ANY(%(topics)s) AND NOT EXISTS (
+           SELECT FROM {dead_letters} AS other WHERE {earlier}) AS stranded
+  FROM {dead_letters} AS letter
+ WHERE letter.grp = %(grp)s AND letter.state = 'dead' AND letter.reason = 'behind' {below}
+ ORDER BY - letter.id LIMIT {most}"""
 _STATE: Final = """
-SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset,
+SELECT g.generation, g.owner, {retry_waits} OR look.stranded, look.lowest, o.topic, o.part, o.topic_id, o.next_offset,
        o.leader_epoch, o.epoch_offset
-  FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
+  FROM {groups} AS g CROSS JOIN ({look}) AS look
+       LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
  WHERE g.grp = %(grp)s"""
+_NO_LOOK: Final = "SELECT false AS stranded, NULL::bigint AS lowest"
+_LOOK: Final = """
+WITH newest AS MATERIALIZED ({newest}), others AS MATERIALIZED ({others})
+SELECT EXISTS (SELECT FROM newest WHERE stranded) OR EXISTS (SELECT FROM others WHERE stranded) AS stranded,
+       (SELECT min(id) FROM others) AS lowest"""
+_NEWEST: Final = 100
+_OTHERS: Final = 150
+_HOUR: Final = "SELECT date_trunc('hour', now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
 _ONE_CONSUMER: Final = (
     "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
@@ -122,8 +138,11 @@ class Store:
         self._names: dict[str, sql.Composable] = {
             name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
         }
+        self._names["earlier"] = sql.SQL(_EARLIER)
         self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
-        self._names["retry_waits"] = sql.SQL(_RETRY_WAITS).format(**self._names)
+        self._below: int | None = None
+        """Where the next look at what is behind dead letters goes on; None: at the newest."""
+        self._released = False
 
     def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
         """Run a transaction on the driver's session. ``reset``: it runs statements of the user's."""
@@ -196,6 +215,31 @@ class Store:
                 values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
                 self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
 
+    def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, dict[Partition, int]]:
+        """Return what ``note_added`` has stored last, of these topics in the incarnations that they have now."""
+        with clear_schema_errors("reading where added partitions begin"):
+            rows = self._read(_ADDED_ENDS)
+        stored: Mapping[str, Mapping[str, Any]] = (rows[0][0] if rows else None) or {}
+        return {
+            (topic, int(part)): {(topic, int(other)): int(end) for other, end in one["ends"].items()}
+            for topic, parts in stored.items()
+            for part, one in parts.items()
+            if one["topic_id"] == topic_ids.get(topic)
+        }
+
+    def note_added(
+        self, ends: Mapping[Partition, Mapping[Partition, int]], topic_ids: Mapping[str, str], generation: int
+    ) -> None:
+        """Store where the other partitions end for each added one, instead of what was stored. Raises Fenced."""
+        noted: dict[str, dict[int, Any]] = {}
+        for (topic, part), others in ends.items():
+            one = {"topic_id": topic_ids[topic], "ends": {other: end for (_, other), end in others.items()}}
+            noted.setdefault(topic, {})[part] = one
+        with self.transaction() as connection:
+            changed = self._run(connection, _NOTE_ADDED, ends=json.dumps(noted), generation=generation)
+            if not changed.rowcount:
+                self.require(connection, generation)
+
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
         rows = self._read(_DEAD_KEYS, topics=list(topics))
@@ -204,14 +248,14 @@ class Store:
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.
 
-        With ``keep_order`` also those that waited behind a dead letter that is gone. One statement if there are none.
+        With ``keep_order`` also those that waited behind a dead letter that is gone: they are looked for once after
+        each ``state``, because that reads all that wait.
         """
-        if not self._read(_RETRY_WAITS, topics=list(topics), keep_order=keep_order)[0][0]:
-            return []
         with self.transaction() as connection:
-            if keep_order:
+            if keep_order and not self._released:
                 self._run(connection, _RELEASE, topics=list(topics))
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
+        self._released = True
         return [
             Retried(number, (topic, part, offset), key, value, headers, time, reason, behind)
             for number, topic, part, offset, key, value, headers, time, reason, behind in rows
@@ -241,10 +285,26 @@ class Store:
 
         Raises Fenced unless the group is still in this generation.
         """
-        rows = self._read(_STATE, topics=list(topics), keep_order=keep_order)
+        rows = connections.read(
+            self._url, self._name, self._state_query(keep_order), {"grp": self._group, "topics": list(topics)}
+        )
         self._require_row(rows[0][:2] if rows else None, generation)
-        stored = {(topic, part): Stored(*rest) for _, _, _, topic, part, *rest in rows if topic is not None}
+        self._released = False
+        self._below = rows[0][3]
+        stored = {(topic, part): Stored(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
         return GroupState(stored, retry_waits=rows[0][2])
+
+    def _state_query(self, keep_order: bool) -> sql.Composed:
+        """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""
+        look: sql.Composable = sql.SQL(_NO_LOOK)
+        if keep_order:
+            some = sql.SQL(_LOOKED_AT)
+            below = sql.SQL("") if self._below is None else sql.SQL("AND - letter.id > {}").format(-self._below)
+            look = sql.SQL(_LOOK).format(
+                newest=some.format(below=sql.SQL(""), most=_NEWEST, **self._names),
+                others=some.format(below=below, most=_OTHERS, **self._names),
+            )
+        return sql.SQL(_STATE).format(look=look, retry_waits=sql.SQL(_RETRY_WAITS).format(**self._names), **self._names)
 
     def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
@@ -262,6 +322,12 @@ class Store:
                     kind=loss.kind,
                     detail=loss.detail,
                 )
+
+    def hour(self) -> dt.datetime:
+        """Return the present hour by the database's clock."""
+        [(hour,)] = self._read(_HOUR)
+        assert isinstance(hour, dt.datetime)
+        return hour
 
     def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Create the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""

@@ -73,6 +73,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # What the job of the last take-over declares; only shown, never used. NULL before consumer_0006.
         sa.Column("strategy", sa.Text),
         sa.Column("atomic", sa.Text),
+        # {topic: {added partition: {"topic_id": …, "ends": {other partition: end}}}}; see driver/added_partitions.
+        sa.Column("added_ends", pg.JSONB(none_as_null=True)),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
         schema=schema,
@@ -174,6 +176,23 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "state",
             "topic",
             postgresql_where=sa.text("state = 'retry' OR reason = 'behind'"),
+        ),
+        # With keep_order: whether a key has a dead letter that others wait behind, and those others, slice by slice.
+        sa.Index(
+            "dead_letters_causes",
+            "grp",
+            "topic",
+            sa.text("sha256(message_key)"),
+            "part",
+            "message_offset",
+            postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
+        ),
+        # An expression, because the primary key would be taken for an order by id, and filter all of the others.
+        sa.Index(
+            "dead_letters_behind",
+            "grp",
+            sa.text("(- id)"),
+            postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
         ),
         schema=schema,
         comment="Messages that could not be applied, whole. `outbox consumers retry` or `discard`.",

@@ -13,8 +13,10 @@ from spark_jobs.outcomes import Culprit
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from spark_jobs.model import Partition
     from spark_jobs.payloads.reading import Reader
     from spark_jobs.task.incoming import Incoming, Messages
+    from spark_jobs.task.sizes import ReadSizes
     from spark_jobs.task.traces import TraceSample
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
@@ -32,6 +34,7 @@ class TaskDecoder:
     columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
               process the rows first.
     traces    takes a sample of the messages' traces; None if the driver records no span.
+    sizes     takes how much is read of each range.
     """
 
     kind: pa.StructType
@@ -39,6 +42,12 @@ class TaskDecoder:
     incoming: Incoming
     columns: Mapping[str, str] | None
     traces: TraceSample | None = None
+    sizes: ReadSizes | None = None
+
+    def note_size(self, partition: Partition, size: int) -> None:
+        """Record how much was read of a partition's range."""
+        if self.sizes is not None:
+            self.sizes.add({partition: size})
 
     def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
         """Return the messages' rows in the form that COPY accepts."""

@@ -48,14 +48,20 @@ class TaskInput(Generic[Batch]):
 
     check_end  called when the batches end; raises InputCut unless they are complete.
     reached    returns, after the end, the offset before which there is no further message; None if it is not known.
+    size       returns how many bytes have been read, of messages also that are not among the batches.
     """
 
     def __init__(
-        self, batches: Iterable[Batch], check_end: Callable[[], None], reached: Callable[[], int] | None = None
+        self,
+        batches: Iterable[Batch],
+        check_end: Callable[[], None],
+        reached: Callable[[], int] | None = None,
+        size: Callable[[], int] = lambda: 0,
     ) -> None:
         self._batches = iter(batches)
         self._check_end = check_end
         self._reached = reached
+        self._size = size
         self._whole = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -75,6 +81,11 @@ class TaskInput(Generic[Batch]):
         """Raise InputCut unless the batches were read to a proved end."""
         if not self._whole:
             raise InputCut("the task has not read its input to the end and must not commit; nothing was committed")
+
+    @property
+    def size(self) -> int:
+        """How many bytes have been read so far; 0 if it is not known."""
+        return self._size()
 
     @property
     def reached(self) -> int | None:

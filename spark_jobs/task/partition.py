@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from spark_jobs.errors import (
     Interrupted,
     JobError,
     NotAuthorized,
+    shown,
     storable,
 )
 from spark_jobs.letters import Letter
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from spark_jobs.task.incoming import Messages
+
+_LOG: Final = logging.getLogger(__name__)
 
 REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
 """The columns of a task's report to the driver, as Spark DDL. ``behind`` is the number of messages that were put aside
@@ -189,7 +193,9 @@ def read_range(
     """
     partition = partitions[number]
     with kept(settings) as reader:
-        yield from decoder.decoding(reader.range(partition, ranges[partition], without[partition]))
+        messages = reader.range(partition, ranges[partition], without[partition])
+        yield from decoder.decoding(messages)
+        decoder.note_size(partition, messages.size)
 
 
 def read_letters(decoder: TaskDecoder, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
@@ -223,18 +229,17 @@ def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskI
 def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
     """Do the tasks' work in this process, one range after the other, and return the rows of REPORT.
 
-    Raises the first error once all ranges have been tried: one range must not hold up the others.
+    An error that a task would raise is reported as ``broken``: the other ranges are tried, and counted, all the same.
     """
     plan = replace(plan, here=True)
     rows: list[dict[str, Any]] = []
-    errors: list[Exception] = []
     for partition, messages in read.items():
         try:
-            rows += run_range(plan, partition, messages).to_pylist()
-        except Exception as error:  # noqa: BLE001  raised below
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            made = run_range(plan, partition, messages)
+        except Exception as error:  # noqa: BLE001  reported, with its trace in the log
+            _LOG.warning("%s: the driver can't run the job", _where(plan, partition), exc_info=True)
+            made = report(partition, "broken", 0, 0, storable(f"the driver can't run the job: {shown(error)}"))
+        rows += made.to_pylist()
     return rows
 
 
@@ -254,7 +259,9 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     aside: list[Letter] = []
     rows = plan.decoder.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
-    return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
+    made = _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
+    plan.decoder.note_size(partition, messages.size)
+    return made
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> Iterator[Messages]:

@@ -114,6 +114,7 @@ class _Span:
         self.partition = partition
         self.end = span.end
         self.at = span.start
+        self.size = 0
         self.whole = span.start >= span.end
         self._without = frozenset(without)
 
@@ -137,6 +138,10 @@ class _Span:
     def position(self) -> int:
         """Return the offset before which no message is outstanding; may be beyond the range once that is complete."""
         return self.at
+
+    def bytes_read(self) -> int:
+        """Return the size of the messages that have come."""
+        return self.size
 
     def reach(self, at: int) -> None:
         """Record that no message is outstanding before this offset. Ignored once the range is complete."""
@@ -189,7 +194,7 @@ class RangeReader:
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
         progress = _Span(partition, span, without)
-        return TaskInput(self._parts(progress), progress.require_whole, progress.position)
+        return TaskInput(self._parts(progress), progress.require_whole, progress.position, progress.bytes_read)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
@@ -201,11 +206,14 @@ class RangeReader:
         for part, bytes_read in self._read(spans):
             for partition, messages in part.items():
                 found[partition].append(messages)
+                spans[partition].size += messages.size
             size += bytes_read
             if size > _MOST_BYTES:
                 raise TooMuch
         return {
-            partition: TaskInput([Messages.joined(parts)] if parts else [], span.require_whole, span.position)
+            partition: TaskInput(
+                [Messages.joined(parts)] if parts else [], span.require_whole, span.position, span.bytes_read
+            )
             for partition, parts in found.items()
             for span in (spans[partition],)
         }
@@ -215,6 +223,7 @@ class RangeReader:
         rows = size = 0
         for part, bytes_read in self._read({span.partition: span}):
             held += part.values()
+            span.size += bytes_read
             rows, size = rows + sum(map(len, part.values())), size + bytes_read
             if rows >= _ROWS or size >= _BYTES:
                 yield Messages.joined(held)

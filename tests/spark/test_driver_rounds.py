@@ -19,7 +19,7 @@ from uuid_utils.compat import uuid7
 
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.errors import BadMessage, EffectFailed, InputCut, Interrupted
+from spark_jobs.errors import BadMessage, ConsumerError, EffectFailed, InputCut, Interrupted
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads.decoding import Json
 from spark_jobs.task import reader
@@ -321,6 +321,61 @@ def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
     assert max(sizes[1:]) <= 40
     assert sum(sizes) == 400
     assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(400, 400)]
+
+
+@pytest.mark.parametrize("kind", ["undecodable", "skipped", "both"])
+@pytest.mark.parametrize(("way", "driver_records"), [("plain", 0), ("plain", 2_000), ("transform", 0)])
+def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, kind, way, driver_records):
+    """One partition, whose large messages do not decode or are of another type, between small ones that are applied."""
+    producer = bench.producer()
+    for number in range(400):
+        large = number % 4 != 0
+        skipped = large and (kind == "skipped" or (kind == "both" and number % 2))
+        value = b"not json" + b"x" * 50_000 if large else json.dumps({"n": 100 + number}).encode()
+        headers = [("ce_id", str(uuid7()).encode()), ("ce_type", b"Other" if skipped else b"Wanted")]
+        producer.produce(bench.topic, value, partition=0, headers=headers)
+    assert producer.flush(60) == 0
+    job = ConsumerJob(
+        "bytes",
+        (bench.topic,),
+        SQL,
+        schema="n int",
+        types=("Wanted",),
+        setup=SETUP,
+        max_dead=400,
+        transform=None if way == "plain" else lambda rows: rows.filter("n >= 0"),
+    )
+    with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
+        ranges = []
+        while runner._round(None):
+            ranges.append(sum(one.end - one.start for one in runner.span.ranges.values()))
+    assert ranges[0] == 200
+    # Of four messages three have 50,000 bytes, so that 53 of them have 2 MB.
+    assert max(ranges[1:]) <= 56
+    assert sum(ranges) == 400
+    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(100, 100)]
+
+
+@pytest.mark.parametrize("driver_records", [0, 2_000])
+def test_what_a_round_that_raises_has_applied_is_in_the_totals(bench, driver_records):
+    """The effect fails in one of two partitions: the other one is applied, and counted."""
+    producer = bench.producer()
+    for number in range(3_000):
+        value = json.dumps({"n": number}).encode()
+        producer.produce(bench.topic, value, partition=number % 2, headers=[("ce_id", str(uuid7()).encode())])
+    assert producer.flush(60) == 0
+    effect = "INSERT INTO seen SELECT n FROM batch WHERE n / CASE n WHEN 1001 THEN 0 ELSE 1 END >= 0"
+    setup = "CREATE TABLE IF NOT EXISTS seen (n int)"
+    job = ConsumerJob("raises", (bench.topic,), effect, schema="n int", setup=setup, on_bad="halt")
+    with bench.runner(job, driver_records=driver_records, max_records=1_600) as runner:
+        with pytest.raises(ConsumerError, match="division by zero"):
+            runner.once(threading.Event())
+        totals = runner.totals
+    [(applied,)] = bench.rows("SELECT count(*) FROM seen")
+    assert applied == 800
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (applied, applied, 0, 0)
+    rounds = [figures for text, figures in bench.reports if text == "round"]
+    assert [figures["passed"] for figures in rounds] == [800]
 
 
 def test_after_a_driver_that_was_killed_executors_do_what_waits(bench, jobs_of_spark):

@@ -1,0 +1,85 @@
+"""What a consumer with ``keep_order`` asks of Postgres in each round and idle second, with 100,000 dead letters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from outbox._app import migrate
+from spark_jobs.postgres.group_store import Store
+
+LETTERS = 100_000
+TOPIC = "orders"
+PLANS = ["force_custom_plan", "force_generic_plan"]
+FILL = """
+INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers,
+                                   message_time, reason, error)
+SELECT %(grp)s, 'orders', 'id', 0, g, convert_to('k' || g %% %(keys)s, 'UTF8'), '[]', now(),
+       CASE WHEN g < %(causes)s THEN 'failed' ELSE 'behind' END, 'e'
+  FROM generate_series(0, %(letters)s - 1) AS g"""
+
+
+@pytest.fixture(scope="module", params=["one key", "half of them", "nothing behind"])
+def waiting(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+    """A group with 100,000 dead letters, another one with as many, and no statistics yet."""
+    from outbox.testing.fixtures import token
+
+    keys, causes = {
+        "one key": (1, 1),
+        "half of them": (LETTERS // 2, LETTERS // 2),
+        "nothing behind": (LETTERS, LETTERS),
+    }[request.param]
+    name = f"letters_{token()}"
+    url = outbox_postgres_server.create_database(name)
+    migrate.upgrade_consumer(url)
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("ALTER TABLE consumer.dead_letters SET (autovacuum_enabled = off)")
+        for group in ("g", "neighbour"):
+            admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'o')", (group,))
+            values = {"grp": group, "keys": keys, "causes": causes, "letters": LETTERS}
+            admin.execute(FILL, values)
+        yield url, admin
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])
+def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
+    _, admin = waiting
+    if request.param == "analyzed":
+        admin.execute("ANALYZE consumer.dead_letters")
+    elif request.param == "analyzed when it was empty":
+        admin.execute(
+            "UPDATE pg_class SET reltuples = 0, relpages = pg_relation_size(oid) / 8192 WHERE oid = ANY(ARRAY("
+            "SELECT 'consumer.dead_letters'::regclass::oid UNION SELECT indexrelid FROM pg_index "
+            "WHERE indrelid = 'consumer.dead_letters'::regclass))"
+        )
+    return waiting
+
+
+def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    return [plan, *(node for child in plan.get("Plans", []) for node in nodes(child))]
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("place", ["newest", "middle"])
+def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
+    url, admin = statistics
+    store = Store(url, "consumer", "g", "test")
+    if place == "middle":
+        store._below = LETTERS // 2
+    query = store._state_query(keep_order=True).as_string(admin)
+    with admin.transaction():
+        admin.execute("SELECT set_config('plan_cache_mode', %s, true)", (plans,))
+        [(explained,)] = admin.execute(
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {query}".encode(),
+            {"grp": "g", "topics": [TOPIC]},
+            prepare=True,
+        ).fetchall()
+    plan = explained[0]["Plan"]
+    for node in nodes(plan):
+        read = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
+        assert read <= 1_000, (node["Node Type"], node.get("Index Name"), node.get("Index Cond"), node.get("Filter"))
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 3_000, plan
