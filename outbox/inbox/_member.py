@@ -243,6 +243,8 @@ class Member:
             self._parts[place] = Assigned(place, position, keys, position.next_offset)
         found = [TopicPartition(*place, position.next_offset) for place, (position, _) in claimed.items()]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
+        # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
+        kafka.resume(found)
 
     def _revoked(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:  # noqa: ARG002
         """Forget what was fetched of partitions that are another member's from now on."""
