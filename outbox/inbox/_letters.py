@@ -6,16 +6,15 @@ They share the table, its reasons and states with the Spark consumers, so the sa
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
-import orjson
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.messages import loaded_headers, storable_time, stored_headers
 from outbox.inbox._group import Place, run
 from outbox.inbox._message import DeadLetter, KafkaMessage
 
@@ -104,8 +103,8 @@ class Letters:
             id=id_,
             key=message.key(),
             value=message.value(),
-            headers=_headers(message),
-            time=max(message.timestamp()[1], 0),
+            headers=stored_headers(message.headers() or ()),
+            time=storable_time(message.timestamp()[1]),
             attempts=attempts,
             **failure.values(),
         )
@@ -126,7 +125,7 @@ class Letters:
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
-        return DeadLetter(number, reason, blocked, (*place, offset), key, value, headers, time)
+        return DeadLetter(number, reason, blocked, (*place, offset), key, value, loaded_headers(headers), time)
 
     def failed_again(self, connection: psycopg.Connection[Any], letter: int, failure: Failure) -> None:
         """Count another attempt of a dead letter."""
@@ -140,15 +139,3 @@ class Letters:
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         return run(connection, sql.SQL(query).format(**self._names), {"grp": self._group, **values})
-
-
-def _headers(message: KafkaMessage) -> str:
-    try:
-        headers = message.headers() or []
-    except UnicodeDecodeError:
-        headers = [("(headers with names that are not UTF-8)", None)]
-    listed = [
-        {"key": name.replace("\0", "\ufffd"), "value": None if value is None else base64.b64encode(value).decode()}
-        for name, value in headers
-    ]
-    return orjson.dumps(listed).decode()

@@ -51,6 +51,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from psycopg.pq import TransactionStatus
 
 from outbox._kafka import is_refusal
+from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
@@ -59,7 +61,7 @@ from outbox.inbox._letters import BEHIND, Failure, Letters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
 from outbox.inbox.errors import HandlerFailed, KafkaFailed, MessageIdMissing, Reject
-from outbox.inbox.ids import NO_TIME, day, message_id
+from outbox.inbox.ids import message_id
 
 Handler = Callable[[psycopg.Connection[Any], KafkaMessage], None]
 
@@ -185,7 +187,7 @@ class Member:
             if error is not None:
                 self._kafka_error(part, received, error)
             elif part is not None:
-                part.add(received)
+                part.add(checked(received))
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
@@ -361,7 +363,7 @@ class Member:
             behind = [message.key() in part.dead_keys for message in batch]
             dead = sum(behind)
             ids = [
-                self._id(index, message) if self._settings.dedup and not waits else None
+                None if waits else self._id(index, message)
                 for index, (message, waits) in enumerate(zip(batch, behind, strict=True))
             ]
             known = [one for one in ids if one is not None]
@@ -391,13 +393,16 @@ class Member:
                 handled += 1
         return handled
 
-    def _id(self, index: int, message: KafkaMessage) -> UUID:
+    def _id(self, index: int, message: KafkaMessage) -> UUID | None:
+        """Return the id by which a message is recognized. Raises _Failed for one that no handler may get."""
+        if isinstance(message.headers(), UndecodableHeaders):
+            raise _Failed(index, Failure("undecodable", NOT_UTF8), again=False)
+        if not self._settings.dedup:
+            return None
         try:
             return message_id(message)
         except MessageIdMissing as error:
             raise _Failed(index, Failure("no-id", str(error)), again=False) from error
-        except UnicodeDecodeError as error:
-            raise _Failed(index, Failure("undecodable", "the name of a header is not UTF-8"), again=False) from error
 
     def _check_age(self, index: int, id_: UUID, before: Any) -> None:
         if NO_TIME < day(id_) < before:
@@ -567,7 +572,7 @@ class Member:
             self._letters.failed_again(connection, letter.id, Failure("behind", BEHIND))
             return letter
         # The index names the letter.
-        id_ = self._id(letter.id, letter) if self._settings.dedup else None
+        id_ = self._id(letter.id, letter)
         new, today = self._group.move(
             connection,
             part.place,
@@ -647,5 +652,5 @@ def _failure_of(index: int, error: Exception) -> _Failed:
 def _id_or_none(message: KafkaMessage) -> UUID | None:
     try:
         return message_id(message)
-    except (MessageIdMissing, UnicodeDecodeError):
+    except MessageIdMissing:
         return None
