@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -57,7 +58,7 @@ from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
 from outbox.inbox._group import Fenced, Group, Moved, Place, Position
-from outbox.inbox._letters import BEHIND, Failure, Letters
+from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
 from outbox.inbox.errors import HandlerFailed, KafkaFailed, MessageIdMissing, Reject
@@ -132,6 +133,10 @@ class Member:
         self._parts: dict[Place, Assigned] = {}
         self._connection: psycopg.Connection[Any] | None = None
         self._generation: int | None = None
+        # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
+        self._dead_keys: dict[str, set[bytes]] = {}
+        self._keys_to_look_at: deque[tuple[str, bytes]] = deque()
+        self._newest_letter = 0
         self._upkeep_at = 0.0
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
@@ -261,10 +266,16 @@ class Member:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._transaction() as connection:
             positions = self._group.claim(connection, places, starts)
+            newest = self._letters.newest(connection)
             keys = {topic: self._letters.keys(connection, topic) for topic in topics}
+        self._newest_letter = min(self._newest_letter, newest) if self._dead_keys else newest
+        for topic, found in keys.items():
+            known = self._dead_keys.setdefault(topic, found)
+            known.intersection_update(found)
+            known.update(found)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
-        return {place: (position, set(keys[place[0]])) for place, position in positions.items()}
+        return {place: (position, self._dead_keys[place[0]]) for place, position in positions.items()}
 
     def _check_positions(self, positions: Mapping[Place, Position]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
@@ -520,23 +531,44 @@ class Member:
 
     def _retry_letters(self) -> None:
         """Apply the dead letters that an operator retries, and those that wait behind one that is gone."""
-        mine = {part.place[0] for part in self._parts.values()}
-        if not mine:
+        if not self._parts:
             return
         with self._transaction() as connection:
-            waiting = self._letters.places(connection, mine)
-        for place in sorted(waiting & self._parts.keys()):
+            self._letters.look(connection)
+            waiting, behind = self._letters.places(connection, self._parts.keys())
+            for place in behind:
+                part = self._parts[place]
+                released, part.released = self._letters.release(connection, place, part.released)
+                if released:
+                    waiting.add(place)
+        for place in sorted(waiting):
             part = self._parts[place]
             left = _RETRIED_AT_ONCE
             while left and part.position is not None and self._retry(part):
                 left -= 1
-        topics = {part.place[0] for part in self._parts.values() if part.dead_keys}
-        if topics:
-            with self._transaction() as connection:
-                keys = {topic: self._letters.keys(connection, topic) for topic in topics}
-            for part in self._parts.values():
-                if part.place[0] in keys:
-                    part.dead_keys = set(keys[part.place[0]])
+        until = time.monotonic() + _TURN_SECONDS
+        while self._check_keys() and time.monotonic() < until:
+            pass
+
+    def _check_keys(self) -> bool:
+        """Note which keys have dead letters now, some of them in each call. Returns whether to look on at once."""
+        if not self._keys_to_look_at:
+            self._keys_to_look_at.extend((topic, key) for topic, keys in self._dead_keys.items() for key in keys)
+        looked_at: dict[str, list[bytes]] = defaultdict(list)
+        for _ in range(min(LOOKED_AT, len(self._keys_to_look_at))):
+            topic, key = self._keys_to_look_at.popleft()
+            looked_at[topic].append(key)
+        with self._transaction() as connection:
+            self._letters.look(connection)
+            # Of other members too: the key of a message may have moved to another partition.
+            added = self._letters.added(connection, self._dead_keys, self._newest_letter)
+            gone = {topic: self._letters.gone(connection, topic, keys) for topic, keys in looked_at.items()}
+        for topic, keys in gone.items():
+            self._dead_keys[topic] -= keys
+        for self._newest_letter, topic, added_key in added:
+            if added_key is not None:
+                self._dead_keys[topic].add(added_key)
+        return len(added) == LOOKED_AT or any(gone.values())
 
     def _retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""

@@ -168,6 +168,23 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.CheckConstraint("state IN ('dead', 'retry')", name="dead_letters_state"),
         # By hash: a key may be longer than an index takes.
         sa.Index("dead_letters_key", "grp", "topic", sa.text("sha256(message_key)")),
+        # For the looks of each second: the first to be retried, the first behind another of each key, and what those
+        # are behind, however many wait.
+        sa.Index(
+            "dead_letters_retry",
+            *("grp", "topic", "part", "message_offset", "id"),
+            postgresql_where=sa.text("state = 'retry'"),
+        ),
+        sa.Index(
+            "dead_letters_behind",
+            *("grp", "topic", "part", sa.text("sha256(message_key)"), "message_offset"),
+            postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
+        ),
+        sa.Index(
+            "dead_letters_first",
+            *("grp", "topic", sa.text("sha256(message_key)"), "part", "message_offset"),
+            postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
+        ),
         # For the query of each round: the few that may have to be retried.
         sa.Index(
             "dead_letters_waiting",
