@@ -33,6 +33,7 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused              |
 | the transform raises                       | the transaction is aborted and ``run`` raises; or the message goes to   |
 |                                            | ``dead_letter_topic``, in the same transaction as its neighbours        |
+| the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 
@@ -49,6 +50,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from outbox._kafka import is_refusal, require_verification
+from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.errors import ConfigurationError, MissingExtra, OutboxError
 
 try:
@@ -139,6 +141,10 @@ class TransformFailed(OutboxError):
             f"{self.topic} partition {self.partition} offset {self.offset} can't be transformed: "
             f"{type(error).__name__}: {error}; mend it and run again, or name a dead_letter_topic"
         )
+
+
+class HeadersUndecodable(OutboxError):
+    """The name of one of a message's headers is not UTF-8. No transform gets such a message."""
 
 
 class InputLost(OutboxError):
@@ -324,7 +330,7 @@ class _Session:
             if message is not None and (error := message.error()) is not None:
                 self._refuse(error)
             elif message is not None:
-                self._messages.append(message)
+                self._messages.append(checked(message))
                 until = until or time.monotonic() + self._plan.batch_seconds
             elif until is None or time.monotonic() >= until:
                 return
@@ -457,6 +463,8 @@ class _Session:
     def _produce(self, message: Message) -> None:
         """Produce what a message becomes, or its copy for the dead-letter topic."""
         try:
+            if isinstance(message.headers(), UndecodableHeaders):
+                raise HeadersUndecodable(NOT_UTF8)
             records = list(self._plan.transform(message))
             for record in records:
                 if not isinstance(record, Record):

@@ -5,12 +5,15 @@ The same rules as in SQL (tables.DAY_OF_ID) and Spark (strategies.uuid8); a test
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY, uuid8
+
+__all__ = ["Ids", "days", "in_order", "parsed", "uuid8"]
 
 _NO_DIGIT: Final = 255
 _VALUES: Final = np.full(256, _NO_DIGIT, np.uint8)
@@ -18,7 +21,6 @@ for _value, _digit in enumerate("0123456789abcdef"):
     _VALUES[[ord(_digit), ord(_digit.upper())]] = _value
 _DASHES: Final = [8, 13, 18, 23]
 _DIGITS: Final = [place for place in range(36) if place not in _DASHES]
-_DAY: Final = 86_400_000
 
 Ids = Any
 """UUIDs as a numpy array with 16 bytes in each row."""
@@ -50,11 +52,11 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
 
 
 def days(ids: Ids) -> Any:
-    """Return the day of each UUID of version 7 (RFC 9562), counted from 1970-01-01; day 0 for all other UUIDs."""
+    """Return the day of each UUID of version 7 (RFC 9562), counted from 1970-01-01; day 0 for all without a time."""
     wide = np.zeros((len(ids), 8), np.uint8)
     wide[:, 2:] = ids[:, :6]
-    found = (wide.view(">u8").ravel() // _DAY).astype(np.int32)
-    found[(ids[:, 6] >> 4 != 7) | (ids[:, 8] >> 6 != 2)] = 0
+    found = (wide.view(">u8").ravel() // DAY_MILLISECONDS).astype(np.int32)
+    found[(ids[:, 6] >> 4 != 7) | (ids[:, 8] >> 6 != 2) | (found > LAST_DAY)] = 0
     return found
 
 
@@ -62,9 +64,3 @@ def in_order(ids: Ids) -> Any:
     """Return the UUIDs sorted by their days, and within a day as the database sorts them."""
     halves = ids.view(">u8")
     return ids[np.lexsort((halves[:, 1], halves[:, 0], days(ids)))]
-
-
-def uuid8(content: bytes) -> str:
-    """Return a UUID of version 8 (RFC 9562: custom contents) from a SHA-256 of the content."""
-    digits = hashlib.sha256(content).hexdigest()
-    return f"{digits[:8]}-{digits[8:12]}-8{digits[12:15]}-8{digits[15:18]}-{digits[18:30]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.messages import Headers, loaded_headers
 from spark_jobs.errors import storable
 from spark_jobs.model import Place
 from spark_jobs.outcomes import Culprit
@@ -157,11 +157,9 @@ class Retried:
     reason: str
     behind: bool
 
-    def message_headers(self) -> list[tuple[str, bytes | None]]:
+    def message_headers(self) -> Headers:
         """Return the headers as Kafka had them."""
-        return [
-            (str(one["key"]), None if one["value"] is None else base64.b64decode(one["value"])) for one in self.headers
-        ]
+        return loaded_headers(self.headers)
 
     def same_key(self, other: Retried) -> bool:
         """Return whether both have the same key in the same topic."""

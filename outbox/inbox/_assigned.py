@@ -29,6 +29,7 @@ class Assigned:
     end           how far Kafka has been read: there may be no message between the last one and here.
     cut_off       Kafka does not have what comes behind the queue.
     shown         the position that Kafka's own tools were shown.
+    released      how far the keys of its dead letters were looked at; see Letters.release.
     """
 
     place: Place
@@ -46,6 +47,7 @@ class Assigned:
     end: int = 0
     cut_off: bool = False
     shown: int = -1
+    released: bytes = b""
     paused: bool = False
 
     def add(self, message: KafkaMessage) -> None:

@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from outbox.inbox.ids import NO_TIME, day
+from outbox.consumer.ids import NO_TIME, day
 
 Place = tuple[str, int]
 """Topic and partition."""

@@ -6,20 +6,21 @@ They share the table, its reasons and states with the Spark consumers, so the sa
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
-import orjson
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.messages import loaded_headers, storable_time, stored_headers
 from outbox.inbox._group import Place, run
 from outbox.inbox._message import DeadLetter, KafkaMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
+LOOKED_AT: Final = 200
+"""How many keys are looked at in one statement of those that look for changes: what waits must cost nothing."""
 _LONGEST_ERROR: Final = 2000
 
 # A conflict: the offsets were set back, and the same message failed once more.
@@ -33,28 +34,59 @@ VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s,
        attempts = letter.attempts + excluded.attempts, last_failed_at = now()"""
 _KEYS: Final = """
 SELECT DISTINCT message_key FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s AND message_key IS NOT NULL"""
-# Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever. For a
-# key that has moved to another partition, because partitions were added, the ids of the dead letters give the order.
+_NEWEST: Final = "SELECT coalesce(max(id), 0) FROM {letters}"
+_ADDED: Final = """
+SELECT id, topic, message_key FROM {letters}
+ WHERE id > %(last)s AND grp = %(grp)s AND topic = ANY(%(topics)s) ORDER BY id LIMIT %(most)s"""
+_KEPT: Final = """
+SELECT key FROM unnest(%(keys)s::bytea[]) AS wanted (key)
+ WHERE (SELECT true FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s
+           AND sha256(message_key) = sha256(key) AND message_key = key LIMIT 1) IS NOT NULL"""
+# What a dead letter waits behind. For a key that has moved to another partition, because partitions were added, the ids
+# of the dead letters give the order. LIMIT keeps it a look into the index for each: as a join it reads all letters.
 _EARLIER: Final = """
-SELECT FROM {letters} AS other
+SELECT true FROM {letters} AS other
  WHERE other.grp = letter.grp AND other.topic = letter.topic
    AND sha256(other.message_key) = sha256(letter.message_key)
    AND other.state = 'dead' AND other.reason <> 'behind'
    AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
-            ELSE other.id < letter.id END"""
+            ELSE other.id < letter.id END
+ LIMIT 1"""
+_ANY: Final = """
+SELECT topic, part,
+       (SELECT true FROM {letters} AS letter
+         WHERE grp = %(grp)s AND letter.topic = mine.topic AND letter.part = mine.part AND state = 'retry'
+         ORDER BY message_offset, id LIMIT 1) IS NOT NULL,
+       (SELECT true FROM {letters} AS letter
+         WHERE grp = %(grp)s AND letter.topic = mine.topic AND letter.part = mine.part
+           AND state = 'dead' AND reason = 'behind'
+         ORDER BY sha256(message_key), message_offset LIMIT 1) IS NOT NULL
+  FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS mine (topic, part)"""
+# The first letter of each key, from key to key through the index: however many wait behind one, one of them is read.
+_FIRST: Final = """
+SELECT sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {letters}
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
+   AND sha256(message_key) > {after} ORDER BY sha256(message_key), message_offset LIMIT 1"""
+_KEYS_BEHIND: Final = """
+WITH RECURSIVE found AS (
+    ({first}) UNION ALL SELECT following.* FROM found CROSS JOIN LATERAL ({following}) AS following),
+letter AS (SELECT * FROM found LIMIT %(most)s)
+SELECT hash, ({earlier}) IS NULL FROM letter"""
+# Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever.
 _RELEASE: Final = """
 UPDATE {letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
-   AND NOT EXISTS ({earlier})"""
+   AND sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
 _WAITING: Final = """
-SELECT letter.id, letter.reason, EXISTS ({earlier}), letter.message_offset, letter.message_key, letter.message_value,
-       letter.message_headers, letter.message_time
+SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
+       letter.message_value, letter.message_headers, letter.message_time
   FROM {letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-_ANY: Final = """
-SELECT DISTINCT topic, part FROM {letters}
- WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND (state = 'retry' OR reason = 'behind')"""
+# The planner may have statistics of a time when there were no letters.
+_BY_INDEX: Final = """
+SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true),
+       set_config('enable_sort', 'off', true)"""
 _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = now()
@@ -83,6 +115,8 @@ class Letters:
         self._group = group
         self._names: dict[str, sql.Composable] = {"letters": sql.Identifier(schema, "dead_letters")}
         self._names["earlier"] = sql.SQL(_EARLIER).format(**self._names)
+        for name, after in (("first", "%(after)s::bytea"), ("following", "found.hash")):
+            self._names[name] = sql.SQL(_FIRST).format(**self._names, after=sql.SQL(after))
 
     def write(
         self,
@@ -104,8 +138,8 @@ class Letters:
             id=id_,
             key=message.key(),
             value=message.value(),
-            headers=_headers(message),
-            time=max(message.timestamp()[1], 0),
+            headers=stored_headers(message.headers() or ()),
+            time=storable_time(message.timestamp()[1]),
             attempts=attempts,
             **failure.values(),
         )
@@ -114,19 +148,54 @@ class Letters:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
         return {bytes(key) for (key,) in self._run(connection, _KEYS, topic=topic)}
 
-    def places(self, connection: psycopg.Connection[Any], topics: Iterable[str]) -> set[Place]:
-        """Return the partitions with dead letters that may have to be retried."""
-        return {(topic, part) for topic, part in self._run(connection, _ANY, topics=list(topics))}
+    def newest(self, connection: psycopg.Connection[Any]) -> int:
+        """Return the id of the newest dead letter of all groups, 0 if there is none."""
+        row = self._run(connection, _NEWEST).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def look(self, connection: psycopg.Connection[Any]) -> None:
+        """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
+        self._run(connection, _BY_INDEX)
+
+    def added(
+        self, connection: psycopg.Connection[Any], topics: Iterable[str], last: int
+    ) -> list[tuple[int, str, bytes | None]]:
+        """Return id, topic and key of dead letters after the id ``last``, at most LOOKED_AT of them."""
+        rows = self._run(connection, _ADDED, topics=list(topics), last=last, most=LOOKED_AT)
+        return [(number, topic, None if key is None else bytes(key)) for number, topic, key in rows]
+
+    def gone(self, connection: psycopg.Connection[Any], topic: str, keys: Collection[bytes]) -> set[bytes]:
+        """Return those of a topic's keys that have no dead letter any more."""
+        return set(keys) - {bytes(key) for (key,) in self._run(connection, _KEPT, topic=topic, keys=list(keys))}
+
+    def places(self, connection: psycopg.Connection[Any], places: Collection[Place]) -> tuple[set[Place], set[Place]]:
+        """Return those of the partitions with dead letters to be retried, and those with some behind others."""
+        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        rows = self._run(connection, _ANY, **wanted).fetchall()
+        return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
+
+    def release(self, connection: psycopg.Connection[Any], place: Place, after: bytes) -> tuple[bool, bytes]:
+        """Mark for a retry what waits behind no dead letter any more, of the next LOOKED_AT keys of a partition.
+
+        after  where the last call ended, b"" at first.
+
+        Returns whether there was any, and where the next call begins.
+        """
+        values: dict[str, Any] = {"topic": place[0], "part": place[1]}
+        rows = self._run(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
+        hashes = [hash_ for hash_, free in rows if free]
+        if hashes:
+            self._run(connection, _RELEASE, **values, hashes=hashes)
+        return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
     def next(self, connection: psycopg.Connection[Any], place: Place) -> DeadLetter | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
-        values = {"topic": place[0], "part": place[1]}
-        self._run(connection, _RELEASE, **values)
-        row = self._run(connection, _WAITING, **values).fetchone()
+        row = self._run(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
-        return DeadLetter(number, reason, blocked, (*place, offset), key, value, headers, time)
+        return DeadLetter(number, reason, blocked, (*place, offset), key, value, loaded_headers(headers), time)
 
     def failed_again(self, connection: psycopg.Connection[Any], letter: int, failure: Failure) -> None:
         """Count another attempt of a dead letter."""
@@ -140,15 +209,3 @@ class Letters:
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         return run(connection, sql.SQL(query).format(**self._names), {"grp": self._group, **values})
-
-
-def _headers(message: KafkaMessage) -> str:
-    try:
-        headers = message.headers() or []
-    except UnicodeDecodeError:
-        headers = [("(headers with names that are not UTF-8)", None)]
-    listed = [
-        {"key": name.replace("\0", "\ufffd"), "value": None if value is None else base64.b64encode(value).decode()}
-        for name, value in headers
-    ]
-    return orjson.dumps(listed).decode()

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -52,15 +53,17 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from psycopg.pq import TransactionStatus
 
 from outbox._kafka import is_refusal
+from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
 from outbox.inbox._group import Fenced, Group, Moved, Place, Position
-from outbox.inbox._letters import BEHIND, Failure, Letters
+from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
 from outbox.inbox.errors import HandlerFailed, KafkaFailed, MessageIdMissing, Reject
-from outbox.inbox.ids import NO_TIME, day, message_id
+from outbox.inbox.ids import message_id
 
 Handler = Callable[[psycopg.Connection[Any], KafkaMessage], None]
 
@@ -131,6 +134,10 @@ class Member:
         self._parts: dict[Place, Assigned] = {}
         self._connection: psycopg.Connection[Any] | None = None
         self._generation: int | None = None
+        # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
+        self._dead_keys: dict[str, set[bytes]] = {}
+        self._keys_to_look_at: deque[tuple[str, bytes]] = deque()
+        self._newest_letter = 0
         self._upkeep_at = 0.0
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
@@ -186,7 +193,7 @@ class Member:
             if error is not None:
                 self._kafka_error(part, received, error)
             elif part is not None:
-                part.add(received)
+                part.add(checked(received))
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
@@ -244,6 +251,8 @@ class Member:
             self._parts[place] = Assigned(place, position, keys, position.next_offset)
         found = [TopicPartition(*place, position.next_offset) for place, (position, _) in claimed.items()]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
+        # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
+        kafka.resume(found)
 
     def _revoked(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:  # noqa: ARG002
         """Forget what was fetched of partitions that are another member's from now on."""
@@ -258,10 +267,16 @@ class Member:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._transaction() as connection:
             positions = self._group.claim(connection, places, starts)
+            newest = self._letters.newest(connection)
             keys = {topic: self._letters.keys(connection, topic) for topic in topics}
+        self._newest_letter = min(self._newest_letter, newest) if self._dead_keys else newest
+        for topic, found in keys.items():
+            known = self._dead_keys.setdefault(topic, found)
+            known.intersection_update(found)
+            known.update(found)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
-        return {place: (position, set(keys[place[0]])) for place, position in positions.items()}
+        return {place: (position, self._dead_keys[place[0]]) for place, position in positions.items()}
 
     def _check_positions(self, positions: Mapping[Place, Position]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
@@ -361,7 +376,7 @@ class Member:
             behind = [message.key() in part.dead_keys for message in batch]
             dead = sum(behind)
             ids = [
-                self._id(index, message) if self._settings.dedup and not waits else None
+                None if waits else self._id(index, message)
                 for index, (message, waits) in enumerate(zip(batch, behind, strict=True))
             ]
             known = [one for one in ids if one is not None]
@@ -392,13 +407,16 @@ class Member:
                 handled += 1
         return handled
 
-    def _id(self, index: int, message: KafkaMessage) -> UUID:
+    def _id(self, index: int, message: KafkaMessage) -> UUID | None:
+        """Return the id by which a message is recognized. Raises _Failed for one that no handler may get."""
+        if isinstance(message.headers(), UndecodableHeaders):
+            raise _Failed(index, Failure("undecodable", NOT_UTF8), again=False)
+        if not self._settings.dedup:
+            return None
         try:
             return message_id(message)
         except MessageIdMissing as error:
             raise _Failed(index, Failure("no-id", str(error)), again=False) from error
-        except UnicodeDecodeError as error:
-            raise _Failed(index, Failure("undecodable", "the name of a header is not UTF-8"), again=False) from error
 
     def _check_age(self, index: int, id_: UUID, before: Any) -> None:
         if NO_TIME < day(id_) < before:
@@ -521,23 +539,44 @@ class Member:
 
     def _retry_letters(self) -> None:
         """Apply the dead letters that an operator retries, and those that wait behind one that is gone."""
-        mine = {part.place[0] for part in self._parts.values()}
-        if not mine:
+        if not self._parts:
             return
         with self._transaction() as connection:
-            waiting = self._letters.places(connection, mine)
-        for place in sorted(waiting & self._parts.keys()):
+            self._letters.look(connection)
+            waiting, behind = self._letters.places(connection, self._parts.keys())
+            for place in behind:
+                part = self._parts[place]
+                released, part.released = self._letters.release(connection, place, part.released)
+                if released:
+                    waiting.add(place)
+        for place in sorted(waiting):
             part = self._parts[place]
             left = _RETRIED_AT_ONCE
             while left and part.position is not None and self._retry(part):
                 left -= 1
-        topics = {part.place[0] for part in self._parts.values() if part.dead_keys}
-        if topics:
-            with self._transaction() as connection:
-                keys = {topic: self._letters.keys(connection, topic) for topic in topics}
-            for part in self._parts.values():
-                if part.place[0] in keys:
-                    part.dead_keys = set(keys[part.place[0]])
+        until = time.monotonic() + _TURN_SECONDS
+        while self._check_keys() and time.monotonic() < until:
+            pass
+
+    def _check_keys(self) -> bool:
+        """Note which keys have dead letters now, some of them in each call. Returns whether to look on at once."""
+        if not self._keys_to_look_at:
+            self._keys_to_look_at.extend((topic, key) for topic, keys in self._dead_keys.items() for key in keys)
+        looked_at: dict[str, list[bytes]] = defaultdict(list)
+        for _ in range(min(LOOKED_AT, len(self._keys_to_look_at))):
+            topic, key = self._keys_to_look_at.popleft()
+            looked_at[topic].append(key)
+        with self._transaction() as connection:
+            self._letters.look(connection)
+            # Of other members too: the key of a message may have moved to another partition.
+            added = self._letters.added(connection, self._dead_keys, self._newest_letter)
+            gone = {topic: self._letters.gone(connection, topic, keys) for topic, keys in looked_at.items()}
+        for topic, keys in gone.items():
+            self._dead_keys[topic] -= keys
+        for self._newest_letter, topic, added_key in added:
+            if added_key is not None:
+                self._dead_keys[topic].add(added_key)
+        return len(added) == LOOKED_AT or any(gone.values())
 
     def _retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
@@ -573,7 +612,7 @@ class Member:
             self._letters.failed_again(connection, letter.id, Failure("behind", BEHIND))
             return letter
         # The index names the letter.
-        id_ = self._id(letter.id, letter) if self._settings.dedup else None
+        id_ = self._id(letter.id, letter)
         new, today = self._group.move(
             connection,
             part.place,
@@ -653,5 +692,5 @@ def _failure_of(index: int, error: Exception) -> _Failed:
 def _id_or_none(message: KafkaMessage) -> UUID | None:
     try:
         return message_id(message)
-    except (MessageIdMissing, UnicodeDecodeError):
+    except MessageIdMissing:
         return None

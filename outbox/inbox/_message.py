@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-Headers = Sequence[tuple[str, bytes | None]]
+from outbox.consumer.messages import Headers
 
 _CREATE_TIME: Final = 1
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -41,7 +39,7 @@ class DeadLetter:
     at: tuple[str, int, int]
     raw_key: bytes | None
     raw_value: bytes | None
-    stored_headers: Sequence[Mapping[str, str | None]]
+    message_headers: Headers
     time: dt.datetime
 
     def topic(self) -> str:
@@ -60,10 +58,7 @@ class DeadLetter:
         return self.raw_value
 
     def headers(self) -> Headers | None:
-        return [
-            (str(one["key"]), None if one["value"] is None else base64.b64decode(one["value"]))
-            for one in self.stored_headers
-        ]
+        return self.message_headers
 
     def timestamp(self) -> tuple[int, int]:
         return _CREATE_TIME, (self.time - _EPOCH) // dt.timedelta(milliseconds=1)

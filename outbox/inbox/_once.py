@@ -29,9 +29,10 @@ from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.orm import Session
 
 from outbox import _statements, _targets
+from outbox.consumer.ids import NO_TIME, day
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import MessageTooOld
-from outbox.inbox.ids import NO_TIME, day, message_id
+from outbox.inbox.ids import message_id
 
 if TYPE_CHECKING:
     import psycopg

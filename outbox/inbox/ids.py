@@ -1,4 +1,4 @@
-"""The id by which a message's event is recognized, and the day in it.
+"""The id by which a message's event is recognized.
 
 The same rules as those of the Spark consumers, which share the table: the header ``ce_id`` counts, or else ``id``,
 which Debezium's outbox router writes too. An id that is not a UUID becomes one: a hash of it and of its source.
@@ -6,21 +6,17 @@ which Debezium's outbox router writes too. An id that is not a UUID becomes one:
 
 from __future__ import annotations
 
-import datetime as dt
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 from uuid import UUID
 
+from outbox.consumer.ids import uuid8
+from outbox.consumer.messages import headers_again
 from outbox.event import CE_ID, CE_SOURCE, ID
 from outbox.inbox.errors import MessageIdMissing
 
-NO_TIME: Final = dt.date(1970, 1, 1)
-"""The day of every id without a time."""
-
 _UUID: Final = re.compile(rb"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_DAY: Final = 86_400_000
 
 
 def message_id(message: object) -> UUID:
@@ -46,22 +42,14 @@ def message_id(message: object) -> UUID:
     if _UUID.fullmatch(raw):
         return UUID(raw.decode())
     # Two sources may use the same id (CloudEvents: source and id together are unique).
-    digits = hashlib.sha256(_bytes(headers.get(CE_SOURCE)) + b"\0" + raw).hexdigest()
-    return UUID(f"{digits[:8]}-{digits[8:12]}-8{digits[12:15]}-8{digits[15:18]}-{digits[18:30]}")
-
-
-def day(id_: UUID) -> dt.date:
-    """Return the day in a UUID of version 7 (RFC 9562: the first 48 bits are Unix milliseconds), else NO_TIME."""
-    if id_.int >> 76 & 0xF != 7 or id_.int >> 62 & 0b11 != 0b10:
-        return NO_TIME
-    return NO_TIME + dt.timedelta(days=(id_.int >> 80) // _DAY)
+    return UUID(uuid8(_bytes(headers.get(CE_SOURCE)) + b"\0" + raw))
 
 
 def _named(message: object) -> Mapping[str, Any]:
     """Return a message's headers by name. Of several with the same name the first one counts."""
     headers: Any = getattr(message, "headers", message)
     if callable(headers):
-        headers = headers()
+        headers = headers_again(message)
     if headers is None:
         return {}
     if isinstance(headers, Mapping):

@@ -28,6 +28,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox.consumer.ids import NO_TIME
 from outbox.errors import SchemaError
 from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres import connections
@@ -35,8 +36,6 @@ from spark_jobs.postgres.errors import clear_errors, first_line
 
 KEEP_DAYS: Final = 14
 """The default, in whole days besides today."""
-NO_TIME: Final = dt.date(1970, 1, 1)
-"""The day of every id without a time."""
 
 _LOCK: Final = 0x6F7574626F780002
 _AHEAD: Final = 3

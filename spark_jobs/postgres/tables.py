@@ -17,12 +17,17 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY
+
 DEFAULT_SCHEMA: Final = "consumer"
 
+_DAYS: Final = (
+    "(('x' || substr(message_id::text, 1, 8) || substr(message_id::text, 10, 4))"
+    f"::bit(48)::bigint / {DAY_MILLISECONDS})"
+)
 DAY_OF_ID: Final = (
     "CASE WHEN substr(message_id::text, 15, 1) = '7' AND substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
-    "THEN date '1970-01-01' + (('x' || substr(message_id::text, 1, 8) || substr(message_id::text, 10, 4))"
-    "::bit(48)::bigint / 86400000)::integer ELSE date '1970-01-01' END"
+    f"AND {_DAYS} <= {LAST_DAY} THEN date '1970-01-01' + {_DAYS}::integer ELSE date '1970-01-01' END"
 )
 """SQL over ``message_id``: the day of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
 
@@ -169,6 +174,23 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.CheckConstraint("state IN ('dead', 'retry')", name="dead_letters_state"),
         # By hash: a key may be longer than an index takes.
         sa.Index("dead_letters_key", "grp", "topic", sa.text("sha256(message_key)")),
+        # For the looks of each second: the first to be retried, the first behind another of each key, and what those
+        # are behind, however many wait.
+        sa.Index(
+            "dead_letters_retry",
+            *("grp", "topic", "part", "message_offset", "id"),
+            postgresql_where=sa.text("state = 'retry'"),
+        ),
+        sa.Index(
+            "dead_letters_behind",
+            *("grp", "topic", "part", sa.text("sha256(message_key)"), "message_offset"),
+            postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
+        ),
+        sa.Index(
+            "dead_letters_first",
+            *("grp", "topic", sa.text("sha256(message_key)"), "part", "message_offset"),
+            postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
+        ),
         # For the query of each round: the few that may have to be retried.
         sa.Index(
             "dead_letters_waiting",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import datetime as dt
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,31 +9,26 @@ from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from outbox.consumer.messages import (
+    FIRST_TIME,
+    LAST_TIME,
+    NOT_UTF8,
+    Headers,
+    UndecodableHeaders,
+    stored_headers,
+)
 from outbox.event import CE_TRACEPARENT, CE_TRACESTATE, TRACEPARENT, TRACESTATE
 from spark_jobs import ids as identity
 from spark_jobs.payloads.framing import HEADER
-
-Headers = Sequence[tuple[str, bytes | None]]
-UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
-"""Replaces the headers of a message if a name is not UTF-8. Its type and id are unknown, so it is selected whatever the
-``types`` are, and becomes a dead letter; also when it is retried, because the dead letter has only this in place of
-headers."""
-_NO_UTF8: Final = "the name of a header is not UTF-8"
 
 # W3C Trace Context, as effects.produce has it for Spark.
 _TRACE: Final = {
     TRACEPARENT: re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     TRACESTATE: re.compile(rb"[ -~]{1,512}"),
 }
-
-# In milliseconds of Unix time.
-_FIRST_TIME, _LAST_TIME = (
-    int(dt.datetime(*day, tzinfo=dt.UTC).timestamp()) * 1_000 for day in ((1, 1, 2), (9999, 12, 30))
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,7 @@ class Messages:
     @property
     def times(self) -> pa.Array:
         """The timestamps, limited to the range of Postgres and Python: a producer may have sent microseconds."""
-        limited = np.clip(np.asarray(self.milliseconds, np.int64), _FIRST_TIME, _LAST_TIME)
+        limited = np.clip(np.asarray(self.milliseconds, np.int64), FIRST_TIME, LAST_TIME)
         return pa.array(limited * 1_000, pa.timestamp("us", "UTC"))
 
 
@@ -137,7 +130,9 @@ class Incoming:
             "message_id": self._ids(messages, headers),
             **(headers.trace() if self.traced else {}),
         }
-        problems = pa.array([_NO_UTF8 if one == UNREADABLE else None for one in messages.headers], pa.string())
+        problems = pa.array(
+            [NOT_UTF8 if isinstance(one, UndecodableHeaders) else None for one in messages.headers], pa.string()
+        )
         return meta, values, headers.first(HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
@@ -150,7 +145,7 @@ class Incoming:
         ids = [None] * len(messages) if unknown else _ids(_Headers(messages.headers)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
-            Raw(offset, id_, key, value, _headers_text(headers), time)
+            Raw(offset, id_, key, value, stored_headers(headers), time)
             for offset, id_, key, value, headers, time in zip(
                 messages.offsets, ids, messages.keys, messages.values, messages.headers, times, strict=True
             )
@@ -161,8 +156,9 @@ class Incoming:
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
-        unreadable = pa.array([one == UNREADABLE for one in messages.headers], pa.bool_())
-        wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), unreadable)
+        # Their types can't be relied on.
+        undecodable = pa.array([isinstance(one, UndecodableHeaders) for one in messages.headers], pa.bool_())
+        wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), undecodable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
         return messages, _Headers(messages.headers), kinds.filter(wanted)
 
@@ -235,14 +231,6 @@ def _trace_of(named: Mapping[str, bytes | None]) -> tuple[str, str | None] | Non
 
 def _fitting(value: bytes | None, name: str) -> str | None:
     return value.decode("ascii") if value is not None and _TRACE[name].fullmatch(value) else None
-
-
-def _headers_text(headers: Headers) -> str:
-    listed = [
-        {"key": name.replace("\0", "\ufffd"), "value": None if value is None else base64.b64encode(value).decode()}
-        for name, value in headers
-    ]
-    return orjson.dumps(listed).decode()
 
 
 def _text(column: pa.Array) -> pa.Array:

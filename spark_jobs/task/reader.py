@@ -29,16 +29,17 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from outbox._app.kafka_clients import ConnectionErrors, complete
 from outbox._kafka import is_refusal
+from outbox.consumer.messages import headers_of
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.model import Partition, Range
 from spark_jobs.patience import at_most, silent
-from spark_jobs.task.incoming import UNREADABLE, Headers, Messages
+from spark_jobs.task.incoming import Messages
 from spark_jobs.task.input import TaskInput
 from spark_jobs.task.kafka_errors import of_kafka
 
@@ -345,30 +346,8 @@ def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
         [message.timestamp()[1] for message in messages],
         [message.key() for message in messages],
         [message.value() for message in messages],
-        _headers(messages),
+        headers_of(messages),
     )
-
-
-def _headers(messages: Sequence[Message]) -> list[Headers]:
-    """Return the headers of messages; UNREADABLE for those with a name that is not UTF-8.
-
-    For such a message the client's C code returns a list with a missing item, and leaves an exception set. Only a call
-    from C, such as by map(), reliably checks for that: Python's own calls no longer do once they are specialized, and
-    using the list crashes the process. So does a second call, which returns the same list without an exception.
-    """
-    from confluent_kafka import Message
-
-    found: list[Headers] = []
-    answers = map(Message.headers, messages)
-    while True:
-        try:
-            for headers in answers:
-                # Values are bytes or None; the type hints also allow what may be written.
-                found.append(cast("Headers", headers or []))  # noqa: PERF401  continues after an error
-        except SystemError:
-            found.append(UNREADABLE)
-        else:
-            return found
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:

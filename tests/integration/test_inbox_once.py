@@ -23,8 +23,8 @@ from uuid_utils.compat import uuid7
 from writer_targets import Undo, every_target, opened, round_trips, waits_for_a_lock
 
 from outbox import ConfigurationError, TargetError
+from outbox.consumer.ids import NO_TIME, day
 from outbox.inbox import MessageTooOld, once, once_async
-from outbox.inbox.ids import NO_TIME, day
 from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
+from outbox.consumer.ids import LAST_DAY, NO_TIME
+from outbox.consumer.ids import day as day_of
 from spark_jobs import ids as identity
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, uuid8
 from spark_jobs.effects.mapped import Insert
@@ -239,6 +241,8 @@ def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
         text[:14] + chance.choice("7777148f") + text[15:19] + chance.choice("89ab7c0") + text[20:] for text in texts
     ]
     texts += [V7, V7.upper(), f"{0:08x}-0000-7000-8000-{0:012x}", "ffffffff-ffff-7fff-bfff-ffffffffffff"]
+    # The end of the year 9999, and what comes next: those have no time.
+    texts += ["e677d21f-dbff-7000-8000-000000000000", "e677d21f-dc00-7000-8000-000000000000"]
     ids, wrong = identity.parsed(pa.array([None, "x", *texts])[2:])
     assert not wrong.any()
     assert [str(uuid.UUID(bytes=one.tobytes())) for one in ids] == [text.lower() for text in texts]
@@ -252,6 +256,8 @@ def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
             (texts,),
         ).fetchall()
     assert identity.days(ids).tolist() == [day for _, day in rows]
+    assert [(day_of(uuid.UUID(text)) - NO_TIME).days for text in texts] == [day for _, day in rows]
+    assert [day for _, day in rows[-3:]] == [0, LAST_DAY, 0]
     assert [one.tobytes() for one in identity.in_order(ids)] == [one.bytes for (one,) in ordered]
 
 

@@ -17,7 +17,7 @@ UNVERIFIED: Final = {"transaction.partition.verification.enable": "false"}
 _PRODUCE, _INIT_PRODUCER_ID, _FIND_COORDINATOR = 0, 22, 10
 _TRANSACTIONAL: Final = 0x10
 
-Record = tuple[bytes, bytes, Mapping[str, str] | Mapping[bytes, bytes]]
+Record = tuple[bytes | None, bytes | None, Mapping[str, str] | Mapping[bytes, bytes] | Mapping[bytes, bytes | None]]
 """Key, value, headers; of these, bytes go out as they are."""
 
 
@@ -49,10 +49,13 @@ class HangingTransaction:
         _produce(self._address, topic, body)
 
 
-def produce(address: str, topic: str, partition: int, records: Sequence[Record]) -> None:
+def produce(
+    address: str, topic: str, partition: int, records: Sequence[Record], milliseconds: int | None = None
+) -> None:
     """Append records to a partition whose leader is this broker, without a transaction; as they are."""
     host, port = address.split(":")
-    body = struct.pack(">h", -1) + _partition_of(topic, partition, _batch(records, 0, -1, -1, -1))
+    batch = _batch(records, 0, -1, -1, -1, milliseconds)
+    body = struct.pack(">h", -1) + _partition_of(topic, partition, batch)
     _produce((host, int(port)), topic, body)
 
 
@@ -84,8 +87,15 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return got
 
 
-def _batch(records: Sequence[Record], attributes: int, producer: int, epoch: int, sequence: int) -> bytes:
-    now = int(time.time() * 1000)
+def _batch(
+    records: Sequence[Record],
+    attributes: int,
+    producer: int,
+    epoch: int,
+    sequence: int,
+    milliseconds: int | None = None,
+) -> bytes:
+    now = int(time.time() * 1000) if milliseconds is None else milliseconds
     body = b"".join(_record(number, record) for number, record in enumerate(records))
     last = len(records) - 1
     checked = struct.pack(">hiqqqhii", attributes, last, now, now, producer, epoch, sequence, len(records)) + body
@@ -99,12 +109,12 @@ def _record(number: int, record: Record) -> bytes:
     return _sized(body)
 
 
-def _bytes(value: str | bytes) -> bytes:
+def _bytes(value: str | bytes | None) -> bytes | None:
     return value.encode() if isinstance(value, str) else value
 
 
-def _sized(value: bytes) -> bytes:
-    return _varint(len(value)) + value
+def _sized(value: bytes | None) -> bytes:
+    return b"\x01" if value is None else _varint(len(value)) + value
 
 
 def _varint(value: int) -> bytes:
