@@ -22,6 +22,7 @@ class KafkaMessage(Protocol):
     def value(self) -> bytes | None: ...
     def headers(self) -> Headers | None: ...
     def timestamp(self) -> tuple[int, int]: ...
+    def leader_epoch(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ class DeadLetter:
 
     def headers(self) -> Headers | None:
         return self.message_headers
+
+    def leader_epoch(self) -> int | None:
+        return None
 
     def timestamp(self) -> tuple[int, int]:
         return _CREATE_TIME, (self.time - _EPOCH) // dt.timedelta(milliseconds=1)

@@ -199,19 +199,10 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "topic",
             postgresql_where=sa.text("state = 'retry' OR reason = 'behind'"),
         ),
-        # With keep_order: whether a key has a dead letter that others wait behind, and those others, slice by slice.
+        # With keep_order those that are behind others, slice by slice. An expression, because the primary key would be
+        # taken for an order by id, and filter all of the others.
         sa.Index(
-            "dead_letters_causes",
-            "grp",
-            "topic",
-            sa.text("sha256(message_key)"),
-            "part",
-            "message_offset",
-            postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
-        ),
-        # An expression, because the primary key would be taken for an order by id, and filter all of the others.
-        sa.Index(
-            "dead_letters_behind",
+            "dead_letters_behind_by_id",
             "grp",
             sa.text("(- id)"),
             postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),

@@ -8,8 +8,8 @@ Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 import sqlalchemy as sa
 from alembic import context, op
 
-revision = "consumer_0007"
-down_revision = "consumer_0006"
+revision = "consumer_0010"
+down_revision = "consumer_0009"
 branch_labels = None
 depends_on = None
 
