@@ -91,9 +91,8 @@ def lane_expression(lanes: int) -> str:
     """Return the SQL of an event's lane, 0 to ``lanes`` - 1: a hash of the key, so one key is always in one lane."""
     if not 1 <= lanes <= MAX_LANES:
         raise ConfigurationError(f"lanes must be 1 to {MAX_LANES}, not {lanes}")
-    return (
-        f"abs(mod(hashtextextended(aggregate_id, hashtextextended(aggregate_type, 0)), {int(lanes)}::bigint))::smallint"
-    )
+    key = "hashtextextended(aggregate_id, hashtextextended(aggregate_type, (0)::bigint))"
+    return f"(abs(mod({key}, ({int(lanes)})::bigint)))::smallint"
 
 
 def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: int = DEFAULT_LANES) -> OutboxTables:
