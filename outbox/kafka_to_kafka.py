@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
 import uuid
@@ -74,6 +75,8 @@ PLACE: Final = "outbox-dead-letter-place"
 
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.1
+_PARTITIONS: Final = "partitions="
+"""In a position's metadata, before how many partitions the topic had when the group came to it."""
 _LONGEST_PAUSE: Final = 10.0
 _MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
@@ -164,7 +167,7 @@ class Transformer:
     kafka                options of librdkafka, for the consumer and the producer. Set ``max.poll.interval.ms`` above
                          the time that ``batch`` messages take.
     start                where a partition without a committed position begins: "earliest", "latest", or "none": an
-                         error.
+                         error. A partition that is added later begins at its first message, also with "latest".
     dead_letter_topic    where messages go that the transform raises for; None: ``run`` raises.
     batch, batch_seconds the most messages in a transaction, and for how long it waits for them.
     transaction_seconds  after which the coordinator aborts a transaction whose member is gone. Readers wait there for
@@ -287,6 +290,7 @@ class _Session:
         self._messages: list[Message] = []
         # Of the moment of the assignment: what was read under it is committed under it, or refused.
         self._membership: Any = None
+        self._metadata: dict[tuple[str, int], str | None] = {}
         self._aborted = 0
         self._undelivered: tuple[Message, KafkaError] | None = None
         self._stuck = False
@@ -386,22 +390,43 @@ class _Session:
         for place in found:
             if place.error is not None:
                 raise KafkaException(place.error)
-        if begun := [place for place in found if place.offset < 0]:
-            for place in begun:
-                place.offset = self._start_of(place)
+        if begun := [self._beginning(place) for place in found if place.offset < 0]:
+            found = [place for place in found if place.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             for place in self._consumer.commit(offsets=begun, asynchronous=False) or []:
                 if place.error is not None:
                     raise KafkaException(place.error)
+        self._metadata = {(place.topic, place.partition): place.metadata for place in found}
         self._consumer.assign(found)
 
-    def _start_of(self, place: TopicPartition) -> int:
-        """Return the offset at which a partition without a position begins. Raises InputLost if there is to be one."""
+    def _beginning(self, place: TopicPartition) -> TopicPartition:
+        """Return where a partition without a position begins. Raises InputLost if there is to be one.
+
+        With "latest" that is the end for the partitions that the topic had when the group came to it. One that was
+        added later is read from its beginning, whenever it is discovered: its messages are later ones, too. How many
+        there were stands in the metadata of each of the group's positions in the topic.
+        """
         if self._plan.start == "none":
             raise InputLost(f"group {self._plan.group!r} has no position in {place.topic}-{place.partition}")
         first, end = self._consumer.get_watermark_offsets(place, _SECONDS, cached=False)
-        return first if self._plan.start == "earliest" else end
+        if self._plan.start == "earliest":
+            return TopicPartition(place.topic, place.partition, first)
+        count = self._first_partitions(place.topic)
+        offset = end if place.partition < count else first
+        return TopicPartition(place.topic, place.partition, offset, f"{_PARTITIONS}{count}")
+
+    def _first_partitions(self, topic: str) -> int:
+        """Return how many partitions a topic had when the group came to it."""
+        count = len(self._consumer.list_topics(topic, _SECONDS).topics[topic].partitions)
+        places = self._consumer.committed([TopicPartition(topic, number) for number in range(count)], _SECONDS)
+        for place in places:
+            if place.error is not None:
+                raise KafkaException(place.error)
+        known = [place.metadata or "" for place in places if place.offset >= 0]
+        counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
+        # Positions that other tools have set say nothing of it; but the group has been in the topic.
+        return min(counts, default=0 if known else count)
 
     # Writing
 
@@ -413,7 +438,7 @@ class _Session:
         try:
             for message in messages:
                 self._produce(message)
-            positions = _behind(messages)
+            positions = _behind(messages, self._metadata)
             self._until_known(lambda: self._send_positions(positions))
             self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
         except KafkaException as error:
@@ -563,10 +588,13 @@ def _pause(stop: threading.Event, failures: int) -> None:
     stop.wait(min(0.1 * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))  # noqa: S311  jitter
 
 
-def _behind(messages: Sequence[Message]) -> list[TopicPartition]:
-    """Return the positions behind these messages."""
+def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str | None]) -> list[TopicPartition]:
+    """Return the positions behind these messages, with the partitions' metadata."""
     last = {(message.topic() or "", message.partition() or 0): message.offset() or 0 for message in messages}
-    return [TopicPartition(topic, partition, offset + 1) for (topic, partition), offset in last.items()]
+    return [
+        TopicPartition(topic, partition, offset + 1, metadata.get((topic, partition)) or "")
+        for (topic, partition), offset in last.items()
+    ]
 
 
 def _dead_letter(topic: str, message: Message, error: Exception) -> Record:

@@ -24,6 +24,9 @@ class Assigned:
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.
     attempts      how often the first message of the queue has failed.
     interrupted   how often in a row a transaction was interrupted by what is no message's fault.
+    confirmed     the last transaction has found its claim in Postgres: what went wrong in it came later.
+    strikes       how often in a row a confirmed transaction was interrupted.
+    letter_strikes  the same of dead letters that are retried.
     deaths        how many messages in a row became dead letters.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
     end           how far Kafka has been read: there may be no message between the last one and here.
@@ -43,6 +46,9 @@ class Assigned:
     alone_until: int = -1
     attempts: int = 0
     interrupted: int = 0
+    confirmed: bool = False
+    strikes: int = 0
+    letter_strikes: int = 0
     deaths: int = 0
     end: int = 0
     cut_off: bool = False
@@ -77,7 +83,7 @@ class Assigned:
             self.attempts = 0
         if self.suspect is not None and self.suspect < next_offset:
             self.suspect = None
-        self.interrupted = 0
+        self.interrupted = self.strikes = 0
 
     def lose(self, until: float) -> None:
         """Note that another claim has the partition. If Kafka still assigns it by then, it is claimed again."""
@@ -91,7 +97,7 @@ class Assigned:
         self.position = position
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
-        self.end = self.attempts = self.interrupted = self.deaths = 0
+        self.end = self.attempts = self.interrupted = self.strikes = self.deaths = 0
         self.suspect, self.alone_until, self.due, self.cut_off = None, -1, 0.0, False
 
 

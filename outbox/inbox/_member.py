@@ -29,6 +29,8 @@ has stored for the group.
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
+| a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
+|   transaction, as by transaction_timeout    | message: see below                                                   |
 | the handler fails                           | tried again; then HandlerFailed, or a dead letter with all that      |
 |                                             | comes later of its key behind it                                     |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
@@ -88,6 +90,8 @@ _TOPIC_SECONDS: Final = 10.0
 _HEARTBEAT_MS: Final = 3_000
 _RETRIED_AT_ONCE: Final = 100
 _AWAY: Final = (0.1, 5.0)
+_MOST_STRIKES: Final = 5
+"""How often in a row a transaction may be interrupted although Postgres is there, until that is its message's fault."""
 _CLAIM_ATTEMPTS: Final = 8
 """How often Kafka is asked for offsets at a claim, with backoff: a broker that has just started does not know all."""
 
@@ -355,7 +359,7 @@ class Member:
         except _Failed as failed:
             return self._failed(part, batch[failed.index], failed)
         except psycopg.Error as error:
-            if self._passes(error):
+            if not part.confirmed or (self._passes(error) and not self._struck(part)):
                 return self._wait(part, error)
             # Deferred constraints and triggers.
             if len(batch) > 1:
@@ -371,8 +375,7 @@ class Member:
         """Run the transaction of a batch. Returns for how many messages the handler was called."""
         assert part.position is not None
         handled = 0
-        with self._transaction() as connection:
-            self._group.fence(connection, part.place, part.position)
+        with self._confirmed(part) as connection:
             behind = [message.key() in part.dead_keys for message in batch]
             dead = sum(behind)
             ids = [
@@ -432,10 +435,25 @@ class Member:
             text = "the handler has caught an error of the database, or ended the transaction: nothing can be committed"
             raise _Failed(index, Failure("failed", text), again=True)
 
+    @contextmanager
+    def _confirmed(self, part: Assigned) -> Iterator[psycopg.Connection[Any]]:
+        """Open a transaction that holds a partition's claim. Raises Fenced, Moved, and what ``_transaction`` raises."""
+        assert part.position is not None
+        part.confirmed = False
+        with self._transaction() as connection:
+            self._group.fence(connection, part.place, part.position)
+            part.confirmed = True
+            yield connection
+
+    def _struck(self, part: Assigned) -> bool:
+        """Count an interruption of a confirmed transaction. Returns whether there were too many of them in a row."""
+        part.strikes += part.confirmed
+        return part.confirmed and part.strikes > _MOST_STRIKES
+
     def _failed(self, part: Assigned, message: KafkaMessage, failed: _Failed) -> bool:
         """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
         cause = failed.__cause__
-        if self._passes(cause):
+        if self._passes(cause) and not self._struck(part):
             return self._wait(part, cause or failed)
         if message is not part.queue[0]:
             # Those before it first.
@@ -461,8 +479,7 @@ class Member:
         """Make a message a dead letter, in the transaction that moves the position behind it."""
         assert part.position is not None
         try:
-            with self._transaction() as connection:
-                self._group.fence(connection, part.place, part.position)
+            with self._confirmed(part) as connection:
                 self._letters.write(
                     connection, part.position.topic_id, message, _id_or_none(message), failure, part.attempts
                 )
@@ -482,6 +499,9 @@ class Member:
             return True
         except psycopg.Error as error:
             part.deaths -= 1
+            if self._struck(part):
+                why = f"it can't be stored as a dead letter: {error}; it failed with: {failure.error}"
+                raise HandlerFailed(*part.place, message.offset(), part.attempts, why) from error
             return self._wait(part, error)
         key = message.key()
         if key is not None:
@@ -591,16 +611,21 @@ class Member:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:
-            if self._passes(failed.__cause__):
+            if self._passes(failed.__cause__) and not self._letter_struck(part):
                 self._interrupted(failed.__cause__ or failed, "retrying a dead letter")
                 return False
             return self._letter_failed(part, failed)
         except psycopg.Error as error:
-            if letter is None or self._passes(error):
+            if letter is None or (self._passes(error) and not self._letter_struck(part)):
                 raise
             # At COMMIT.
             return self._letter_failed(part, _failure_of(letter.id, error))
+        part.letter_strikes = 0
         return letter is not None
+
+    def _letter_struck(self, part: Assigned) -> bool:
+        part.letter_strikes += 1
+        return part.letter_strikes > _MOST_STRIKES
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned) -> DeadLetter | None:
         assert part.position is not None
@@ -637,6 +662,7 @@ class Member:
         except Fenced:
             self._fenced(part)
             return False
+        part.letter_strikes = 0
         return True
 
     def _show_positions(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, NewPartitions
 from confluent_kafka.cimpl import TopicPartition
 from docs_support import blocks
 from support import wait_until
@@ -254,6 +254,28 @@ def test_without_a_position(place):
         wait_until(lambda: place.position() == 20, 60, "what has come meanwhile")
     assert place.come(10) == {f"k{n}": [n] for n in range(10, 20)}
     assert later.committed == 10
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_an_added_partition_is_read_from_its_beginning(place, read):
+    """With "latest", what came before the partition was discovered has come after the group's start all the same."""
+    place.feed(range(10))
+    with running(place.member(copied(place), start="latest")):
+        wait_until(lambda: place.position() == 10, 60, "the beginnings")
+        # The member's transactions keep what the beginnings say.
+        place.feed(range(10, 20) if read else range(0))
+        wait_until(lambda: place.position() == (20 if read else 10), 60, "the first messages")
+    admin = AdminClient(place.options)
+    admin.create_partitions([NewPartitions(place.source, 6)])[place.source].result(30)
+    place.partitions = 6
+    wait_until(lambda: len(admin.list_topics(place.source, 10).topics[place.source].partitions) == 6, 60, "the topic")
+    place.feed(range(20, 30), partition=4)
+    place.feed(range(30, 40), partition=5)
+    count = 30 if read else 20
+    with running(place.member(copied(place), start="latest")), running(place.member(copied(place), start="latest")):
+        wait_until(lambda: place.position() == count + 10, 60, "what the added partitions have")
+    came = place.come(count)
+    assert came == {f"k{n}": [n] for n in (range(10, 40) if read else range(20, 40))}
 
 
 def test_a_topic_that_is_not_there(place, outbox_kafka):

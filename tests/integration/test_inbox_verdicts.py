@@ -1,0 +1,125 @@
+"""A message that ends each transaction it is in: no error of its own, and the inbox does not retry it for ever."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+from inbox_support import Log, apply
+
+from outbox.inbox import HandlerFailed, _member
+from spark_jobs.admin.dead_letters import DeadLetters, Selection
+
+MESSAGES = 500
+BAD = 250
+"""Its offset: more than one transaction before it and behind it."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
+    monkeypatch.setattr(_member, "_AWAY", (0.01, 0.05))
+
+
+@pytest.fixture
+def log(outbox_postgres, outbox_kafka) -> Log:
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    for partition in (0, 1):
+        log.produce([f"k{partition}-{number}" for number in range(MESSAGES)], partition=partition)
+    return log
+
+
+class Bad:
+    """A handler that a message of partition 0 does not let through, until it is cured."""
+
+    def __init__(self, how: str) -> None:
+        self.how = getattr(self, how)
+        self.calls = 0
+        self.cured = threading.Event()
+
+    def __call__(self, connection: Any, message: Any) -> None:
+        apply(connection, message)
+        if (message.partition(), message.offset()) == (0, BAD) and not self.cured.is_set():
+            self.calls += 1
+            self.how(connection)
+
+    def ended_session(self, connection: Any) -> None:
+        """As transaction_timeout does, or who kills long transactions, or a server process without memory."""
+        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+            admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
+        connection.execute("SELECT")
+
+    def too_many_temporary_files(self, connection: Any) -> None:
+        connection.execute("DO $$ BEGIN RAISE configuration_limit_exceeded; END $$")
+
+    def deadlock(self, connection: Any) -> None:
+        connection.execute("DO $$ BEGIN RAISE deadlock_detected; END $$")
+
+    def statement_timeout(self, connection: Any) -> None:
+        connection.execute("SET LOCAL statement_timeout = '10ms'")
+        connection.execute("SELECT pg_sleep(60)")
+
+
+HOW = ["ended_session", "too_many_temporary_files", "deadlock", "statement_timeout"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_it_becomes_a_dead_letter_and_its_neighbours_are_applied(log, how):
+    bad = Bad(how)
+    with log.consuming(bad, on_failure="dead-letter", attempts=3) as running:
+        running.wait(lambda: log.positions() == {0: MESSAGES, 1: MESSAGES}, "the positions")
+        [letter] = log.letters()
+        assert (letter["part"], letter["message_offset"], letter["reason"]) == (0, BAD, "failed")
+        assert log.count() == 2 * MESSAGES - 1
+        # As long as it might be a server that is restarted, it is no attempt.
+        assert 3 <= bad.calls <= 2 * _member._MOST_STRIKES + 4
+        with psycopg.connect(log.database.url, autocommit=True) as connection:
+            desk = DeadLetters(connection, "consumer")
+            desk.retry(Selection(group=log.group))
+            running.wait(lambda: log.letters()[0]["attempts"] > letter["attempts"], "the verdict on the retry")
+            assert log.letters()[0]["state"] == "dead"
+            bad.cured.set()
+            desk.retry(Selection(group=log.group))
+        running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
+    log.check()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_or_stops_the_consumer(log, how):
+    bad = Bad(how)
+    with log.consuming(bad, attempts=3) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.partition, error.offset, error.attempts) == (0, BAD, 3)
+    assert log.positions()[0] == BAD
+    bad.cured.set()
+    with log.consuming(bad) as running:
+        running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
+    log.check()
+
+
+def test_who_locks_the_position_makes_no_dead_letter(log):
+    """The claim itself times out: that says nothing of the messages."""
+    connection = log.database.connect()
+    failed: list[int] = []
+
+    class Impatient(psycopg.Connection[Any]):
+        def transaction(self, *arguments: Any, **options: Any) -> Any:
+            self.execute("SET statement_timeout = '50ms'")
+            return super().transaction(*arguments, **options)
+
+    def handle(here: Any, message: Any) -> None:
+        apply(here, message)
+        if not failed:
+            connection.execute("SELECT FROM consumer.offsets WHERE part = 1 FOR SHARE")
+            failed.append(message.offset())
+
+    given = {"database": lambda: Impatient.connect(log.database.url, autocommit=True), "attempts": 2}
+    with log.consuming(handle, on_failure="dead-letter", batch=1, **given) as running:
+        running.wait(lambda: log.positions().get(0) == MESSAGES, "the other partition")
+        connection.rollback()
+        running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
+    assert log.letters() == []
+    log.check()
