@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
@@ -15,6 +15,11 @@ from outbox._kafka import cut_logs, require_verification
 from outbox.errors import ConfigurationError
 from outbox.inbox._group import Loss, Place, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
+
+    from outbox.inbox._message import KafkaMessage
 
 _SECONDS: Final = 10.0
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
@@ -122,6 +127,11 @@ class Admin:
             wanted, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_SECONDS
         )
         return {(at.topic, at.partition): future for at, future in asked.items()}
+
+
+def epoch_of(message: KafkaMessage) -> int | None:
+    """Return the epoch of the leader that a message came from; None from brokers before Kafka 2.1."""
+    return cast("Message", message).leader_epoch()
 
 
 def find_losses(

@@ -388,7 +388,7 @@ class Member:
                 part.place,
                 batch[-1].offset() + 1,
                 log_end=self._log_end(part.place),
-                leader_epoch=batch[-1].leader_epoch(),
+                leader_epoch=_kafka.epoch_of(batch[-1]),
                 ids=known,
                 others=0 if self._settings.dedup else len(batch) - dead,
                 dead=dead,
@@ -488,7 +488,7 @@ class Member:
                     part.place,
                     message.offset() + 1,
                     log_end=self._log_end(part.place),
-                    leader_epoch=message.leader_epoch(),
+                    leader_epoch=_kafka.epoch_of(message),
                     dead=1,
                 )
         except Fenced:

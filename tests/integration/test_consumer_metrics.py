@@ -99,7 +99,11 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
     metrics.observe("planned", {"messages": 3})
     samples = scrape(port)
     place = ("g", topic, "0")
+    ((moved,),) = outbox_postgres.connect().execute(
+        "SELECT extract(epoch FROM updated_at)::float8 FROM consumer.offsets WHERE grp = 'g'"
+    )
     assert {name: samples[(name, *place)] for name in {name[0] for name in samples if name[1:] == place}} == {
+        "moved_timestamp_seconds": pytest.approx(moved),
         "next_offset": 3,
         "log_end_offset": 5,
         "lag_messages": 2,

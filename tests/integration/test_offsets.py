@@ -307,7 +307,7 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
     assert open_one.flush(30) == 0
     driver.send(0, 4)
     extents = driver.runner._kafka.look([driver.topic], high_watermarks=True)[1]
-    assert extents[driver.topic, 0] == Extent(0, 0, 5)
+    assert extents[driver.topic, 0] == Extent(0, 0, 5, 0)
     assert extents[driver.topic, 1].pinned == 0
     # Not asked for, not paid for.
     assert driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].pinned is None

@@ -61,7 +61,7 @@ def unanswered(place) -> Callable[[int], None]:
 def test_a_consumer_asks_again_and_finds_no_loss(place, unanswered, monkeypatch):
     topic, proxy = place
     view = KafkaView({"bootstrap.servers": proxy.address})
-    whole = {(topic, part): Extent(0, MESSAGES, None) for part in range(2)}
+    whole = {(topic, part): Extent(0, MESSAGES, None, 0) for part in range(2)}
     # Both ends are asked for each time.
     for times in (1, 2, 3):
         unanswered(times)
