@@ -37,7 +37,7 @@ def main() -> int:
     """Run what the arguments choose."""
     given = _arguments()
     configurations = [
-        Configuration(source, delivery, brokers, given.seconds)
+        Configuration(source, delivery, brokers, given.seconds, operators=given.operators)
         for brokers, source, delivery in product(given.brokers, given.source, given.delivery)
     ]
     courses = [course_of(seed, each) for each in configurations for seed in given.seeds]
@@ -112,6 +112,12 @@ def _arguments() -> argparse.Namespace:
         default=["at-least-once", "exactly-once"],
     )
     parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
+    parser.add_argument(
+        "--operators",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="between the faults: discard, retry, pause, drain, replay, add partitions, switch, change the delivery",
+    )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
     parser.add_argument(

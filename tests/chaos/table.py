@@ -46,6 +46,7 @@ _COLUMNS: Final = (
     ("rolled back / unknown", lambda row: f"{row['rolled_back']} / {row['unknown']}"),
     ("dead / behind them", lambda row: f"{row['dead']} / {row['blocked']}"),
     ("faults", lambda row: ", ".join(f"{name} {count}" for name, count in row["faults"].items())),
+    ("operators", lambda row: ", ".join(f"{name} {n}" for name, n in row.get("operators", {}).items()) or "none"),
     ("repeats", lambda row: row["repeats"]),
     ("recovery p50 / max", lambda row: f"{row['recovery_p50']} / {row['recovery_max']} s"),
     ("caught up p50 / max", lambda row: f"{row['catch_up_p50']} / {row['catch_up_max']} s"),
