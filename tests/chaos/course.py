@@ -57,7 +57,7 @@ _ACTS: Final = {
     "delivery": 1,
 }
 
-_CALM_PART: Final = 0.35
+_CALM_PART: Final = 0.4
 """The part of a run with operators in which nothing is struck."""
 _BEFORE_CALM_SECONDS: Final = 5.0
 _AFTER_PROMOTION_SECONDS: Final = 3.0
@@ -173,7 +173,9 @@ def course_of(seed: int, configuration: Configuration) -> Course:
     """Return the course of a seed in a configuration."""
     chance = _chance(seed, configuration, "faults")
     standby = seed % 5 == 3 and configuration.seconds >= 30
-    calm = round(_CALM_PART * configuration.seconds, 1) if configuration.operators else 0.0
+    calm = configuration.operators * round(_CALM_PART * configuration.seconds, 1)
+    if calm < 2 * BLOCKED_SECONDS:
+        calm = 0.0
     # Without the calm, which is put in afterwards.
     seconds = configuration.seconds - calm
     servers = dict(_POSTGRES_FAULTS) | _KAFKA_FAULTS
@@ -181,7 +183,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         servers |= _NETWORK_FAULTS
     shorter = 2.0 if calm else 0.0
     faults = [
-        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - shorter)),
+        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
         *_track(
             chance, seconds, servers, configuration, first=6.0 - shorter, pause=(3.0 - shorter, 7.0 - 2.5 * shorter)
         ),
@@ -317,7 +319,7 @@ def _acts(
         elif drawn.name in {"switch", "delivery"}:
             yield replace(drawn, at=round(calm[1] + 1, 1))
         at += chance.uniform(1.5, 3.5)
-    for number in range(_FREED_IN_CALM):
+    for number in range(_FREED_IN_CALM if calm[1] > calm[0] else 0):
         name = "discard" if number % 2 else chance.choice(("discard", "mend"))
         freed_at = round(calm[1] - 1.5 * (_FREED_IN_CALM - number) + chance.uniform(0, 1), 1)
         yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)))
@@ -405,7 +407,7 @@ def _write(chance: random.Random, *, operators: bool) -> Write:
         case 3 | 4:  # SMALL, STRICT
             held = operators and kind == STRICT and chance.random() < 0.75
             key = f"h{chance.randrange(HELD_KEYS)}" if held else f"s{chance.randrange(300)}"
-            poisoned = chance.random() < (0.015 if held else 0.004)
+            poisoned = chance.random() < (0.04 if held else 0.004)
             size = chance.randint(2 * REFUSED_BYTES, 3 * REFUSED_BYTES) if poisoned else chance.randint(1, 200)
             return Write(kind, key, size, poisoned=poisoned)
         case _:

@@ -102,7 +102,7 @@ class OperatorHand(Hand[Act]):
                 effect = self._mend(planned)
             case "pause":
                 wait = ("--timeout", str(_CONFIRM_SECONDS)) if planned.seconds > 2 else ("--no-wait",)
-                effect = self._insist("relay", "pause", *_scope(planned, self._stage), "--reason", _REASON, *wait)
+                effect = self._give("relay", "pause", *_scope(planned, self._stage), "--reason", _REASON, *wait)
             case "drain":
                 limit = ("--timeout", str(_CONFIRM_SECONDS))
                 effect = self._give("relay", "drain", *_scope(planned, self._stage), "--reason", _REASON, *limit)

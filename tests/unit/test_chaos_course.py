@@ -138,7 +138,7 @@ def test_the_load_has_what_the_relay_must_bear():
     assert counts[ORDER] > len(writes) / 2
     poisoned = [write for write in writes if write.poisoned]
     assert {write.kind for write in poisoned} == {SMALL, STRICT}
-    assert len(writes) / 2000 < len(poisoned) < len(writes) / 500
+    assert len(writes) / 1000 < len(poisoned) < len(writes) / 250
     assert all(write.size >= 2 * REFUSED_BYTES and not write.json for write in poisoned)
     assert all(write.size <= 2000 for write in writes if write.kind in {LATER, SMALL, STRICT} and not write.poisoned)
     held = Counter(write.key for write in writes if write.kind == STRICT and write.key.startswith("h"))
