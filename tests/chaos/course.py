@@ -117,6 +117,7 @@ class Act:
 
     ``kind`` is whose topic or dead letters, None for all. ``lane`` and ``key`` are those of pauses and of replays.
     ``times``: how many dead letters, or how many partitions.
+    ``patient``: it waits until a key has been blocked for long.
     """
 
     at: float
@@ -126,6 +127,7 @@ class Act:
     lane: int | None = None
     key: str | None = None
     times: int = 0
+    patient: bool = False
 
     def __str__(self) -> str:
         what = [self.name]
@@ -322,7 +324,7 @@ def _acts(
     for number in range(_FREED_IN_CALM if calm[1] > calm[0] else 0):
         name = "discard" if number % 2 else chance.choice(("discard", "mend"))
         freed_at = round(calm[1] - 1.5 * (_FREED_IN_CALM - number) + chance.uniform(0, 1), 1)
-        yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)))
+        yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)), patient=True)
 
 
 def _act(chance: random.Random, at: float, name: str, lanes: int) -> Act:

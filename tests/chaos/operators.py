@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
@@ -66,15 +67,16 @@ def audited(connection: psycopg.Connection[Any], ids: EventIds) -> Audited:
 
 
 class OperatorHand(Hand[Act]):
-    """Gives the commands. ``once`` are the spans in which only exactly-once relays could publish."""
+    """Gives the commands, with what they say in ``log``. ``once``: while only exactly-once relays could publish."""
 
-    def __init__(self, course: Course, stage: Stage, relays: Relays, reader: LiveReader) -> None:
+    def __init__(self, course: Course, stage: Stage, relays: Relays, reader: LiveReader, log: Path) -> None:
         super().__init__("operator-hand", course.acts, lambda _: None)
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
         self._settings["kafka__bootstrap_servers"] = self._settings.pop("bootstrap_servers")
         self._relays = relays
         self._reader = reader
+        self._log = log
         self._changed_at = 0.0
         self.delivery: str = course.configuration.delivery
         self.once = [OnceSpan()] if self.delivery == "exactly-once" else []
@@ -121,7 +123,7 @@ class OperatorHand(Hand[Act]):
     def _end(self, planned: Act) -> None:
         match planned.name:
             case "mend":
-                self._on_kafka(lambda: self._take(planned, REFUSED_BYTES))
+                assert self._on_kafka(lambda: self._take(planned, REFUSED_BYTES), insist=True)
             case "pause" | "drain":
                 self._insist("relay", "resume", *_scope(planned, self._stage))
             case "delivery":
@@ -133,22 +135,32 @@ class OperatorHand(Hand[Act]):
 
     def _fail(self, planned: Act, command: str, *options: str) -> bool:
         """Discard or retry the oldest ones that have been dead for long enough."""
-        listed = self._json("dead-letters", "list", "--limit", "1000")
-        before = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=BLOCKED_SECONDS)
+        old = self._dead(planned)
+        return bool(old) and self._insist("dead-letters", command, *old[: planned.times], *options)
+
+    def _dead(self, planned: Act) -> list[str]:
+        """Return what has been dead for long enough, the oldest first. In the calm it is waited for."""
         kind = None if planned.kind is None else self._stage.kinds[planned.kind].name
-        old = [
-            each["event_id"]
-            for each in listed.get("failures", ())
-            if each["state"].startswith("dead")
-            and kind in {None, each["aggregate_type"]}
-            and dt.datetime.fromisoformat(each["first_failed_at"]) < before
-        ][: planned.times]
-        return bool(old) and self._insist("dead-letters", command, *old, *options)
+        deadline = time.monotonic() + (_AGAIN_SECONDS if planned.patient else 0.0)
+        while True:
+            listed = self._json("dead-letters", "list", "--limit", "1000")
+            before = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=BLOCKED_SECONDS)
+            old = [
+                each["event_id"]
+                for each in listed.get("failures", ())
+                if each["state"].startswith("dead")
+                and kind in {None, each["aggregate_type"]}
+                and dt.datetime.fromisoformat(each["first_failed_at"]) < before
+            ]
+            if old or time.monotonic() > deadline or self._stop.wait(_STEP_SECONDS):
+                return old
 
     def _mend(self, planned: Act) -> bool:
         """Let the topic take what it refuses, and have all dead letters of it published."""
         assert planned.kind is not None
         kind = self._stage.kinds[planned.kind].name
+        if planned.patient and not self._dead(planned):
+            return False
         return self._on_kafka(lambda: self._take(planned, 2 * MAX_SIZE)) and self._insist(
             "dead-letters", "retry", "--all", "--aggregate-type", kind
         )
@@ -217,7 +229,7 @@ class OperatorHand(Hand[Act]):
             if self._stop.wait(_STEP_SECONDS):
                 return
         ends: list[dict[tuple[str, int], int]] = []
-        if self._on_kafka(lambda: not ends.append(self._stage.ends())):
+        if self._on_kafka(lambda: not ends.append(self._stage.ends()), insist=True):
             self.once.append(OnceSpan(ends[0]))
 
     # Commands
@@ -242,6 +254,9 @@ class OperatorHand(Hand[Act]):
 
     def _asked(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         asked = run_outbox(self._stage.url, self._settings, *arguments)
+        with self._log.open("a") as log:
+            now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+            log.write(f"{now} outbox {' '.join(arguments)}: {asked.returncode}\n{asked.stdout}{asked.stderr}\n")
         if asked.returncode not in {0, 1} or "Traceback" in asked.stderr:
             raise AssertionError(f"outbox {' '.join(arguments)}: {asked.returncode}\n{asked.stdout}\n{asked.stderr}")
         return asked
@@ -258,15 +273,15 @@ class OperatorHand(Hand[Act]):
                     raise
                 time.sleep(_STEP_SECONDS)
 
-    def _on_kafka(self, change: Callable[[], bool]) -> bool:
-        """Return what a change says; while a broker is away it is tried again, for a while. Its end is waited for."""
+    def _on_kafka(self, change: Callable[[], bool], *, insist: bool = False) -> bool:
+        """Return what a change says; False while a broker is away. Insisting, it is tried again for a while."""
         deadline = time.monotonic() + _AGAIN_SECONDS * patience()
         while True:
             try:
                 return change()
             except (KafkaException, ServiceError):
-                if time.monotonic() > deadline:
-                    raise
+                if not insist or time.monotonic() > deadline:
+                    return False
                 time.sleep(_STEP_SECONDS)
 
 

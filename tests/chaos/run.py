@@ -145,7 +145,7 @@ class _Run:
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
-            operators = OperatorHand(course, self.stage, relays, reader)
+            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log")
             with one, other, operators:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)

@@ -39,7 +39,7 @@ _BATCH: Final = {4: 200, 256: 1000}
 _BATCHES_OF_A_TURN: Final = 8
 _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"
-_ADMIN_SECONDS: Final = 10.0
+_ADMIN_SECONDS: Final = 5.0
 
 # SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
 _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
