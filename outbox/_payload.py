@@ -84,6 +84,8 @@ def exact_size(encoded: bytes) -> int:
 
 def to_json(payload: object) -> bytes:
     """Return a payload as JSON. Raises PayloadError; see ``encode``."""
+    if _is_row(payload):
+        raise PayloadError("payload", _row_problem(payload))
     if _is_pydantic(payload):
         try:
             payload = _dump_model(payload)
@@ -112,11 +114,25 @@ def to_json(payload: object) -> bytes:
 def _default(value: object) -> object:
     if isinstance(value, Decimal) and value.is_finite():
         return str(value)
+    if _is_row(value):
+        raise TypeError(_row_problem(value))
     if _is_dataclass(value):
         return {name: getattr(value, name) for name in _fields(value)}
     if _is_pydantic(value):
         return _dump_model(value)
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def _is_row(value: object) -> bool:
+    # SQLAlchemy's own mark of a mapped class, however it was mapped. SQLModel's are pydantic models besides.
+    return hasattr(type(value), "__mapper__")
+
+
+def _row_problem(value: object) -> str:
+    return (
+        f"{type(value).__name__} is a row that SQLAlchemy maps: all of its columns would be published, later ones too; "
+        "give a dict, dataclass or pydantic model of what consumers are to see"
+    )
 
 
 def _is_dataclass(value: object) -> bool:
@@ -208,10 +224,12 @@ def _holds_nul(value: object) -> str | None:
     )
 
 
-def _unserializable(value: object) -> str | None:
+def _unserializable(value: object) -> str | None:  # noqa: C901  one case for each type
     """Return the problem of this value itself, ignoring the values inside it."""
     if isinstance(value, dict | list | Enum) or type(value) is tuple:
         return None
+    if _is_row(value):
+        return _row_problem(value)
     if _is_dataclass(value):
         missing = [name for name in _fields(value) if not hasattr(value, name)]
         return f"the field {missing[0]} of {type(value).__name__} has no value" if missing else None

@@ -7,7 +7,8 @@ service may have none of them. Objects of their classes exist only if the caller
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import sqlalchemy as sa
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         | AsyncpgConnection
     )
 
+_DJANGO: Final = "django.db.connection.connection inside transaction.atomic()"
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
 _ASYNC: Final = (
     "a SQLAlchemy AsyncSession or AsyncConnection, a psycopg AsyncConnection or AsyncCursor, or an asyncpg Connection"
@@ -61,7 +63,7 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
             return found
     if _is_async(target):
         raise TargetError(f"{taker} takes {_SYNC}; for the {_shown(target)} given use {async_taker}")
-    raise TargetError(f"{taker} takes {_SYNC}, not the {_shown(target)} given")
+    raise TargetError(f"{taker} takes {_SYNC}, not the {_shown(target)} given{_in_django(target)}")
 
 
 def async_target(
@@ -88,13 +90,21 @@ def async_target(
         return found
     if _is_sync(target):
         raise TargetError(f"{taker} takes {_ASYNC}; for the {_shown(target)} given use {sync_taker}")
-    raise TargetError(f"{taker} takes {_ASYNC}, not the {_shown(target)} given")
+    raise TargetError(f"{taker} takes {_ASYNC}, not the {_shown(target)} given{_in_django(target)}")
 
 
 def _shown(target: object) -> str:
     """Return the name of an object's class, with the package that has it: several drivers have a Connection."""
     package = type(target).__module__.partition(".")[0]
     return type(target).__name__ if package in {"builtins", "__main__"} else f"{package} {type(target).__name__}"
+
+
+def _in_django(target: object) -> str:
+    """Return what to give in a Django project, for a target that may be one of Django's; elsewhere nothing."""
+    # None: Django's connection has no connection before the first query.
+    if (target is None or type(target).__module__.startswith("django.")) and "django.db" in sys.modules:
+        return f"; in Django give {_DJANGO}"
+    return ""
 
 
 def is_sqlalchemy_async(target: object) -> bool:
@@ -133,6 +143,26 @@ def check_connection(connection: sa.Connection, what: str, consequence: str) -> 
         raise TargetError(_no_transaction(consequence, "the connection's isolation level is AUTOCOMMIT; use another"))
 
 
+def execute(connection: sa.Connection, statement: sa.Executable, values: Mapping[str, Any]) -> sa.CursorResult[Any]:
+    """Execute a statement of ours. Its rows are never streamed, as the connection's options may want: the server has no
+    cursors for INSERT.
+    """
+    return connection.execute(statement, values, execution_options={"stream_results": False, "yield_per": None})
+
+
+@contextmanager
+def explained(notes: Mapping[str, str]) -> Iterator[None]:
+    """Add a note to an error of the driver that is raised in the block. ``notes`` has them by SQLSTATE."""
+    try:
+        yield
+    except Exception as error:
+        original = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's error
+        note = notes.get(getattr(original, "sqlstate", None) or getattr(original, "pgcode", None) or "")
+        if note is not None:
+            error.add_note(note)
+        raise
+
+
 def state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
     """Return whether only the server knows if a transaction is open: in autocommit mode, with a pipeline in progress.
 
@@ -152,9 +182,9 @@ def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConne
     from psycopg.pq import TransactionStatus
 
     if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
-        raise TargetError(
-            _no_transaction(consequence, "the connection is in autocommit mode; open one with connection.transaction()")
-        )
+        in_django = "django.db" in sys.modules
+        way_out = f"in Django give {_DJANGO}" if in_django else "open one with connection.transaction()"
+        raise TargetError(_no_transaction(consequence, f"the connection is in autocommit mode; {way_out}"))
 
 
 def require_asyncpg_transaction(connection: AsyncpgConnection, consequence: str) -> None:

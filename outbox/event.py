@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -46,7 +47,8 @@ AGGREGATE_TYPE: Final = "aggregate-type"
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 
 RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
-"""Names that the relay sets itself, like all names that begin with ``ce_`` or ``outbox-``. An event can't set them."""
+"""Names that the relay sets itself, like all names that begin with ``ce_`` or ``outbox-``. An event can't set them, in
+upper case or lower."""
 
 RELAY_HEADER_PREFIX: Final = "outbox-"
 """The prefix of the names below, by which the relay recognizes copies and replays. An event can't set such headers."""
@@ -73,8 +75,10 @@ class Event:
     payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
                     tombstone, which deletes the key from a compacted topic.
     headers         text to text, sent as Kafka headers beside our own.
-    event_id        a new UUIDv7 unless given: the idempotency key everywhere downstream. A UUID of another version
-                    works, but see docs/guides/consumers.md on how long consumers remember it.
+    event_id        the idempotency key everywhere downstream. Unless given, each ``add`` makes a new UUIDv7 and returns
+                    it: an Event that is added twice is two events. A UUID of another version works, but see
+                    docs/guides/consumers.md on how long consumers remember it. It is not compared: events are equal
+                    that say the same.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
 
     Raises EventError naming the field when a name is empty, too long, or holds a NUL character.
@@ -85,7 +89,7 @@ class Event:
     event_type: str
     payload: Any = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    event_id: UUID = field(default_factory=uuid7)
+    event_id: UUID | None = field(default=None, compare=False)
     content_type: str | None = None
 
     if TYPE_CHECKING:
@@ -97,7 +101,7 @@ class Event:
             event_type: str,
             payload: Any = None,
             headers: Mapping[str, str] = ...,
-            event_id: UUID = ...,
+            event_id: UUID | None = None,
             content_type: str | None = None,
         ) -> None: ...
 
@@ -106,8 +110,8 @@ class Event:
         object.__setattr__(self, "aggregate_id", _key_text(self.aggregate_id))
         check_text("aggregate_id", self.aggregate_id, MAX_AGGREGATE_ID)
         check_text("event_type", self.event_type, MAX_EVENT_TYPE)
-        if not isinstance(self.event_id, UUID):
-            raise EventError("event_id", f"must be a uuid.UUID, not {type(self.event_id).__name__}")
+        if self.event_id is not None:
+            check_event_id(self.event_id)
         if self.content_type is not None:
             check_text("content_type", self.content_type, MAX_CONTENT_TYPE)
         if not isinstance(self.headers, Mapping):
@@ -118,8 +122,26 @@ class Event:
             check_header(name, value)
 
 
-def _key_text(value: object) -> object:
-    """Return the text of a row's id; anything but an int or UUID as it is, to be checked."""
+def check_event_id(value: object) -> None:
+    """Raise EventError unless this is a UUID."""
+    if not isinstance(value, UUID):
+        raise EventError("event_id", f"must be a uuid.UUID, not {type(value).__name__}")
+
+
+def identified(event: Event) -> tuple[Event, UUID]:
+    """Return the event with its id, or with a new one, and that id."""
+    if event.event_id is not None:
+        return event, event.event_id
+    made: UUID = uuid7()
+    named = copy(event)
+    object.__setattr__(named, "event_id", made)
+    return named, made
+
+
+def _key_text(value: object) -> str:
+    """Return the text of a row's id. Raises EventError for anything but text, an int or a UUID."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, UUID):
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool):
@@ -127,7 +149,9 @@ def _key_text(value: object) -> object:
         if value.bit_length() > 4 * MAX_AGGREGATE_ID:
             raise EventError("aggregate_id", f"is a number of more than {MAX_AGGREGATE_ID} digits")
         return str(int(value))
-    return value
+    if value is None:
+        raise EventError("aggregate_id", "is None: flush first, since a row has its id only after session.flush()")
+    raise EventError("aggregate_id", f"must be text, an int or a UUID, not {type(value).__name__}")
 
 
 def check_text(field_name: str, value: object, longest: int) -> None:
@@ -152,10 +176,14 @@ def check_header(name: object, value: object) -> None:
     shown = f"headers[{name!r}]"
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         raise EventError(shown, "a header's name is 1 to 100 of A-Z a-z 0-9 . _ -")
-    if name in RESERVED_HEADERS or name.startswith(("ce_", RELAY_HEADER_PREFIX)):
+    # In any case: many clients look headers up without regard to it, and would find either of two.
+    lower = name.lower()
+    if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):
         raise EventError(shown, "is a name the relay sets itself; choose another")
-    if name == CONTENT_TYPE:
+    if lower == CONTENT_TYPE:
         raise EventError(shown, "is given as the event's content_type, not among its headers")
+    if lower in {TRACEPARENT, TRACESTATE} and name != lower:
+        raise EventError(shown, f"is the trace's; write it {lower!r}")
     if not isinstance(value, str):
         raise EventError(shown, f"must be text, not {type(value).__name__}")
     if "\0" in value:

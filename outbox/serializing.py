@@ -41,6 +41,8 @@ def serialize(serializer: Serializer, event: Event) -> Event:
         return event
     if not isinstance(made, Serialized):
         raise PayloadError("payload", f"the serializer returned a {type(made).__name__}, not outbox.Serialized or None")
+    if not isinstance(made.payload, bytes | bytearray | memoryview):
+        raise PayloadError("payload", f"the serializer's payload is a {type(made.payload).__name__}, not bytes")
     return Event(
         event.aggregate_type,
         event.aggregate_id,

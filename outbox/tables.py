@@ -31,11 +31,12 @@ MAX_LANES: Final = 256
 
 # A UUIDv7 (RFC 9562) for rows without an event_id: 48 bits of Unix milliseconds over 74 random bits. An expression,
 # because uuidv7() is new in Postgres 18, and a host application's alembic autogenerate would not create a function.
-# Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111.
+# Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111. As Postgres prints it, like every default here:
+# a host's autogenerate with compare_server_default compares the texts, and then two values, which differ.
 _UUID7: Final = (
-    "encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid()) placing "
-    "substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), "
-    "52, 1), 53, 1), 'hex')::uuid"
+    "(encode(set_bit(set_bit(OVERLAY(uuid_send(gen_random_uuid()) PLACING "
+    "SUBSTRING(int8send(((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint) FROM 3) FROM 1 FOR 6), "
+    "(52)::bigint, 1), (53)::bigint, 1), 'hex'::text))::uuid"
 )
 
 # A btree entry has at most 2,704 bytes, and a key may have 4,000.
@@ -136,9 +137,9 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
             "lease_until",
             sa.DateTime(timezone=True),
             nullable=False,
-            server_default=sa.text("'-infinity'::timestamptz"),
+            server_default=sa.text("'-infinity'::timestamp with time zone"),
         ),
-        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
+        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # Source wal: the lane takes its events from the stream, not from the table.
         sa.Column("streaming", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL) and its
@@ -167,7 +168,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("alive_until", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
+        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # The numbers of the pauses that it obeys.
         sa.Column("obeys", pg.ARRAY(sa.BigInteger), nullable=False, server_default=sa.text("'{}'::bigint[]")),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
@@ -192,6 +193,13 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.PrimaryKeyConstraint("lane", "id", name="failures_pkey"),
         sa.CheckConstraint("attempts >= 0", name="failures_attempts"),
         sa.Index("failures_key_hash", "lane", "aggregate_type", sa.text(_KEY_HASH)),
+        sa.Index(
+            "failures_next_attempt",
+            "lane",
+            "next_attempt_at",
+            "id",
+            postgresql_where=sa.text("next_attempt_at < 'infinity'"),
+        ),
         schema=schema,
         comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
     )
@@ -241,7 +249,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
         sa.Column("what", sa.Text, nullable=False),
         sa.Column("why", sa.Text),
         sa.Column("details", pg.JSONB(none_as_null=True), nullable=False),
@@ -280,7 +288,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("name", sa.Text, nullable=False),
         # Operators have no right to set these two.
         sa.Column("requested_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("requested_by", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("requested_by", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
         sa.Column("reason", sa.Text),
         # A drain: events of transactions with a lower id are published first. NULL: a pause at once.
         sa.Column("drain_xid", sa.BigInteger),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
@@ -25,9 +25,9 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from outbox import _message, _payload, _statements, _targets, _trace
+from outbox import _message, _payload, _statements, _targets, _topics, _trace
 from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
-from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
+from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, identified
 from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
 
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 Transport = Literal["table", "message"]
 
 _SLOT_NAME: Final = re.compile("[a-z0-9_]{1,63}")
+_MOST_LOCKS: Final = 1000
+"""Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
+it is full, any statement of any session may fail."""
+_OTHERS_LOCKS: Final = (
+    "write the events in several transactions, or lock the aggregates' rows instead (UPDATE, SELECT … FOR UPDATE), "
+    "which take no place there, and leave out lock_key"
+)
 _UNBOUND: Final = "the event would be committed apart from the business rows"
 
 
@@ -60,7 +67,13 @@ class _Writer:
     """The common part of both outboxes: everything except sending."""
 
     def __init__(
-        self, schema: str, max_event_bytes: int, transport: Transport, slot: str, serializer: Serializer | None
+        self,
+        schema: str,
+        max_event_bytes: int,
+        transport: Transport,
+        slot: str,
+        serializer: Serializer | None,
+        routed: Collection[str],
     ) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
@@ -68,6 +81,9 @@ class _Writer:
             raise ConfigurationError(f"transport must be 'table' or 'message', not {transport!r}")
         if not _SLOT_NAME.fullmatch(slot):
             raise ConfigurationError(f"slot: {slot!r} is no name of a replication slot: 1 to 63 of a-z 0-9 _")
+        if isinstance(routed, str):
+            raise ConfigurationError(f"routed must be a collection of aggregate types, not the text {routed!r}")
+        self._routed = frozenset(routed)
         self._schema = schema
         self._limit = max_event_bytes
         self.emits = transport == "message"
@@ -85,10 +101,17 @@ class _Writer:
         return events if serializer is None else [serialize(serializer, event) for event in events]
 
     def check_events(self, events: Sequence[Event]) -> None:
-        """Raise EventError for an object that is not an event."""
+        """Raise EventError for an object that is not an event, or an event that no topic is there for."""
         for event in events:
             if not isinstance(event, Event):
                 raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
+            kind = event.aggregate_type
+            if kind not in self._routed and (problem := _topic_problem(kind)):
+                raise EventError(
+                    "aggregate_type",
+                    f"no topic can be called after {kind!r}: {problem}; choose another name, or add it to "
+                    "Outbox(routed=…) if the relay's routes give it a topic",
+                )
 
     def writing(self, events: Sequence[Event]) -> AbstractContextManager[Mapping[str, str]]:
         """Yield the trace of events that are written within the block."""
@@ -100,6 +123,14 @@ class _Writer:
         """Return the events ready to be sent. Raises EventError and its subclasses."""
         if not_before is not None:
             return self._scheduled(events, trace, not_before, lock_key=lock_key)
+        if lock_key:
+            keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
+            if keys > _MOST_LOCKS:
+                raise EventError(
+                    "lock_key",
+                    f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
+                    f"lock table, which all sessions share; {_OTHERS_LOCKS}",
+                )
         if self.emits:
             values: dict[str, Any] = {
                 "prefix": _message.message_prefix(self._schema),
@@ -115,7 +146,8 @@ class _Writer:
         return _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
 
     def cancel(self, event_id: UUID) -> _Batch:
-        """Return the statement that deletes a scheduled event."""
+        """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
+        check_event_id(event_id)
         return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, counts=True)
 
     def _scheduled(
@@ -124,6 +156,8 @@ class _Writer:
         """Return rows of another table, whatever the transport: nothing else can wait."""
         if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
             raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
+        if not _has_year(not_before):
+            raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
         if lock_key:
             raise EventError("lock_key", "has no meaning with not_before: the order is that in which events are due")
         rows = [self._row(event, trace) for event in events]
@@ -176,7 +210,8 @@ class _Writer:
         """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
         _targets.check_connection(connection, "the outbox", _UNBOUND)
         if not batch.emits:
-            result = connection.execute(batch.statement, batch.values)
+            with self.explained():
+                result = _targets.execute(connection, batch.statement, batch.values)
             return int(result.scalar_one()) if batch.counts else None
         # If SQLAlchemy would put rows into another schema, that schema's relay must read the message.
         translated = connection.get_execution_options().get("schema_translate_map") or {}
@@ -184,7 +219,24 @@ class _Writer:
         if schema is None:
             raise TargetError(f"schema_translate_map maps {self._schema} to no name, which a message has to bear")
         values = {**batch.values, "prefix": _message.message_prefix(schema)}
-        return int(connection.execute(batch.statement, values).scalar_one())
+        with self.explained():
+            return int(_targets.execute(connection, batch.statement, values).scalar_one())
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Add to the driver's errors in the block what to do about them."""
+        missing = (
+            "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
+            f"{self._schema!r} here"
+        )
+        return _targets.explained(
+            {
+                "3F000": missing,
+                "42P01": missing,
+                "42703": missing,
+                "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
+                "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
+            }
+        )
 
     def check(self, batch: _Batch, count: int | None) -> None:
         """Raise SlotMissing when no message was written."""
@@ -202,6 +254,8 @@ class Outbox:
     slot             the replication slot of that relay; "message" checks that it exists before writing.
     serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
                      AsyncOutbox calls it in a thread, since it may ask a server.
+    routed           aggregate types that the relay's routes give a topic. All others must be of characters that a
+                     topic's name can have.
     """
 
     def __init__(
@@ -212,18 +266,19 @@ class Outbox:
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
         serializer: Serializer | None = None,
+        routed: Collection[str] = (),
     ) -> None:
         """Check and store the arguments, which the class describes.
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), an unknown transport, or an
         invalid slot name.
         """
-        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer)
+        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer, routed)
 
     def add(
         self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
     ) -> UUID:
-        """Write one event in the target's transaction, with one statement. Returns its event_id.
+        """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
         relay writes it as an event of that moment: behind all that was written before, and it delays nothing. It has
@@ -231,11 +286,11 @@ class Outbox:
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
-        the aggregate's row anyway.
+        the aggregate's row anyway. At most 1,000 keys in one call.
 
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
         transaction, SlotMissing for a message that no relay would read. The transaction stays usable. The driver's own
-        errors are passed through.
+        errors are passed through, with a note where one of our commands is the way out.
         """
         return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
 
@@ -253,18 +308,19 @@ class Outbox:
         if not events:
             return []
         self._writer.check_events(events)
+        events, ids = _identified(events)
         with self._writer.writing(events) as trace:
             ready = self._writer.serialized(events)
             batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, send(batch))
-        return [event.event_id for event in events]
+        return ids
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
 
         Returns False if there is none: it is on its way by now, or was never scheduled. Waits while a relay is moving
         it, or another transaction is cancelling it. The role needs the rights of a `canceller` (`outbox db roles`).
-        Raises TargetError for a target without a transaction.
+        Raises TargetError for a target without a transaction, EventError for an id that is no UUID.
         """
         return bool(self._sender(target)(self._writer.cancel(event_id)))
 
@@ -286,7 +342,8 @@ class Outbox:
         _targets.require_transaction(connection, _UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
-        cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+        with self._writer.explained():
+            cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return cursor.fetchone() if batch.counts else None
 
 
@@ -301,9 +358,10 @@ class AsyncOutbox:
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
         serializer: Serializer | None = None,
+        routed: Collection[str] = (),
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes."""
-        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer)
+        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer, routed)
 
     async def add(
         self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -325,13 +383,14 @@ class AsyncOutbox:
         if not events:
             return []
         self._writer.check_events(events)
+        events, ids = _identified(events)
         with self._writer.writing(events) as trace:
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events)
             batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, await send(batch))
-        return [event.event_id for event in events]
+        return ids
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
@@ -355,13 +414,34 @@ class AsyncOutbox:
                 pass
         _targets.require_transaction(connection, _UNBOUND)
         cursor = AsyncCursor(connection, row_factory=scalar_row)
-        await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+        with self._writer.explained():
+            await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return await cursor.fetchone() if batch.counts else None
 
     async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> int | None:
         _targets.require_asyncpg_transaction(connection, _UNBOUND)
-        rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
+        with self._writer.explained():
+            rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
         return int(rows[0][0]) if batch.counts else None
+
+
+def _identified(events: Sequence[Event]) -> tuple[tuple[Event, ...], list[UUID]]:
+    """Return the events with ids, new ones for those that have none, and the ids."""
+    pairs = [identified(event) for event in events]
+    return tuple(event for event, _ in pairs), [event_id for _, event_id in pairs]
+
+
+def _topic_problem(aggregate_type: str) -> str | None:
+    return _topics.topic_problem(_topics.default_topic(aggregate_type))
+
+
+def _has_year(time: dt.datetime) -> bool:
+    """Return whether a time has a year that the table takes, which is one of UTC."""
+    # asyncpg sends the first moment of the year 1 as -infinity.
+    try:
+        return 2 <= time.astimezone(dt.UTC).year <= 9998
+    except OverflowError:
+        return False
 
 
 def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from pydantic_settings import (
 from outbox._app import environment
 from outbox._app.settings import ADDRESS, SharedSettings, config_file, file_content, read
 from outbox._app.settings_errors import conflict
+from outbox._topics import DEFAULT_TEMPLATE
 from outbox.errors import ConfigurationError
 from relay.kafka.headers import HeaderSet
-from relay.kafka.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
+from relay.kafka.routing import STATE_SUFFIX, OnFailure, topic_problem
 
 
 class Delivery(StrEnum):
@@ -406,8 +407,11 @@ def producer_options(settings: Settings) -> dict[str, str]:
     if settings.delivery is Delivery.EXACTLY_ONCE:
         # The coordinator may abort a transaction only when its relay can't be working on it any more.
         ours["transaction.timeout.ms"] = str(max(int(delivery_seconds(settings) * 3000), 60_000))
-    # 0 means never: the publisher enforces the deadline itself, see BatchProducer.drain.
-    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": "0"}
+    # 0 means never: the publisher enforces the deadline itself, see BatchProducer.drain. At-most-once nothing comes
+    # again, so what a relay that slept still has is dropped: other relays may have sent what comes after it.
+    once = settings.delivery is Delivery.AT_MOST_ONCE
+    timeout_ms = int(delivery_seconds(settings) * 1000) if once else 0
+    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": str(timeout_ms)}
 
 
 def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:

@@ -17,11 +17,15 @@ longer than ``standing_seconds``, three leases: by then a restart of a broker or
 |                                                            |                                  | sent stays      |
 |                                                            |                                  | hidden          |
 | a standby without lanes                                    |                                  | yes             |
+| the lanes are read from the other source                   | the check ``source``             | yes: others may |
+|                                                            |                                  | read them       |
 | events are refused, or are dead letters; a key waits       |                                  | yes: other keys |
 | upkeep fails: the archive, the check of the slot           | ``upkeep_wait_seconds``, by task | yes: publishing |
 |                                                            |                                  | goes on         |
 | a topic is missing, forbidden, or takes nothing            | ``topics_unusable``              | yes: other      |
 |                                                            |                                  | topics go on    |
+| a topic got more partitions (exactly-once)                 | ``topics_grown``                 | yes: what they  |
+|                                                            |                                  | have is sent    |
 | an operator has paused lanes or topics                     | ``lanes_paused``,                | yes             |
 |                                                            | ``topics_paused``                |                 |
 """
@@ -197,11 +201,14 @@ class WorkerHealth:
         away: bool = False,
         besides: Sequence[Wait] = (),
         topics: Mapping[str, str] | None = None,
+        grown: Mapping[str, str] | None = None,
+        source_problem: str | None = None,
     ) -> Health:
         """Return the worker's health. ``turned_at`` is when the last turn of its loop ended, by the same clock.
 
         ``away``: it released its lanes for a relay that reaches the brokers. ``besides``: waits other than those of
-        lanes. ``topics``: those that can't be written to, with the reasons.
+        lanes. ``topics``: those that can't be written to, with the reasons. ``grown``: those that got more partitions.
+        ``source_problem``: why a relay of this source has no lanes to take.
         """
         now = self._clock()
         with self._lock:
@@ -225,6 +232,8 @@ class WorkerHealth:
             *([Check("transactions", passed=False, text=_text(wait)) for wait in besides] or [_ok("transactions")]),
             *_uncounted("upkeep", {name: f"for {seconds:.0f} s" for name, seconds in upkeep.items()}),
             *_uncounted("topic", topics or {}),
+            *(_uncounted("partitions", grown) if grown else []),
+            *([Check("source", passed=False, text=source_problem, counts=False)] if source_problem else []),
         ]
         ready = all(check.passed for check in checks if check.counts)
         found = _by_reason([*lane_waits, *([] if control is None else [control]), *besides])

@@ -18,6 +18,7 @@ from psycopg.rows import dict_row
 
 from outbox._app.visible import VisibleTables
 from relay.database import unavailable_on_error
+from relay.lanes import source_problem
 from relay.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.scheduled import next_due
 from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
@@ -188,8 +189,8 @@ class OutboxState:
         if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
             waits = self.backlog and not all_paused
             found.append("no relay is running" + (f", and {self.backlog:,} events wait" if waits else ""))
-        elif waiting:
-            found.append(f"events wait in lanes that no relay holds: {_few(waiting)}")
+        elif (unheld := self._source_problem() or _unheld(waiting)) is not None:
+            found.append(unheld)
         elif (
             self.oldest_seconds is not None
             and self.oldest_seconds > standing_seconds
@@ -218,6 +219,14 @@ class OutboxState:
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)
         return found
+
+    def _source_problem(self) -> str | None:
+        """Return why no relay that runs takes any lane: all are of the other source."""
+        running = {relay.source for relay in self.relays if relay.alive}
+        of_lanes = {lane.source for lane in self.lanes if not lane.held}
+        if len(running) != 1 or len(of_lanes) != 1 or running == of_lanes:
+            return None
+        return source_problem(*of_lanes, *running)
 
 
 def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
@@ -346,6 +355,10 @@ def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:
         active=state.active_pid is not None,
         problem=None if problem is None else str(problem),
     )
+
+
+def _unheld(waiting: Sequence[int]) -> str | None:
+    return f"events wait in lanes that no relay holds: {_few(waiting)}" if waiting else None
 
 
 def _few(lanes: Sequence[int]) -> str:

@@ -1,14 +1,17 @@
 """Lane leases: which relay publishes which lane, for how long, and how lanes are divided among running relays.
 
 A lane is free when its lease has expired by the database's clock. Taking it raises its epoch, the fencing token: every
-settling write names the epoch under which its events were fetched, so a relay that slept through its lease can't
-settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same moment do not wait for each other.
+settling write names the epoch and the owner under which its events were fetched, so a relay that slept through its
+lease can't settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same moment do not wait for each
+other.
 
 | what happens                            | what follows                                                            |
 |-----------------------------------------|-------------------------------------------------------------------------|
 | relay stops                             | releases its lanes: free at once                                        |
 | relay is killed                         | leases run out, others take the lanes, epoch + 1                        |
 | relay sleeps (SIGSTOP) past its lease   | the lane is taken; on waking its renewal and its settling match no row  |
+| a failover loses the commit of a take-  | the next taker gets the same epoch; the owner differs, so the former    |
+| over                                    | holder's renewal and settling match no row                              |
 | Postgres is down longer than the lease  | the first to renew or take it when it is back has it; the epoch decides |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
@@ -34,7 +37,7 @@ from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.pauses import Pauses
 from relay.scheduled import next_due
-from relay.statements import names_of
+from relay.statements import lease_values, names_of
 
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
 _PAUSES: Final = """(SELECT coalesce(json_agg(json_build_array(
@@ -63,13 +66,9 @@ _DUE_PART: Final = 0.6
 # A row that another session has locked is skipped: it must not keep the other leases from being renewed.
 _RENEW: Final = """
 WITH mine AS (
-    SELECT l.lane, l.source FROM {lanes} AS l
-      JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)
-           ON l.lane = m.lane AND l.epoch = m.epoch),
+    SELECT l.lane, l.source FROM {lanes} AS l JOIN {leases} ON {ours}),
 free AS (
-    SELECT l.lane FROM {lanes} AS l
-      JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(due)s::boolean[]) AS m(lane, epoch, due)
-           ON l.lane = m.lane AND l.epoch = m.epoch AND m.due
+    SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} AND l.lane = ANY(%(due)s::smallint[])
        FOR NO KEY UPDATE OF l SKIP LOCKED),
 renewed AS (
     UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
@@ -78,9 +77,8 @@ SELECT mine.lane, mine.source, renewed.lane IS NOT NULL FROM mine LEFT JOIN rene
 
 _RELEASE: Final = """
 UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
-       transactional_id = CASE WHEN m.clean THEN NULL ELSE l.transactional_id END
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(clean)s::boolean[]) AS m(lane, epoch, clean)
- WHERE l.lane = m.lane AND l.epoch = m.epoch"""
+       transactional_id = CASE WHEN l.lane = ANY(%(clean)s::smallint[]) THEN NULL ELSE l.transactional_id END
+  FROM {leases} WHERE {ours}"""
 
 _BEAT: Final = """
 INSERT INTO {relays} (instance, version, source, obeys, alive_until)
@@ -150,6 +148,14 @@ def next_step(distribution: LaneDistribution, me: str) -> Step:
     return Step(acquire=min(share - mine, distribution.free))
 
 
+def source_problem(lanes: str, relays: str) -> str:
+    """Return what to do about relays of one source while the lanes are read from the other."""
+    return (
+        f"the lanes are read from source {lanes}, and a relay of source {relays} waits until that changes: run relays "
+        f"with OUTBOX_SOURCE={lanes}, or `outbox relay switch {relays}`"
+    )
+
+
 class LaneTable:
     """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 
@@ -215,9 +221,8 @@ class LaneTable:
             _RENEW,
             {
                 "ttl": self._ttl,
-                "lanes": [lease.lane for lease in leases],
-                "epochs": [lease.epoch for lease in leases],
-                "due": [lease.remaining_seconds < lease.ttl_seconds * _DUE_PART for lease in leases],
+                **lease_values(leases),
+                "due": [lease.lane for lease in leases if lease.remaining_seconds < lease.ttl_seconds * _DUE_PART],
             },
             "renewing leases",
         )
@@ -260,12 +265,7 @@ class LaneTable:
 
         ``clean`` are the lanes of which no Kafka transaction can be open: the next holder need not fence this relay.
         """
-        values = {
-            "lanes": [lease.lane for lease in leases],
-            "epochs": [lease.epoch for lease in leases],
-            "clean": [lease.lane in clean for lease in leases],
-        }
-        self._run(_RELEASE, values, "releasing lanes")
+        self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
 
     def close(self) -> None:
         """Close the connection."""
@@ -275,7 +275,7 @@ class LaneTable:
         asked_at = time.monotonic()
         rows = self._run(query, values, doing)
         leases = [
-            Lease(lane, epoch, self._ttl, asked_at, former_id, last_batch)
+            Lease(lane, epoch, self._ttl, asked_at, former_id, last_batch, self._me)
             for lane, epoch, former_id, last_batch, *_ in rows
         ]
         if rows:

@@ -17,7 +17,8 @@ class Lease:
     ``ttl_seconds`` counts from when the renewal was requested, on this process's own clock, so the lease always ends
     here before it ends in the database. ``former_id`` is the transactional.id under which the lane may have been
     written before it was taken, None if its row names none; ``last_batch`` is the lane's last settled batch at that
-    time.
+    time. ``owner`` is the relay: a failover can lose the commit of a take-over, and then the next taker gets the same
+    epoch, so an epoch without its owner identifies nothing.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class Lease:
         asked_at: float,
         former_id: str | None = None,
         last_batch: int | None = None,
+        owner: str = "",
     ) -> None:
         self.lane = lane
         self.epoch = epoch
+        self.owner = owner
         self.ttl_seconds = ttl_seconds
         self.former_id = former_id
         self.last_batch = last_batch
@@ -55,7 +58,7 @@ class Lease:
             return self._until - time.monotonic()
 
     def __repr__(self) -> str:
-        return f"Lease(lane={self.lane}, epoch={self.epoch})"
+        return f"Lease(lane={self.lane}, epoch={self.epoch}, owner={self.owner!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ class HeldLanes:
         """Recall lanes; the loop lets go of each after its batch in flight."""
         with self._lock:
             self._recalled |= self._leases.keys() & set(lanes)
+
+    def recall_up_to(self, count: int) -> None:
+        """Recall more lanes, until ``count`` are recalled and not let go of. No more if that many are already."""
+        with self._lock:
+            left = sorted(self._leases.keys() - self._recalled)
+            self._recalled.update(left[: max(count - len(self._recalled), 0)])
 
     def recall_all(self) -> None:
         """Recall all lanes."""

@@ -8,7 +8,12 @@ one before it; anything else is an error:
 | last_batch  | marker             | it means                                  | what follows                        |
 |-------------|--------------------|-------------------------------------------|-------------------------------------|
 | NULL        | none               | exactly-once has not begun on this lane   | write an empty marker, batch 1      |
-| NULL        | k                  | lanes were recreated                      | settle k's events, go on with k + 1 |
+| NULL        | 1                  | killed after the first, empty marker      | go on with 2                        |
+| NULL        | above 1            | Postgres is from before exactly-once      | stop: what is on Kafka already may  |
+|             |                    | began (a restore), or was created anew    | be in the table                     |
+| 0           | none               | `outbox db lanes` has recreated the lanes | write an empty marker, batch 1      |
+|             |                    | of a drained outbox                       |                                     |
+| 0           | k                  | the same, and a lane had this number      | settle k's events, go on with k + 1 |
 | k           | k                  | batch k is settled                        | go on with k + 1                    |
 | k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
 | k           | none, or below k   | the state topic lost data                 | stop: publishing could double       |
@@ -35,6 +40,11 @@ from outbox.errors import OutboxError
 from relay.position import WalPosition, has_row
 
 _VERSION: Final = 1
+_FIRST: Final = 1
+_SEE: Final = "Nothing was published. Run `outbox relay reconcile`"
+
+RECREATED: Final = 0
+"""``lanes.last_batch`` of a lane that `outbox db lanes` has made: the outbox was drained, so any marker is settled."""
 
 
 class StateLost(OutboxError):
@@ -143,30 +153,43 @@ def resume(
 
     Raises StateLost in every case in which publishing could duplicate or lose events: see the table above.
     """
-    see = "Nothing was published. Run `outbox relay reconcile`"
-    if marker is not None and marker.system_identifier != system_identifier:
-        raise StateLost(
-            f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
-            f"{system_identifier}. If two outboxes share this Kafka, give each its own OUTBOX_NAME; if this database "
-            f"was restored from a dump: {see}"
-        )
-    if marker is not None and marker.timeline > timeline:
-        raise StateLost(
-            f"lane {lane}: Kafka holds batch {marker.batch} from timeline {marker.timeline}, this server is on "
-            f"timeline {timeline}: it is the primary from before a failover, or an older copy, and another one has "
-            f"gone on. Connect to that one (OUTBOX_DATABASE_URL). If this is the one to go on with: {see}"
-        )
+    check_origin(lane, marker, system_identifier, timeline)
+    if last_batch == RECREATED:
+        return marker
     if last_batch is None:
+        if marker is not None and marker.batch > _FIRST:
+            raise StateLost(
+                f"lane {lane}: Kafka holds batch {marker.batch} of this outbox, and Postgres has settled none: it is "
+                "from before exactly-once began (a restore), or another outbox had this OUTBOX_NAME on this Kafka. "
+                f"Events would be sent again. {_SEE}"
+            )
         return marker
     if marker is None or marker.batch < last_batch:
         found = "no marker" if marker is None else f"the marker of batch {marker.batch}"
         raise StateLost(
             f"lane {lane}: Postgres has settled batch {last_batch}, but the state topic holds {found}: it was deleted, "
-            f"truncated or restored. Publishing could double events. {see}"
+            f"truncated or restored. Publishing could double events. {_SEE}"
         )
     if marker.batch > last_batch + 1:
         raise StateLost(
             f"lane {lane}: Kafka holds batch {marker.batch}, but Postgres remembers only {last_batch}: it has lost "
-            f"commits (a restore, or a failover to a standby that was behind). Events would be sent again. {see}"
+            f"commits (a restore, or a failover to a standby that was behind). Events would be sent again. {_SEE}"
         )
     return marker
+
+
+def check_origin(lane: int, marker: Marker | None, system_identifier: str, timeline: int) -> None:
+    """Raise StateLost if the marker is of another database, or of a timeline that this server never came to."""
+    if marker is not None and marker.system_identifier != system_identifier:
+        raise StateLost(
+            f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
+            f"{system_identifier}. If two outboxes share this Kafka, give each its own OUTBOX_NAME; if pg_upgrade has "
+            "given this server a new identifier, run `outbox relay upgraded`; if this database was restored from a "
+            f"dump: {_SEE}"
+        )
+    if marker is not None and marker.timeline > timeline:
+        raise StateLost(
+            f"lane {lane}: Kafka holds batch {marker.batch} from timeline {marker.timeline}, this server is on "
+            f"timeline {timeline}: it is the primary from before a failover, or an older copy, and another one has "
+            f"gone on. Connect to that one (OUTBOX_DATABASE_URL). If this is the one to go on with: {_SEE}"
+        )

@@ -1,10 +1,10 @@
 """The single statement with which a worker settles all its lanes. Both sources use it.
 
-In one statement, for every lane of a turn: the lease is checked by its epoch, and renewed when part of its time has
-passed; ``last_batch`` must be what this worker wrote last; the rows published in the turn before are deleted, or moved
-to the archive. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit = off``
-are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane whose
-lease does not match is not in the result: nothing of it was settled.
+In one statement, for every lane of a turn: the lease is checked by its epoch and owner, and renewed when part of its
+time has passed; ``last_batch`` must be what this worker wrote last; the rows published in the turn before are deleted,
+or moved to the archive. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit
+= off`` are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane
+whose lease does not match is not in the result: nothing of it was settled.
 
 It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost host) between a write to a
 lane's row and the commit would block the lane for as long as it sleeps. Its result is a few numbers for each lane, so a
@@ -14,7 +14,9 @@ full socket can't delay the commit.
 |---------------------------------------------|-----------------------------------------------------------------------|
 | killed before it, or it is rolled back      | the turn's rows stay; see loop.py                                     |
 | committed, and the result is lost           | its rows are gone; settling them again finds none                     |
-| epoch has moved on                          | LaneLost for that lane; the others are settled                        |
+| epoch has moved on, or the owner is another | LaneLost for that lane; the others are settled                        |
+| under the same epoch (a failover has lost   |                                                                       |
+| the commit of our take-over)                |                                                                       |
 | last_batch is not the expected one          | Postgres has lost a commit of ours, perhaps behind a pooler: the lane |
 |                                             | is taken over again, which compares it with its marker                |
 | the row does not name our transactional ids | the next holder would not fence us: the lane is taken over again      |
@@ -49,7 +51,7 @@ from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
 from relay.position import WalPosition
-from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array
+from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
@@ -194,8 +196,7 @@ class Settlement:
         row_lanes = [lane for lane, part in zip(lanes, pending, strict=True) for _ in part.rows]
         values: dict[str, Any] = {
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
-            "lanes": array(list(lanes)),
-            "epochs": array([lane.lease.epoch for lane in held]),
+            **lease_values([lane.lease for lane in held]),
             "expected": array([lane.expected for lane in held]),
             "batches": array([part.batch for part in pending]),
             "lsns": array([None if part.at is None else part.at.commit_lsn for part in pending]),
@@ -323,11 +324,7 @@ class Settlement:
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
         held = [self.lanes[lane] for lane in lanes]
-        values = {
-            "lanes": array(list(lanes)),
-            "epochs": array([lane.lease.epoch for lane in held]),
-            "versions": _versions(held),
-        }
+        values = {**lease_values([lane.lease for lane in held]), "versions": _versions(held)}
         known, statements = all(lane.version is not None for lane in held), self.statements
         return statements.still_held_by_version if known else statements.still_held, values
 
@@ -362,7 +359,7 @@ class Settlement:
     def lost(self, lane: int) -> LaneLost:
         """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]
-        text = f"lane {lane}: epoch {held.lease.epoch} is over, another relay has taken the lane"
+        text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.batch is None else 0
         if unsettled:
             text += f"; the {unsettled} events just published will be published again by it"
@@ -463,8 +460,8 @@ class Settlement:
         return failed
 
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        epochs = [self.lanes[lane].lease.epoch for lane in lanes]
-        rows = self._connection.execute(self.statements.why, {"lanes": list(lanes), "epochs": epochs}).fetchall()
+        values = lease_values([self.lanes[lane].lease for lane in lanes])
+        rows = self._connection.execute(self.statements.why, values).fetchall()
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, LiteralString
+from collections.abc import Collection, Sequence
+from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
+from relay.lease import Lease
 from relay.position import WalPosition
 
 _TABLES: Final = (
@@ -32,6 +33,15 @@ TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 
 """SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
 error on a standby."""
 
+LEASES: Final = "unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)"
+"""SQL for FROM: the leases that ``lease_values`` binds."""
+
+OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch AND l.owner = %(owner)s"
+"""SQL: whether the lease ``m`` is the one in the row ``l`` of lanes. The only comparison of leases there is.
+
+The owner too: an asynchronous failover can lose the commit of a take-over, and then the next taker gets the same epoch.
+"""
+
 _CREATED_AT: Final = "least(greatest(created_at, '0001-01-03'), '9999-12-29')"
 """SQL: when an event was written. A writer may set it, and Postgres has times that Python has not: infinity, and those
 before year 1."""
@@ -55,8 +65,8 @@ WITH mine AS (
                          %(versions)s::tid[])
                   AS m(lane, epoch, expected, batch, lsn, number, writes, own_id, version)),
 held AS MATERIALIZED (
-    SELECT l.lane, l.ctid AS version FROM {lanes} AS l JOIN mine AS m ON m.lane = l.lane{by_version}
-     WHERE l.epoch = m.epoch AND (m.expected IS NULL OR l.last_batch = m.expected)
+    SELECT l.lane, l.ctid AS version FROM {lanes} AS l JOIN mine AS m ON {ours}{by_version}
+     WHERE (m.expected IS NULL OR l.last_batch = m.expected)
        AND (m.own_id IS NULL OR l.transactional_id = m.own_id)
        FOR NO KEY UPDATE OF l SKIP LOCKED),
 written AS (
@@ -113,12 +123,10 @@ SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version
 _STILL_HELD: Final = """
 SELECT l.lane FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(versions)s::tid[]) AS m(lane, epoch, version)
-    ON m.lane = l.lane{by_version}
- WHERE l.epoch = m.epoch"""
+    ON {ours}{by_version}"""
 
 _WHY: Final = """
-SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 
 # Without fresh statistics the planner may sort the whole backlog for each batch, or scan all of it for the rows to
@@ -143,6 +151,15 @@ def array(values: Sequence[int | str | None]) -> str:
     return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
 
 
+def lease_values(leases: Collection[Lease]) -> dict[str, Any]:
+    """Return leases of one relay as the parameters of LEASES and OURS."""
+    return {
+        "lanes": array([lease.lane for lease in leases]),
+        "epochs": array([lease.epoch for lease in leases]),
+        "owner": next((lease.owner for lease in leases), None),
+    }
+
+
 def position(at: WalPosition | None) -> dict[str, int | None]:
     """Return a position in the WAL as parameters."""
     return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
@@ -154,6 +171,8 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         **{name: sql.Identifier(schema, name) for name in _TABLES},
         "synchronous": sql.SQL(SYNCHRONOUS),
         "timeline": sql.SQL(TIMELINE),
+        "leases": sql.SQL(LEASES),
+        "ours": sql.SQL(OURS),
         "further": sql.SQL(_FURTHER),
         "created_at": sql.SQL(_CREATED_AT),
     }

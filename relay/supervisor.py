@@ -25,7 +25,7 @@ import structlog
 from outbox.errors import SchemaError
 from relay.database import Connector, StandingError, begin_session, unavailable_on_error
 from relay.health import STANDING_LEASES, Health, Wait, WorkerHealth
-from relay.lanes import LaneDistribution, LaneTable, next_step
+from relay.lanes import LaneDistribution, LaneTable, next_step, source_problem
 from relay.lease import HeldLanes, Lease, LetGo
 from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import StateLost
@@ -80,6 +80,8 @@ class Components:
     """Waits other than those of lanes, found by the upkeep tasks."""
     topics: Callable[[], Mapping[str, str]] = dict
     """The topics that can't be written to, with the reasons."""
+    grown: Callable[[], Mapping[str, str]] = dict
+    """The topics that got more partitions lately, with what that means."""
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
     meter: Meter | None = None
@@ -295,7 +297,8 @@ class Supervisor:
         self._held = HeldLanes()
         self._health = WorkerHealth(STANDING_LEASES * components.lease_seconds)
         self._worker = _WorkerThread(components, self._held, self._health)
-        self._waits = False
+        self._source_problem: str | None = None
+        self._source_said_at = -_STANDING_SECONDS
         self._table: LaneTable | None = None
         self._complaint = _Complaint("waiting for Postgres", what="the leases")
         self._fails = False
@@ -315,6 +318,8 @@ class Supervisor:
             away=self._away,
             besides=self._components.besides(),
             topics=self._components.topics(),
+            grown=self._components.grown(),
+            source_problem=self._source_problem,
         )
         lanes = [lease.lane for lease in held if obeyed.holds(lease.lane)]
         return replace(health, paused_lanes=lanes, paused_topics=sorted(obeyed.topics))
@@ -450,9 +455,7 @@ class Supervisor:
         distribution = table.distribution()
         self._note_pauses(table)
         self._components.next_due.set(table.next_due_seconds)
-        if distribution.total and not distribution.lanes and not self._waits:
-            log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
-        self._waits = bool(distribution.total and not distribution.lanes)
+        self._note_source(waits=bool(distribution.total and not distribution.lanes))
         if self._cannot_publish(table, distribution):
             return
         if self._components.all_lanes is not None:
@@ -464,8 +467,22 @@ class Supervisor:
             self._note_pauses(table)
             self._give(leases)
         if step.release:
-            lanes = [lease.lane for lease in self._held.leases if lease.lane not in self._held.recalled]
-            self._held.recall(lanes[: step.release - len(self._held.recalled)])
+            self._held.recall_up_to(step.release)
+
+    def _note_source(self, *, waits: bool) -> None:
+        """Record whether all lanes are read from the other source; log it at once, and again each minute."""
+        now = time.monotonic()
+        if not waits:
+            self._source_problem, self._source_said_at = None, -_STANDING_SECONDS
+            return
+        ours, other = ("polling", "wal") if self._components.all_lanes is None else ("wal", "polling")
+        self._source_problem = source_problem(other, ours)
+        if now - self._source_said_at >= _STANDING_SECONDS:
+            self._source_said_at = now
+            log.warning(
+                "this outbox is read from another source; this relay waits. See `outbox relay switch`",
+                problem=self._source_problem,
+            )
 
     def _note_pauses(self, table: LaneTable) -> None:
         """Hand the pauses over to the worker's loop. Before lanes are: their first turn must obey."""

@@ -6,7 +6,8 @@ import os
 import secrets
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -24,6 +25,7 @@ from relay.drains import Drains
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.partition_counts import PartitionCounts
 from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -57,8 +59,12 @@ _DRAIN_SECONDS: Final = 0.5
 _SCHEDULED_SECONDS: Final = 0.2
 _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
+_PARTITIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
 _SPARE_PART: Final = 0.1
+# The bases of transactional ids that a worker remembers as its own. Lanes' rows name at most the last few of them; an
+# older one is fenced like another worker's.
+_BASES: Final = 8
 
 
 def build(settings: Settings) -> Supervisor:
@@ -68,6 +74,9 @@ def build(settings: Settings) -> Supervisor:
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     figures = TransactionFigures()
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
+    if settings.delivery is Delivery.AT_MOST_ONCE:
+        # A turn's rows are deleted: what is not sent in time is lost.
+        renew_part = 1.0
     pauses = CurrentPauses()
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
@@ -77,6 +86,7 @@ def build(settings: Settings) -> Supervisor:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
     registry = CollectorRegistry()
     transactions = _transactions(settings) if exact else None
+    partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
     meter = None
     if settings.relay.metrics_address is not None:
@@ -90,6 +100,9 @@ def build(settings: Settings) -> Supervisor:
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
+    if partitions is not None:
+        upkeep.append(MaintenanceTask("partitions", partitions.look, _PARTITIONS_SECONDS))
+    grown: Callable[[], Mapping[str, str]] = dict if partitions is None else partitions.grown
     relay = Supervisor(
         Components(
             instance=instance,
@@ -110,6 +123,7 @@ def build(settings: Settings) -> Supervisor:
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,
+            grown=grown,
             figures=figures.summary if exact else dict,
             meter=meter,
             pauses=pauses,
@@ -117,7 +131,8 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    RelayMetrics(relay.health, topics.reasons, int if transactions is None else transactions.hanging, registry)
+    hanging = int if transactions is None else transactions.hanging
+    RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health)
     return relay
@@ -221,7 +236,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     # Lanes' rows have the last one; a new publisher fences its predecessor.
-    bases = [_new_base(settings)]
+    bases = deque([_new_base(settings)], maxlen=_BASES)
     fencing = Fencing(options)
     idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
     # An option that librdkafka does not know ends the command here, not a turn later.

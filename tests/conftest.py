@@ -44,8 +44,8 @@ settings.load_profile("seeded")
 # The two addresses choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):
     if _name.startswith("OUTBOX_") and _name not in {
-        "OUTBOX_DATABASE_URL",
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS",
+        "OUTBOX_TEST_DATABASE_URL",
+        "OUTBOX_TEST_KAFKA",
         "OUTBOX_CACHE",
         "OUTBOX_PG_BIN",
         "OUTBOX_MAVEN_REPOSITORY",

@@ -197,7 +197,7 @@ def _help(text: str | None, path: str) -> str:
 
 def metrics_page() -> str:
     """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
-    relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, CollectorRegistry())
+    relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, dict, CollectorRegistry())
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs = CollectorRegistry(), CollectorRegistry()
     TurnMetrics(turns)

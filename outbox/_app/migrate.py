@@ -258,10 +258,13 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         )
         change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=name)
         # An epoch never decreases: a relay that was suspended meanwhile must not find its old epoch again.
-        highest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0))).scalar_one()
+        # Once exactly-once has begun, a lane without a batch is from before, and relays stop: see relay/marker.py.
+        highest, begun = connection.execute(
+            sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0), sa.func.count(table.c.last_batch) > 0)
+        ).one()
         connection.execute(sa.delete(table))
-        epochs = {"epoch": highest + 1, "protocol_epoch": highest + 1}
-        connection.execute(sa.insert(table), [{"lane": lane, **epochs} for lane in range(lanes)])
+        values = {"epoch": highest + 1, "protocol_epoch": highest + 1, "last_batch": 0 if begun else None}
+        connection.execute(sa.insert(table), [{"lane": lane, **values} for lane in range(lanes)])
 
 
 def _refuse_paused_lanes(connection: sa.Connection, schema: str) -> None:
@@ -428,5 +431,5 @@ def _count(connection: sa.Connection, schema: str, name: str) -> int:
 
 
 def _lanes(schema: str) -> Any:
-    names = ("lane", "epoch", "protocol_epoch", "lease_until", "source")
+    names = ("lane", "epoch", "protocol_epoch", "last_batch", "lease_until", "source")
     return sa.table("lanes", *map(sa.column, names), schema=schema)

@@ -133,9 +133,9 @@ class _Wanted:
 
     def on_connection(self, connection: sa.Connection) -> bool:
         _targets.check_connection(connection, "the inbox", _UNBOUND)
-        row = connection.execute(_insert(self._schema), self.values).one_or_none()
+        row = _targets.execute(connection, _insert(self._schema), self.values).one_or_none()
         if self.is_aged(row):
-            self.check(connection.execute(_forgotten(self._schema), self.values).one_or_none())
+            self.check(_targets.execute(connection, _forgotten(self._schema), self.values).one_or_none())
         return row is not None
 
     def is_aged(self, row: Any) -> bool:

@@ -10,38 +10,35 @@ The fixtures (``outbox_postgres``, ``outbox_kafka``, ``outbox_relay`` …) are i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from outbox.testing._scheduled import ScheduledEvent
 
 if TYPE_CHECKING:
-    import psycopg
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-    from sqlalchemy.orm import Session
-
-    from outbox._targets import AsyncpgConnection
+    from outbox._targets import AsyncTarget, SyncTarget
     from outbox.event import Event
 
-__all__ = ["recorded_events", "recorded_events_async"]
+__all__ = ["ScheduledEvent", "recorded_events", "recorded_events_async"]
 
 
-def recorded_events(target: Session | Connection | psycopg.Connection[Any], *, schema: str = "outbox") -> list[Event]:
+def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event]:
     """Return the events that the open transaction of ``target`` has written so far, in the order of their ids.
 
-    target   the session or connection that the code under test was given; a session is flushed first. Empty after a
-             commit or rollback.
+    Behind them come those that it has scheduled, as ``ScheduledEvent``, in the order in which they become due.
+
+    target   what the code under test gave to ``Outbox.add``, or what stands for the same transaction; a session is
+             flushed first. Empty after a commit or rollback.
     schema   of the outbox's tables.
 
-    Raises TargetError for a connection in autocommit mode without a transaction, and for any other object.
+    Raises TargetError for a connection in autocommit mode without a transaction, and for what ``add`` refuses.
     """
     from outbox.testing._recorded import read
 
     return read(target, schema)
 
 
-async def recorded_events_async(
-    target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection, *, schema: str = "outbox"
-) -> list[Event]:
-    """Return the same as ``recorded_events``, for asynchronous sessions and connections."""
+async def recorded_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
+    """Return the same as ``recorded_events``, for what ``AsyncOutbox.add`` takes."""
     from outbox.testing._recorded import read_async
 
     return await read_async(target, schema)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import sqlalchemy as sa
@@ -13,16 +12,12 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings n
 from sqlalchemy.orm import Session
 
 from outbox import _statements, _targets
-from outbox.errors import TargetError
 from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
+from outbox.testing._scheduled import ScheduledEvent
 
-# A service may have neither of the two, as in outbox.writer.
 if TYPE_CHECKING:
-    import psycopg
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-
-    from outbox._targets import AsyncpgConnection
+    from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
 
 # A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. The open transaction's rows
 # have its own id or a later one that is still in progress: rows that others have in progress are invisible. (A released
@@ -32,7 +27,8 @@ _MINE = f"CASE WHEN {_AHEAD} >= 0 THEN pg_xact_status((xact + {_AHEAD})::text::x
 
 _COLUMNS = ("aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers", "event_id")
 _JSON = ("payload", "headers")
-_NONE_OPEN = "no transaction is open, so there is none whose events could be read; look within"
+_NOT_BEFORE = "not_before"
+_NONE_OPEN = "there is none whose events could be read"
 
 
 @cache
@@ -41,63 +37,65 @@ def query(schema: str, *, json_text: bool = False) -> sa.Select[Any]:
 
     json_text   payload and headers as text, whatever the connection makes of JSON.
     """
-    events = outbox_tables(sa.MetaData(), schema=schema).events
+    tables = outbox_tables(sa.MetaData(), schema=schema)
     own = sa.text("(SELECT pg_current_xact_id_if_assigned()::text::bigint AS xact) AS own")
-    columns: dict[str, sa.ColumnElement[Any]] = {name: events.c[name] for name in _COLUMNS}
+    written = sa.union_all(
+        *(
+            sa.select(
+                *(table.c[name] for name in _COLUMNS),
+                not_before.label(_NOT_BEFORE),
+                table.c.id.label("id"),
+            )
+            .select_from(table, own)
+            .where(sa.text("xact IS NOT NULL"), sa.text(_MINE))
+            for table, not_before in (
+                (tables.events, sa.cast(sa.null(), sa.DateTime(timezone=True))),
+                (tables.scheduled, tables.scheduled.c.not_before),
+            )
+        )
+    ).subquery("written")
+    columns: dict[str, sa.ColumnElement[Any]] = {name: written.c[name] for name in (*_COLUMNS, _NOT_BEFORE)}
     if json_text:
-        columns |= {name: sa.cast(events.c[name], sa.Text()).label(name) for name in _JSON}
-    return (
-        sa.select(*columns.values())
-        .select_from(events, own)
-        .where(sa.text("xact IS NOT NULL"), sa.text(_MINE))
-        .order_by(events.c.id)
-    )
+        columns |= {name: sa.cast(written.c[name], sa.Text()).label(name) for name in _JSON}
+    return sa.select(*columns.values()).order_by(written.c.not_before.nulls_first(), written.c.id)
 
 
-def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str) -> list[Event]:
+def read(target: SyncTarget, schema: str) -> list[Event]:
     """Read from a synchronous target."""
-    if isinstance(target, Session):
-        target.flush()
-        return _events(target.execute(query(schema)))
-    if isinstance(target, sa.Connection):
-        return _events(target.execute(query(schema)))
-    driver = sys.modules.get("psycopg")
-    if driver is not None and isinstance(target, driver.Connection):
-        from psycopg import Cursor
-        from psycopg.rows import tuple_row
+    found = _targets.sync_target(target, "recorded_events", "recorded_events_async")
+    if isinstance(found, Session):
+        found.flush()
+        found = _targets.session_connection(found)
+    if isinstance(found, sa.Connection):
+        _targets.check_connection(found, "the outbox", _NONE_OPEN)
+        return _events(_targets.execute(found, query(schema), {}))
+    from psycopg import Cursor
+    from psycopg.rows import tuple_row
 
-        _check(target)
-        with Cursor(target, row_factory=tuple_row) as cursor:
-            return _events(_decoded(cursor.execute(*_for_psycopg(schema))))
-    raise _unknown(target)
+    _targets.require_transaction(found, _NONE_OPEN)
+    with Cursor(found, row_factory=tuple_row) as cursor:
+        return _events(_decoded(cursor.execute(*_for_psycopg(schema))))
 
 
-async def read_async(
-    target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection, schema: str
-) -> list[Event]:
+async def read_async(target: AsyncTarget, schema: str) -> list[Event]:
     """Read from an asynchronous target."""
-    sqlalchemy_async, driver = sys.modules.get("sqlalchemy.ext.asyncio"), sys.modules.get("psycopg")
-    if sqlalchemy_async is not None and isinstance(
-        target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection
-    ):
-        found: list[Event] = await target.run_sync(read, schema)
-        return found
-    if driver is not None and isinstance(target, driver.AsyncConnection):
-        from psycopg import AsyncCursor
-        from psycopg.rows import tuple_row
+    found: Any = _targets.async_target(target, "recorded_events_async", "recorded_events")
+    if _targets.is_asyncpg(found):
+        return await _read_asyncpg(found, schema)
+    if _targets.is_sqlalchemy_async(found):
+        events: list[Event] = await found.run_sync(read, schema)
+        return events
+    from psycopg import AsyncCursor
+    from psycopg.rows import tuple_row
 
-        _check(target)
-        async with AsyncCursor(target, row_factory=tuple_row) as cursor:
-            await cursor.execute(*_for_psycopg(schema))
-            return _events(_decoded(await cursor.fetchall()))
-    if _targets.is_asyncpg(target):
-        return await _read_asyncpg(cast("AsyncpgConnection", target), schema)
-    raise _unknown(target)
+    _targets.require_transaction(found, _NONE_OPEN)
+    async with AsyncCursor(found, row_factory=tuple_row) as cursor:
+        await cursor.execute(*_for_psycopg(schema))
+        return _events(_decoded(await cursor.fetchall()))
 
 
 async def _read_asyncpg(connection: AsyncpgConnection, schema: str) -> list[Event]:
-    if not connection.is_in_transaction():
-        raise TargetError(f"{_NONE_OPEN} `async with connection.transaction():`")
+    _targets.require_asyncpg_transaction(connection, _NONE_OPEN)
     return _events(_decoded(await connection.fetch(*_statements.asyncpg_arguments(query(schema, json_text=True), {}))))
 
 
@@ -108,7 +106,7 @@ def _for_psycopg(schema: str) -> tuple[bytes, Any]:
 
 def _decoded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
     """Return the rows with payload and headers from their text: some connections, as Django's, read jsonb as text."""
-    decode = [name in _JSON for name in _COLUMNS]
+    decode = [name in _JSON for name in (*_COLUMNS, _NOT_BEFORE)]
     return [
         [
             orjson.loads(value) if is_json and value is not None else value
@@ -118,35 +116,22 @@ def _decoded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
     ]
 
 
-def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    from psycopg.pq import TransactionStatus
-
-    if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
-        raise TargetError(f"the connection is in autocommit mode and {_NONE_OPEN} `with connection.transaction():`")
-
-
-def _unknown(target: object) -> TargetError:
-    return TargetError(
-        f"{type(target).__name__} is neither a Session nor a Connection of SQLAlchemy or psycopg; for the asynchronous "
-        "ones, and those of asyncpg, use recorded_events_async"
-    )
-
-
 def _events(rows: Iterable[Sequence[Any]]) -> list[Event]:
     return [_event(row) for row in rows]
 
 
 def _event(row: Sequence[Any]) -> Event:
-    aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, event_id = row
+    aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, event_id, not_before = row
     own = dict(headers or {})
     content_type = own.pop(CONTENT_TYPE, None)
     usual = JSON_CONTENT_TYPE if payload_bytes is None else BYTES_CONTENT_TYPE
-    return Event(
-        aggregate_type,
-        aggregate_id,
-        event_type,
-        payload if payload_bytes is None else bytes(payload_bytes),
-        headers=own,
-        event_id=event_id,
-        content_type=None if content_type == usual else content_type,
-    )
+    given: dict[str, Any] = {
+        "aggregate_type": aggregate_type,
+        "aggregate_id": aggregate_id,
+        "event_type": event_type,
+        "payload": payload if payload_bytes is None else bytes(payload_bytes),
+        "headers": own,
+        "event_id": event_id,
+        "content_type": None if content_type == usual else content_type,
+    }
+    return Event(**given) if not_before is None else ScheduledEvent(**given, not_before=not_before)

@@ -3,8 +3,9 @@
 An entry point (``outbox``) loads it in every pytest run where the package is installed: so only pytest is imported at
 the top, and no server starts before a test needs it.
 
-With OUTBOX_DATABASE_URL or OUTBOX_KAFKA__BOOTSTRAP_SERVERS set, the tests use those servers, each test with its own
-database and topics (the user needs CREATEDB). Tests that kill their servers are then skipped.
+With OUTBOX_TEST_DATABASE_URL or OUTBOX_TEST_KAFKA set, the tests use those servers, each test with its own
+database and topics (the user needs CREATEDB). Tests that kill their servers are then skipped. The addresses that the
+applications use (OUTBOX_DATABASE_URL …) are not taken: databases would be created and dropped wherever a shell points.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
         Topics,
     )
 
-_DATABASE_URL = "OUTBOX_DATABASE_URL"
-_BOOTSTRAP_SERVERS = "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"
+_DATABASE_URL = "OUTBOX_TEST_DATABASE_URL"
+_BOOTSTRAP_SERVERS = "OUTBOX_TEST_KAFKA"
 
 
 @pytest.fixture(scope="session")

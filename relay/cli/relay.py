@@ -22,7 +22,7 @@ from outbox.errors import ConfigurationError
 from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
-    from relay.operations.reconcile import Findings, LaneState
+    from relay.operations.reconcile import Findings, LaneState, Reconciler
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -124,6 +124,39 @@ def reconcile(
     Relays may keep running: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
     status 1 while a problem is left.
     """
+    if apply:
+        require_reason(reason, "what happened; it is kept in the audit")
+    with closing(_reconciler(database_url)) as reconciler:
+        findings = reconciler.look(lane, search=not apply)
+        repaired = reconciler.repair(findings, reason or "") if apply else []
+    if as_json:
+        print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
+    else:
+        _print_findings(findings, repaired, apply=apply)
+    if (findings.problems or findings.hanging) and not apply:
+        raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def upgraded(
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Go on after pg_upgrade (exactly-once), which gives the server a new identifier: lanes stop, since their markers
+    name the former server.
+
+    Settles what the markers name, and writes new ones. Refuses, and changes nothing, with exit status 1, unless each
+    lane that stops does so for this reason alone.
+    """
+    require_reason(reason, "from which version to which; it is kept in the audit")
+    with closing(_reconciler(database_url)) as reconciler:
+        repaired = reconciler.repair(reconciler.upgraded(), reason or "")
+    for state in repaired:
+        say(f"lane {state.lane}: goes on, {state.found} events settled, {state.rows} to be published")
+
+
+def _reconciler(database_url: str | None) -> Reconciler:
     from outbox._app.settings import client_options
     from relay import failpoints
     from relay.config import Delivery, producer_options, state_topic_name
@@ -133,11 +166,9 @@ def reconcile(
     from relay.parts import build_router
     from relay.wal.replication import Replication
 
-    if apply:
-        require_reason(reason, "what happened; it is kept in the audit")
     settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
     failpoints.arm_from_environment()
-    reconciler = Reconciler(
+    return Reconciler(
         Connector(settings.require_database(), "outbox relay reconcile"),
         settings.db_schema,
         settings.name,
@@ -147,17 +178,6 @@ def reconcile(
         producer_options(settings),
         lambda: Replication(settings.require_database(), "outbox relay reconcile"),
     )
-    try:
-        findings = reconciler.look(lane, search=not apply)
-        repaired = reconciler.repair(findings, reason or "") if apply else []
-    finally:
-        reconciler.close()
-    if as_json:
-        print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
-    else:
-        _print_findings(findings, repaired, apply=apply)
-    if (findings.problems or findings.hanging) and not apply:
-        raise typer.Exit(1)
 
 
 def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply: bool) -> None:

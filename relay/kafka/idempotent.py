@@ -41,7 +41,8 @@ class IdempotentPublisher:
     options are librdkafka's, from config.producer_options; delivery_seconds is how long a turn may take; with
     ``record_offsets`` the results have the topic, partition and offset of each event. ``once`` is for at-most-once,
     with options that never repeat a request: refused events are not searched for in smaller batches, but all are
-    Refused. Raises ConfigurationError when librdkafka refuses the options.
+    Refused, and nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent what
+    comes after it. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class IdempotentPublisher:
         self._delivery_seconds = delivery_seconds
         self._takeover = takeover
         self._once = once
+        self._leases: dict[int, Lease] = {}
         self._sender: BatchProducer | None = BatchProducer(
             options, router, topics, ce_source, headers=headers, record_offsets=record_offsets, once=once
         )
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
         """Fence and settle what a transactional producer may have left; most lanes have nothing of that kind."""
+        self._leases.update({lease.lane: lease for lease in leases})
         former = [lease for lease in leases if lease.former_id is not None]
         if not former or self._takeover is None:
             return {}
@@ -82,7 +85,10 @@ class IdempotentPublisher:
         failure: Unavailable | None = None
         blamed: Sequence[int] = ()
         try:
-            sender.send(batches, deadline)
+            if self._once:
+                sender.send(batches, deadline, self._in_time)
+            else:
+                sender.send(batches, deadline)
         except Unavailable as error:
             failure = error
         sender.drain(deadline)
@@ -107,6 +113,10 @@ class IdempotentPublisher:
         if failure is None:
             return Completed(receipts)
         return Failed(failure, receipts, blamed, sender.likeliest() if sender.failed else {})
+
+    def _in_time(self, lane: int) -> bool:
+        """Return whether the lane is ours until librdkafka drops what it is given now (``delivery.timeout.ms``)."""
+        return self._leases[lane].remaining_seconds > self._delivery_seconds
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to at present."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -152,12 +152,13 @@ class BatchProducer:
         """Return whether an event of the turn was queued."""
         return any(self.sent.values())
 
-    def send(self, batches: Batches, deadline: float) -> None:
+    def send(self, batches: Batches, deadline: float, may_send: Callable[[int], bool] = lambda _lane: True) -> None:
         """Queue events in order, filling ``sent``, ``refused`` and ``left_out``. Raises Unavailable.
 
         Events of the same key behind a refused one are in neither list. Neither are events whose topic can't be written
         to: their lanes are in ``left_out``. With ``once`` each event is in one of the lists: an event that is not sent
-        now never is, and its key goes on.
+        now never is, and its key goes on. ``may_send`` is asked before each event: once it returns False for a lane,
+        the rest of the lane's events are in neither list.
         """
         self.sent, self.refused, self.left_out = {}, {}, set()
         self._used = set()
@@ -170,6 +171,8 @@ class BatchProducer:
             self.refused[lane] = refused = []
             waiting: set[tuple[str, str]] = set()
             for claim in claims:
+                if not may_send(lane):
+                    break
                 if waiting and (claim.aggregate_type, claim.aggregate_id) in waiting:
                     continue
                 outcome = self._send(claim, deadline)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from outbox import _topics
+from outbox._topics import DEFAULT_TEMPLATE
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.event import DEAD_LETTER
 from relay.ports import Claim
 
-DEFAULT_TEMPLATE: Final = "{aggregate_type}-events"
 STATE_SUFFIX: Final = ".relay.state"
-
-_TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 class NoRoute(OutboxError):
@@ -42,13 +40,9 @@ class Route:
 
 def topic_problem(topic: str) -> str | None:
     """Return why Kafka or the relay can't use this topic name, or None if it is valid."""
-    if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
-        return "a topic's name is 1 to 249 of a-z A-Z 0-9 . _ -, and not . or .."
-    if topic.startswith("__"):
-        return "names that start with __ are Kafka's own"
     if topic.endswith(STATE_SUFFIX):
         return "topics of that name hold the relay's own state"
-    return None
+    return _topics.topic_problem(topic)
 
 
 class Router:
@@ -92,7 +86,7 @@ class Router:
             return route
         if self._listed:
             raise NoRoute(f"no route for aggregate type {aggregate_type!r}: add it to `routes`")
-        topic = self._template.replace("{aggregate_type}", aggregate_type.lower())
+        topic = _topics.default_topic(aggregate_type, self._template)
         problem = topic_problem(topic)
         if problem:
             raise NoRoute(

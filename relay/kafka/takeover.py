@@ -32,7 +32,7 @@ from outbox.errors import OutboxError, SchemaError
 from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
 from relay.lease import LEGACY_ID, Lease
-from relay.marker import Identity, Marker, StateLost, resume
+from relay.marker import Identity, Marker, StateLost, check_origin
 from relay.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 
 PRODUCERS = 2
@@ -126,7 +126,7 @@ class Takeover:
         failed |= seen.problems
         for lane, marker in seen.markers.items():
             try:
-                resume(lane, None, marker, identity.system_identifier, identity.timeline)
+                check_origin(lane, marker, identity.system_identifier, identity.timeline)
             except StateLost as error:
                 failed[lane] = error
         return seen.markers, [lease for lease in leases if lease.lane not in failed]

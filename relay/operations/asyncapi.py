@@ -7,12 +7,15 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import DataclassSchema, ModelSchema
 
 from outbox.errors import ConfigurationError
 from outbox.event import (
@@ -42,6 +45,8 @@ from relay.ports import Claim
 VERSION: Final = "3.0.0"
 _BINDING: Final = "0.5.0"
 _AVRO: Final = "application/vnd.apache.avro+json;version=1.9.0"
+
+_BY_ALIAS: Final = "serialize_by_alias"
 
 _TRACE: Final = {"type": "string", "description": "W3C Trace Context of the write."}
 _UUID: Final = {"type": "string", "format": "uuid", "description": "The event's id, the same in each repetition."}
@@ -167,7 +172,7 @@ def _payload(model: EventModel, place: str) -> tuple[str, bool, dict[str, Any]]:
         return model.content_type, False, _placed(given, place)
     if isinstance(given, type) and (issubclass(given, BaseModel) or dataclasses.is_dataclass(given)):
         try:
-            schema = TypeAdapter(given).json_schema(mode="serialization")
+            schema = TypeAdapter(given).json_schema(mode="serialization", by_alias=False, schema_generator=_AsWritten)
         except (PydanticInvalidForJsonSchema, PydanticUserError) as error:
             raise ConfigurationError(
                 f"models: {model.event_type}: {given.__name__} has no JSON Schema: {error}"
@@ -177,6 +182,39 @@ def _payload(model: EventModel, place: str) -> tuple[str, bool, dict[str, Any]]:
         f"models: {model.event_type}: must be a pydantic model, a dataclass, a JSON Schema, a schema of "
         f"outbox.registry or None, not {given!r}"
     )
+
+
+class _AsWritten(GenerateJsonSchema):
+    """Names properties as the payloads do.
+
+    A pydantic model writes aliases only where its own configuration has ``serialize_by_alias``. A dataclass is written
+    by us, its public fields by their names; inside a model it is pydantic's.
+    """
+
+    _in_model = False
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        return self._pydantics(schema["cls"].model_config, partial(super().model_schema, schema))
+
+    def dataclass_schema(self, schema: DataclassSchema) -> JsonSchemaValue:
+        make = super().dataclass_schema
+        if self._in_model:
+            return self._pydantics(getattr(schema["cls"], "__pydantic_config__", {}), partial(make, schema))
+        inner = schema["schema"]
+        if inner["type"] == "dataclass-args":
+            public = [part for part in inner["fields"] if not part["name"].startswith("_")]
+            schema = {**schema, "schema": {**inner, "fields": public}}
+        return make(schema)
+
+    def _pydantics(self, config: Mapping[str, Any], make: Callable[[], JsonSchemaValue]) -> JsonSchemaValue:
+        outside = self.by_alias, self._in_model
+        # Versions of pydantic that do not know the setting do not follow it.
+        known = _BY_ALIAS in ConfigDict.__annotations__
+        self.by_alias, self._in_model = known and bool(config.get(_BY_ALIAS)), True
+        try:
+            return make()
+        finally:
+            self.by_alias, self._in_model = outside
 
 
 def _placed(schema: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
             "source",
             f"the lanes are read from {' and '.join(sources)}, these settings say {settings.source}: a relay with them "
             "waits",
-            "set OUTBOX_SOURCE, or `outbox relay switch`",
+            f"set OUTBOX_SOURCE={sources[0]}, or `outbox relay switch {settings.source}`",
         )
     about = f"slot {names.slot}"
     if "wal" in sources or (settings.source is SourceKind.WAL and status.slot.known):

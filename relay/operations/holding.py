@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Self
 
@@ -12,21 +14,21 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
+from relay.lease import Lease
 from relay.ports import Unavailable
+from relay.statements import lease_values
 
 LEASE_SECONDS: Final = 60.0
 _RENEW_SECONDS: Final = 10.0
 
 _RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
- WHERE l.lane = mine.lane AND l.epoch = mine.epoch"""
+  FROM {leases} WHERE {ours}"""
 
 # The row still names the ids to fence.
 _LET_GO: Final = """
 UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
- WHERE l.lane = mine.lane AND l.epoch = mine.epoch"""
+  FROM {leases} WHERE {ours}"""
 
 
 class LaneBusy(OutboxError):
@@ -34,22 +36,23 @@ class LaneBusy(OutboxError):
 
 
 def taken(lane: int) -> LaneBusy:
-    """Return the error for a lane whose epoch has changed."""
+    """Return the error for a lane that has another holder."""
     return LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
 
 
 class Holding:
-    """The lanes that reconcile holds: their epochs and former writers. A thread renews their leases.
+    """The lanes that reconcile holds, as ``owner``: their leases and former writers. A thread renews the leases.
 
     Each statement that matters checks by itself whether its lane is still held. Lanes that are held at the end, after
     an error, are released; their rows still name the ids to fence.
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], names: Mapping[str, sql.Composable]) -> None:
+        self.owner = f"reconcile-{secrets.token_hex(3)}"
         self._connect = connect
         self._names = names
         self._lock = threading.Lock()
-        self._epochs: dict[int, int] = {}
+        self._leases: dict[int, Lease] = {}
         self._former: dict[int, Collection[str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_renewing, name="reconcile-leases", daemon=True)
@@ -69,18 +72,23 @@ class Holding:
     def epochs(self) -> dict[int, int]:
         """Each lane's epoch."""
         with self._lock:
-            return dict(self._epochs)
+            return {lane: lease.epoch for lane, lease in self._leases.items()}
+
+    def values(self, lanes: Collection[int]) -> dict[str, Any]:
+        """Return the leases of these lanes as parameters; see relay.statements."""
+        with self._lock:
+            return lease_values([self._leases[lane] for lane in lanes])
 
     def add(self, lane: int, epoch: int, former: Collection[str]) -> None:
         """Hold one more lane; ``former`` are the transactional.ids that its row named."""
         with self._lock:
-            self._epochs[lane] = epoch
+            self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, time.monotonic(), owner=self.owner)
             self._former[lane] = former
 
     def done(self, lane: int) -> None:
         """Record that a lane was released."""
         with self._lock:
-            del self._epochs[lane]
+            del self._leases[lane]
 
     def former(self, lanes: Collection[int] | None = None) -> set[str]:
         """Return the transactional.ids under which these lanes, or all, were written."""
@@ -95,9 +103,10 @@ class Holding:
                 self._execute(_RENEW)
 
     def _execute(self, statement: str) -> None:
-        epochs = self.epochs
-        if not epochs:
+        with self._lock:
+            leases = list(self._leases.values())
+        if not leases:
             return
-        values = {"lanes": list(epochs), "epochs": list(epochs.values()), "lease": LEASE_SECONDS}
+        values = {**lease_values(leases), "lease": LEASE_SECONDS}
         with contextlib.closing(self._connect()) as connection, unavailable_on_error("renewing leases"):
             connection.execute(sql.SQL(statement).format(**self._names), values)

@@ -31,8 +31,8 @@ SELECT aggregate_type, coalesce(headers ? %(dead)s, false),
   FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
 
 _KEEP: Final = """
-UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
- WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
+UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
+  FROM {leases} WHERE {ours} RETURNING 1"""
 
 _LIST: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
@@ -142,15 +142,15 @@ class LaneRows:
         """Return the event ids of those records that have a listed row, each with the row's lane."""
         return dict(self.run(_HELD, _columns(_keys(seen)), "looking for the rows of what hangs"))
 
-    def settle(self, lane: int, epoch: int) -> None:
-        """Settle a lane's rows that are on Kafka, under its row lock and only while it is still ours."""
+    def settle(self, lane: int, held: Mapping[str, Any]) -> None:
+        """Settle a lane's rows that are on Kafka, under its row lock and only while ``held`` is its lease."""
         after: int | None = 0
         while after is not None:
             with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
                 self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
-                values = {"lane": lane, "epoch": epoch, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
-                held = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
-                if held is None:
+                values = {**held, "lane": lane, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
+                kept = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
+                if kept is None:
                     raise taken(lane)
                 [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
             failpoint("reconcile.settling")

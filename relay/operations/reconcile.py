@@ -42,7 +42,7 @@ import psycopg
 from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
-from outbox.errors import SchemaError
+from outbox.errors import OutboxError, SchemaError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
@@ -51,7 +51,7 @@ from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
-from relay.marker import Marker, StateLost, resume
+from relay.marker import RECREATED, Marker, StateLost, resume
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
@@ -80,7 +80,7 @@ SELECT count(*)
  WHERE e.there IS NULL"""
 
 _TAKE: Final = """
-UPDATE {lanes} SET owner = 'reconcile', epoch = epoch + 1, protocol_epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(owner)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
  WHERE lane = %(lane)s
 RETURNING epoch, transactional_id"""
@@ -88,14 +88,13 @@ RETURNING epoch, transactional_id"""
 _OWN: Final = """
 UPDATE {lanes} AS l SET transactional_id = %(own)s,
        lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
- WHERE l.lane = mine.lane AND l.epoch = mine.epoch
+  FROM {leases} WHERE {ours}
 RETURNING l.lane"""
 
 _DONE: Final = """
-UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
+UPDATE {lanes} AS l SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
        {further}
- WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
+  FROM {leases} WHERE {ours} RETURNING 1"""
 
 
 class _Lane(NamedTuple):
@@ -137,6 +136,10 @@ class Findings:
     def problems(self) -> list[LaneState]:
         """The lanes on which a relay would stop."""
         return [state for state in self.lanes if state.problem is not None]
+
+
+class NotUpgraded(OutboxError):
+    """The lanes are not as pg_upgrade leaves them; nothing was changed."""
 
 
 class Reconciler:
@@ -197,6 +200,33 @@ class Reconciler:
                 states[lane] = replace(states[lane], found=count)
         return Findings(list(states.values()), hanging)
 
+    def upgraded(self) -> Findings:
+        """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
+
+        That is what pg_upgrade leaves: the markers name the server before, and the tables are as it left them. Raises
+        NotUpgraded in any other case, Unavailable, or SchemaError on a standby.
+        """
+        findings = self.look(search=False)
+        seen = self._lanes()
+        read = self._state.read([state.lane for state in findings.problems], decided=False)
+        for state in findings.problems:
+            marker = read.markers.get(state.lane)
+            here = seen[state.lane]
+            if marker is None or marker.system_identifier == here.system or state.lane in read.problems:
+                raise NotUpgraded(f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`")
+            try:
+                resume(state.lane, here.last_batch, marker, marker.system_identifier, marker.timeline)
+            except StateLost as error:
+                raise NotUpgraded(f"{error}. pg_upgrade keeps the tables as they are; this is a restore") from error
+            if marker.batch != here.last_batch and self._gone(state.lane, marker):
+                raise NotUpgraded(
+                    f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
+                    "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"
+                )
+        if not findings.problems:
+            raise NotUpgraded("no lane's marker names another server: there is nothing to do")
+        return findings
+
     def repair(self, findings: Findings, reason: str) -> list[LaneState]:
         """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
 
@@ -235,7 +265,7 @@ class Reconciler:
         found = self._rows.found()
         self._audit_found(found, reason)
         for lane in broken:
-            self._rows.settle(lane, holding.epochs[lane])
+            self._rows.settle(lane, holding.values([lane]))
         failpoint("reconcile.settled")
         # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
         # now, so a relay that goes on publishes only the rest.
@@ -304,7 +334,7 @@ class Reconciler:
             return marker, str(error)
         if marker is None:
             return marker, None
-        if seen.last_batch is not None and marker.batch != seen.last_batch:
+        if seen.last_batch not in {None, RECREATED, marker.batch}:
             gone = self._gone(lane, marker)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
@@ -371,7 +401,8 @@ class Reconciler:
                 self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{_LOCK_SECONDS}s",))
                 try:
                     row = self._connection.execute(
-                        sql.SQL(_TAKE).format(**self._names), {"lane": lane, "lease": LEASE_SECONDS}
+                        sql.SQL(_TAKE).format(**self._names),
+                        {"lane": lane, "owner": holding.owner, "lease": LEASE_SECONDS},
                     ).fetchone()
                 except errors.LockNotAvailable as error:
                     raise LaneBusy(
@@ -393,13 +424,7 @@ class Reconciler:
             producer = self._producer_of_own()
             # After our own init_transactions, and before anything is written under this id: the next holder of a lane
             # fences it.
-            epochs = holding.epochs
-            mine = {
-                "own": self._own,
-                "lease": LEASE_SECONDS,
-                "lanes": list(lanes),
-                "epochs": [epochs[lane] for lane in lanes],
-            }
+            mine = {"own": self._own, "lease": LEASE_SECONDS, **holding.values(lanes)}
             kept = {lane for (lane,) in self._rows.run(_OWN, mine, "checking the lanes")}
             for lane in sorted(lanes.keys() - kept):
                 raise taken(lane)
@@ -458,7 +483,7 @@ class Reconciler:
         return fresh
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
-        values = {"lane": lane, "epoch": holding.epochs[lane], "batch": fresh.batch, **position(fresh.stream)}
+        values = {**holding.values([lane]), "batch": fresh.batch, **position(fresh.stream)}
         if not self._rows.run(_DONE, values, f"releasing lane {lane}"):
             raise taken(lane)
         holding.done(lane)

@@ -5,6 +5,10 @@
 | killed before the rows are deleted            | nothing was sent; the next holder of the lane reads them          |
 | killed after that                             | at most one batch of each lane is lost, silently                  |
 | the result of the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
+| another session has locked the lane's row     | its rows stay, and are read again; the other lanes are sent       |
+| it sleeps between the DELETE and the sending, | what has not been given to librdkafka is not sent, and what has   |
+| past its lease                                | is dropped after ``delivery.timeout.ms``: lost, and counted. The  |
+|                                               | next holder may have sent later events of the keys by then        |
 | Kafka fails, or does not answer in time       | what is not acknowledged may be lost, and is counted              |
 | an event is refused before it is sent, or its | a dead letter at once; later events of its key are sent, as they  |
 | topic can't be written to                     | are not read again. Each of them that can't be is a dead letter   |
@@ -27,7 +31,7 @@ from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
 from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable
 from relay.retries import Failures
-from relay.settlement import UnsettledBatch
+from relay.settlement import NOTHING, UnsettledBatch
 
 
 class AtMostOnceSource:
@@ -81,6 +85,9 @@ class AtMostOnceSource:
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
         failed = settlement.settle(list(fetched.batches))
+        for lane in failed:
+            # Never sent: as pending rows they would be deleted with the next turn.
+            settlement.lanes[lane].pending = NOTHING
         batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         return Fetched(batches, {**fetched.failed, **failed})

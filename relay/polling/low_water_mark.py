@@ -4,7 +4,7 @@ Deleted rows leave dead index entries at the low end. Postgres skips them quickl
 session, a long dump) keeps it from removing them; then each read would visit them all. So reads start above a low-water
 mark, which rises to an id M only when no transaction can still commit an id up to M:
 
-1. M is the last id settled, or the lane's last id while a key waits; some seconds pass (``_SETTLE_SECONDS``), in which
+1. M is the last id settled, or the lane's last id while events wait; some seconds pass (``_SETTLE_SECONDS``), in which
 every INSERT that had drawn an id up to M gets its transaction id; then we draw a transaction id X of our own. (A
 snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already be running.)
 2. Once the snapshot's xmin has reached X, all those transactions have ended. 3. A read after that, still from the old
@@ -16,8 +16,8 @@ id and writing, as in a BEFORE trigger that sleeps.)
 
 Steps 1 and 2 are done for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
 Rows whose key waits for a failed event may be below the mark. When such a failure is gone, the mark is lowered to its
-id, because the rows that it blocked have higher ids. A failure that stays, however often it is retried, or a new one,
-frees no rows.
+id before newer rows of the key are published, because the rows that it blocked have higher ids (blocked_keys.py). A
+failure that stays, however often it is retried, or a new one, frees no rows.
 """
 
 from __future__ import annotations
@@ -91,6 +91,11 @@ class LowWaterMarks:
     def settled(self, lane: int, last: int) -> None:
         """Record the last id that was settled, or the lane's last id if rows wait: the mark may rise to it."""
         self._settled[lane] = max(last, self._settled.get(lane, LOWEST))
+
+    @property
+    def want_last_ids(self) -> bool:
+        """Return whether ids that are recorded now may become the next ones to which marks rise."""
+        return not self._candidates
 
     def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
         if self._ended and (not self._candidates or now - self._candidates_at >= _SWEEP_SECONDS):

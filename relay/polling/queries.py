@@ -8,6 +8,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
+from relay.polling.blocked_keys import DIGEST
 from relay.statements import array, names_of
 
 # In the order of Claim's fields.
@@ -69,13 +70,15 @@ SELECT {columns}, NULL, lane FROM {events} AS e WHERE {conditions}
  ORDER BY id LIMIT (SELECT fitting FROM {fitting} AS f)"""
 
 # Failed events that are due, the first of each key. They may be below the mark if they were put back.
+# clock_timestamp() is volatile, and no index can be searched by it.
 _READ_DUE: Final = """
 SELECT {columns}, NULL, lane
   FROM {events} AS e
  WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
    AND id = ANY(ARRAY(
             SELECT f.id FROM {failures} AS f
-              WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp() AND f.id <> ALL(%(pending)s::bigint[])
+              WHERE f.lane = %(lane)s AND f.next_attempt_at < 'infinity' AND f.next_attempt_at <= statement_timestamp()
+                AND f.id <> ALL(%(pending)s::bigint[])
                 AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id{usable})
                 AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
                                       WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
@@ -84,18 +87,34 @@ SELECT {columns}, NULL, lane
               ORDER BY f.next_attempt_at, f.id LIMIT %(due)s))
  ORDER BY id"""
 
-# The lowest ids of the lane's failures, and their number. And the last id of the lane: the mark may rise to it, so that
-# waiting rows are not visited by each read. See low_water_mark.py.
+# All failures of lanes, or those with these ids; see blocked_keys.py. OFFSET and LIMIT prevent the planner from
+# reversing the join; see relay.statements.
 _FAILURES: Final = """
-SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC LIMIT 1)
-  FROM (SELECT l.lane, count(*), sum(f.id)::text,
-               ARRAY(SELECT g.id FROM {failures} AS g WHERE g.lane = l.lane ORDER BY g.id LIMIT 1000)
-          FROM unnest(%(lanes)s::smallint[]) AS l(lane) JOIN {failures} AS f ON f.lane = l.lane
-         GROUP BY l.lane) AS f"""
+SELECT l.lane, f.*
+  FROM unnest(%(lanes)s::smallint[]) AS l(lane)
+ CROSS JOIN LATERAL (SELECT f.id, aggregate_type, {digest}, blocks
+                       FROM {failures} AS f WHERE f.lane = l.lane OFFSET 0) AS f"""
 
+_SOME_FAILURES: Final = """
+SELECT l.lane, f.*
+  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[]) AS l(lane, id)
+ CROSS JOIN LATERAL (SELECT f.id, aggregate_type, {digest}, blocks
+                       FROM {failures} AS f WHERE f.lane = l.lane AND f.id = l.id LIMIT 1) AS f"""
+
+_FAILURE_SUMS: Final = """
+SELECT l.lane, f.*
+  FROM unnest(%(lanes)s::smallint[]) AS l(lane)
+ CROSS JOIN LATERAL (SELECT count(*), coalesce(sum(f.id), 0)::text FROM {failures} AS f WHERE f.lane = l.lane) AS f"""
+
+_WITH_FAILURES: Final = """
+SELECT l.lane FROM unnest(%(lanes)s::smallint[]) AS l(lane)
+ WHERE EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane)"""
+
+# The mark may rise to a lane's last id while events wait, so that they are not visited by each read. See
+# low_water_mark.py. From the top, dead rows that an old snapshot keeps are visited: it is read once for each rise.
 _LAST_IDS: Final = """
-SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane ORDER BY id DESC LIMIT 1)
-  FROM unnest(%(lanes)s::smallint[]) AS l(lane)"""
+SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above ORDER BY id DESC LIMIT 1)
+  FROM unnest(%(lanes)s::smallint[], %(above)s::bigint[]) AS l(lane, above)"""
 
 # By id and event id: after a restore another event may have the id. LIMIT and ctid as in relay.statements.
 _SETTLE_MARKER: Final = """
@@ -119,12 +138,11 @@ kept AS (
 _HELD: Final = """
 SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {timeline},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
-  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE NOWAIT"""
+  FROM {lanes} AS l JOIN {leases} ON {ours} FOR UPDATE OF l NOWAIT"""
 
 _STILL_HELD: Final = """
 SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
-  FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+  FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 _ADOPTED: Final = """
 UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s, {further}
@@ -193,7 +211,11 @@ class Queries:
         self.read_some_skip_blocked = bounded(_READ_SKIP_BLOCKED, skip_blocked + usable, sql.SQL("%(limit)s"))
         self.read_due = query(_READ_DUE, usable=sql.SQL(""))
         self.read_some_due = query(_READ_DUE, usable=usable)
-        self.failures = query(_FAILURES)
+        digest = sql.SQL(DIGEST)
+        self.failures = query(_FAILURES, digest=digest)
+        self.some_failures = query(_SOME_FAILURES, digest=digest)
+        self.failure_sums = query(_FAILURE_SUMS)
+        self.with_failures = query(_WITH_FAILURES)
         self.last_ids = query(_LAST_IDS)
         self.several = query(_SEVERAL)
         self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))

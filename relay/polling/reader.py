@@ -5,17 +5,26 @@ Keys that wait
     retries.py). Due events are read separately, alternating with batches of the others: one at first, and twice as many
     after each turn in which all of them were published. For a worker without failures this costs only a query of an
     empty table each second.
+
+Keys that are freed
+    Rows that waited are below the mark, newer ones of their key above it. What the lane's holder frees itself, by
+    publishing the failed event, it knows before it reads again. Whatever else frees a key (an operator, a marker) is
+    noticed when the first newer row of the key is read: the lane's rows of that turn are taken back, and are read again
+    from the lowered mark (see blocked_keys.py). If there is no newer row, the look of each second finds it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from psycopg import sql
 
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.low_water_mark import LowWaterMarks
 from relay.polling.queries import DRAW_XID, XMIN, Queries
 from relay.polling.session import Read, Session
@@ -33,39 +42,25 @@ _MANY: Final = 100
 _MOST_DUE: Final = 500
 
 
-class _Failures(NamedTuple):
-    """The failures of a lane: their number, the sum of their ids, and the lowest ids."""
-
-    size: int
-    total: str
-    lowest: Sequence[int]
-
-    def freed_by(self, now: _Failures | None) -> int | None:
-        """Return an id behind which waiting rows may go now, if ``now`` is what is left; None if there are none."""
-        if now is None:
-            return self.lowest[0]
-        gone = set(self.lowest) - set(now.lowest)
-        if gone:
-            # Or new ones displaced them in the list; then this reads too much once.
-            return min(gone)
-        if self.size == len(self.lowest) or (self.size, self.total) == (now.size, now.total):
-            return None
-        return self.lowest[-1]
-
-
 @dataclass(slots=True)
 class _Lane:
     """The reader's state of one lane."""
 
+    failures: BlockedKeys = field(default_factory=BlockedKeys)
     known: bool = False
-    """Whether the lane's failures have been read since it was held, and since one was recorded."""
-    failures: _Failures | None = None
-    """The lane's failures at the last look, to detect changes; None if there are none."""
+    """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
+    unsure: set[int] = field(default_factory=set)
+    """Ids of events of which it is not known whether they are among the failures; while ``known``."""
     due: int = 1
     due_next: bool = True
     reading_due: bool = False
     row_bytes: float = 0.0
     busy_until: float = 0.0
+
+    @property
+    def is_without_failures(self) -> bool:
+        """Return whether the lane is known to have no failures."""
+        return self.known and not self.failures and not self.unsure
 
 
 class LaneReader:
@@ -79,6 +74,7 @@ class LaneReader:
         self._lanes: dict[int, _Lane] = {}
         self._looked_at = -_LOOK_SECONDS
         self._ends_at = -_LOOK_SECONDS
+        self._counts = False
         self._crowded = False
         self._rotation = 0
         self._first = 0
@@ -105,9 +101,13 @@ class LaneReader:
         self.look_again(lane)
         self._marks.reset(lane)
 
-    def look_again(self, lane: int) -> None:
-        """Make the next read look for failures of the lane first."""
-        self._lanes[lane].known = False
+    def look_again(self, lane: int, ids: Collection[int] | None = None) -> None:
+        """Make the next read look first which failures the lane has, or which of these events are among them."""
+        state = self._lanes[lane]
+        if ids is None:
+            state.known = False
+        else:
+            state.unsure.update(ids)
 
     def may_become_due(self, lanes: Collection[int]) -> bool:
         """Return whether these lanes have waiting events that only a read shows to be due."""
@@ -154,7 +154,7 @@ class LaneReader:
             common["left_copies"] = [copy for _, copy in self.left_out]
             common["copy"] = DEAD_LETTER
         common["turn_bytes"] = self._turn_bytes
-        plain = [lane for lane in lanes if self._lanes[lane].failures is None]
+        plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._first, lane))
         reads = []
@@ -170,7 +170,7 @@ class LaneReader:
             reads.append(Read(query, values, plain, marks, many=many))
         for lane in lanes:
             state = self._lanes[lane]
-            if state.failures is None:
+            if not state.failures:
                 continue
             values = {"lane": lane, "copy": DEAD_LETTER, **common}
             # For due events, what fits is not computed in advance.
@@ -194,12 +194,15 @@ class LaneReader:
         return any(
             2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
             for lane, batch in batches.items()
-        ) and all(self._lanes[lane].failures is None for lane in limits)
+        ) and all(self._lanes[lane].is_without_failures for lane in limits)
 
     # What the results say
 
     def collect(self, reads: Sequence[Read]) -> list[Claim]:
-        """Return the events that statements have read, and update the marks."""
+        """Return the events that statements have read, and update the marks.
+
+        Without the events of lanes in which a key has been freed: they are read again, from a lower mark.
+        """
         claims: list[Claim] = []
         due: set[int] = set()
         for read in reads:
@@ -217,7 +220,7 @@ class LaneReader:
                 full, self._first = set(no_room), no_room[0]
                 rows = rows[: -len(no_room)]
             for lane in read.lanes:
-                if self._lanes[lane].failures is not None and lane not in due:
+                if self._lanes[lane].failures and lane not in due:
                     self._lanes[lane].due_next = True
                     self._lanes[lane].reading_due = False
             rows = [row for row in rows if row.lane not in due] if due else rows
@@ -225,10 +228,23 @@ class LaneReader:
             for row in reversed(rows):
                 lowest[row.lane] = row.position
             for lane in read.lanes:
-                if lane not in due and lane not in full:
+                # Rows must not wait below the mark for a failure that is not known.
+                complete = self._counts or not self._lanes[lane].failures
+                if complete and lane not in due and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
-        return claims
+        freed = self._freed(claims, due)
+        return [claim for claim in claims if claim.lane not in freed] if freed else claims
+
+    def _freed(self, claims: Sequence[Claim], due: Collection[int]) -> set[int]:
+        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
+        freed: set[int] = set()
+        for claim in claims:
+            state = self._lanes[claim.lane]
+            if state.failures and claim.lane not in due and (gone := state.failures.before(claim)):
+                state.unsure |= gone
+                freed.add(claim.lane)
+        return freed
 
     def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
         """Record the sizes of a turn's events, and which lanes had some."""
@@ -244,9 +260,12 @@ class LaneReader:
             self._crowded = False
 
     def note_settled(self, lane: int, batch: UnsettledBatch) -> None:
-        """Record settled rows: the mark may rise to them."""
-        if batch.rows:
-            self._marks.settled(lane, max(claim.position for claim in batch.rows))
+        """Record settled rows: the mark may rise to them, and their failures are gone."""
+        if not batch.rows:
+            return
+        self._marks.settled(lane, max(claim.position for claim in batch.rows))
+        if state := self._lanes.get(lane):
+            self._lower(lane, state.failures.remove(claim.position for claim in batch.rows))
 
     def note_due(self, lane: int, *, refused: bool) -> None:
         """Record whether a turn could publish the due events: this decides how many the next one tries."""
@@ -258,58 +277,71 @@ class LaneReader:
 
     def has_failures(self, lane: int) -> bool:
         """Return whether the lane has failures, as far as the last look shows."""
-        return self._lanes[lane].failures is not None
+        return bool(self._lanes[lane].failures)
 
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
         """Return which of these lanes have failures now."""
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
-            return {row[0] for row in self._failures_of(lanes)}
+            return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}
 
-    def looks(self, lanes: Collection[int]) -> Collection[int]:
-        """Return the lanes whose failures have to be read in this turn."""
-        if self.must_look():
-            self._looked_at = time.monotonic()
-            return list(self._lanes)
-        return [lane for lane in lanes if self._lanes[lane].failures is not None]
+    def looks(self) -> Collection[int]:
+        """Return the lanes whose failures have to be counted in this turn."""
+        self._counts = self.must_look()
+        if not self._counts:
+            return ()
+        self._looked_at = time.monotonic()
+        return list(self._lanes)
 
     def must_look(self) -> bool:
-        """Return whether it is time to read the failures of all lanes."""
+        """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self) -> None:
         """Read failures of lanes where they are not known: they decide which statement reads the lane.
 
-        While events are left out, also read the lanes' last ids, to which the marks may rise.
+        While events wait, also read the lanes' last ids, to which the marks may rise.
         """
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
+        unsure = [(lane, id_) for lane, state in self._lanes.items() if state.known for id_ in state.unsure]
         if unknown:
-            self.note_failures(self._failures_of(unknown), unknown)
-        if self.left_out and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
-            # A topic may be paused for hours: its events must not be visited by each read.
+            self._note(unknown, self._rows_of(self._queries.failures, lanes=unknown))
+        if unsure:
+            lanes, ids = [lane for lane, _ in unsure], [id_ for _, id_ in unsure]
+            self._note({*lanes}, self._rows_of(self._queries.some_failures, lanes=lanes, ids=ids))
+        waiting = [lane for lane, state in self._lanes.items() if self.left_out or state.failures]
+        if waiting and self._marks.want_last_ids and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
+            # A topic may be paused for hours, a key blocked for days.
             self._ends_at = time.monotonic()
-            rows = self._session.connection.execute(self._queries.last_ids, {"lanes": list(self._lanes)}).fetchall()
-            for lane, last in rows:
+            above = [self._marks.above(lane) for lane in waiting]
+            for lane, last in self._rows_of(self._queries.last_ids, lanes=waiting, above=above):
                 if last is not None:
                     self._marks.settled(lane, last)
 
-    def note_failures(self, rows: Sequence[Any] | None, lanes: Collection[int]) -> None:
-        """Record the result of reading the ``failures`` of these lanes."""
-        if rows is None:
-            return
-        found = {row[0]: _Failures(*row[1:-1]) for row in rows}
-        for lane in lanes:
-            state = self._lanes[lane]
-            before, state.failures, state.known = state.failures, found.get(lane), True
-            if before is not None and (freed := before.freed_by(state.failures)) is not None:
-                # Rows that waited may go now, and are below the mark.
-                self._marks.lower(lane, freed)
-        for row in rows:
-            if row[-1] is not None and row[0] in self._lanes:
-                self._marks.settled(row[0], row[-1])
+    def note_counts(self, rows: Sequence[Any] | None) -> None:
+        """Record the number of failures of each lane, and the sum of their ids, as they were after the read."""
+        for lane, count, total in rows or ():
+            state = self._lanes.get(lane)
+            if state is not None and not state.failures.matches(count, int(total)):
+                state.known = False
 
-    def _failures_of(self, lanes: Collection[int]) -> list[Any]:
-        return self._session.connection.execute(self._queries.failures, {"lanes": list(lanes)}).fetchall()
+    def _note(self, lanes: Collection[int], rows: Sequence[Any]) -> None:
+        found: dict[int, list[FailureRow]] = {lane: [] for lane in lanes}
+        for lane, *row in rows:
+            found[lane].append(FailureRow(*row))
+        for lane, failures in found.items():
+            state = self._lanes[lane]
+            asked = state.unsure if state.known else None
+            self._lower(lane, state.failures.replace(failures, asked))
+            state.known, state.unsure = True, set()
+
+    def _lower(self, lane: int, freed: int | None) -> None:
+        """Make the next read start no higher than the failure that is gone: rows that waited for it may go now."""
+        if freed is not None:
+            self._marks.lower(lane, freed)
+
+    def _rows_of(self, query: sql.Composed, **values: Any) -> list[Any]:
+        return self._session.connection.execute(query, values).fetchall()
 
     def _draw_xid(self) -> int:
         return self._session.number(DRAW_XID)

@@ -164,17 +164,17 @@ class Session:
     # Reading
 
     def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
-        """Execute reading statements, and one that reads the failures of ``looks``, whose cursor it returns."""
+        """Execute reading statements, and one that counts the failures of ``looks``, whose cursor it returns."""
         for read in reads:
             read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
             # A statement that is not prepared gets a custom plan.
             read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
         if not looks:
             return None
-        return self.connection.execute(self._queries.failures, {"lanes": list(looks)})
+        return self.connection.execute(self._queries.failure_sums, {"lanes": list(looks)})
 
     def read(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
-        """Execute these statements in one round trip and receive their rows. Returns the failures of ``looks``."""
+        """Execute these in one round trip and receive their rows. Returns the counted failures of ``looks``."""
         with self.connection.pipeline() as pipeline:
             looking = self.send(reads, looks)
             pipeline.sync()

@@ -242,8 +242,8 @@ class PollingSource:
     def _read_and_settle(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
         lanes = list(limits)
         in_hand = self._in_hand()
-        looks = self.reader.looks(lanes)
         reads = self.reader.reads(limits, in_hand)
+        looks = self.reader.looks()
         settled = [lane for lane in lanes if self._expects(lane)]
         settled += [lane for lane in self.settlement.unsettled if lane not in set(settled)]
         if self.session.pooled:
@@ -258,7 +258,7 @@ class PollingSource:
             alive = sum(claim.lane not in failed for claim in claims)
             if alive and there != len(claims):
                 raise self._gone(len(claims) - there, len(claims))
-            self.reader.note_failures(looked, looks)
+            self.reader.note_counts(looked)
             return claims, failed
         asked_at = time.monotonic()
         settling = self._connection.cursor()
@@ -271,7 +271,7 @@ class PollingSource:
                 pipeline.sync()
         receive(reads)
         claims = self.reader.collect(reads)
-        self.reader.note_failures(looking.fetchall() if looking is not None else None, looks)
+        self.reader.note_counts(looking.fetchall() if looking is not None else None)
         failed = {}
         if settled:
             failed = self.settlement.answered(settling, settled, asked_at)
@@ -320,11 +320,11 @@ class PollingSource:
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
     def _read_only(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Claim]:
-        looks = self.reader.looks(list(limits))
         reads = self.reader.reads(limits, in_hand)
+        looks = self.reader.looks()
         looked = self.session.read(reads, looks)
         claims = self.reader.collect(reads)
-        self.reader.note_failures(looked, looks)
+        self.reader.note_counts(looked)
         return claims
 
     def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
@@ -412,7 +412,7 @@ class PollingSource:
         )
         if error is not None:
             return error
-        self.reader.look_again(lane)
+        self.reader.look_again(lane, [claim.position for claim, _ in refused])
         for claim in dead:
             self._on_dead(lane, claim)
         return None

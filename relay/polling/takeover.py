@@ -9,13 +9,13 @@ from psycopg import errors
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
-from relay.marker import Identity, Marker, StateLost, resume
+from relay.marker import RECREATED, Identity, Marker, StateLost, resume
 from relay.polling.queries import Queries
 from relay.polling.session import Session
 from relay.ports import LaneBusy
 from relay.retries import Failures
 from relay.settlement import NOTHING, SettledLane
-from relay.statements import position
+from relay.statements import lease_values, position
 
 
 class RowTakeover:
@@ -39,10 +39,7 @@ class RowTakeover:
         """Return this Postgres's identity, and the lanes that have another owner. No identity if all of them have."""
         self._session.free()
         with unavailable_on_error("looking at the lanes"):
-            rows = self._connection.execute(
-                self._queries.still_held,
-                {"lanes": [lease.lane for lease in leases], "epochs": [lease.epoch for lease in leases]},
-            ).fetchall()
+            rows = self._connection.execute(self._queries.still_held, lease_values(leases)).fetchall()
         self._identity = Identity(*rows[0][1:]) if rows else None
         held = {row[0] for row in rows}
         lost: dict[int, OutboxError] = {
@@ -51,20 +48,20 @@ class RowTakeover:
         return self._identity, lost
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle the rows that the lane's last marker names, if the epoch is still ours, before anything is fetched.
+        """Settle the rows that the lane's last marker names, if the lease is still ours, before anything is fetched.
 
         Writes ``own_id`` into the lane's row in the same transaction: from its commit on, the next holder fences it.
         None for a worker without transactions. Returns the marker to go on from (None: there has never been one) and
         the database's identity. Raises LaneLost, or StateLost when marker and table contradict each other.
         """
-        lane, epoch = lease.lane, lease.epoch
+        lane = lease.lane
         held_lane = self._settlement.lanes[lane]
         if self._is_ours(held_lane, marker, own_id):
             assert self._identity is not None
             return marker, self._identity
         with self._session.transaction(lease, f"taking lane {lane} over"):
             try:
-                held = self._connection.execute(self._queries.held, {"lane": lane, "epoch": epoch}).fetchone()
+                held = self._connection.execute(self._queries.held, lease_values([lease])).fetchone()
             except errors.LockNotAvailable as error:
                 raise LaneBusy(lane) from error
             if held is None:
@@ -98,7 +95,7 @@ class RowTakeover:
         """Return whether there is nothing to take over: only the publisher is new, and all of the lane is settled.
 
         The row names us and has the marker's batch: the last statement on it has found or written that. ``identity``
-        has checked the epoch after the producers were initialized again: a later holder fences them. Without this, a
+        has checked the lease after the producers were initialized again: a later holder fences them. Without this, a
         failed turn would cost a transaction for each lane of the worker.
         """
         return (
@@ -118,7 +115,7 @@ class RowTakeover:
         gone = self._connection.execute(
             self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
         ).fetchone()
-        if last_batch is not None and gone is not None and gone[0] != len(ids):
+        if last_batch not in {None, RECREATED} and gone is not None and gone[0] != len(ids):
             # They were durable before they were published, and no other relay settles them.
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "

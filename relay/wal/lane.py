@@ -16,6 +16,7 @@ from relay.lease import Lease
 from relay.marker import Marker
 from relay.polling.source import PollingSource
 from relay.ports import Claim, LaneLost
+from relay.statements import lease_values
 from relay.wal.channel import Channel
 from relay.wal.queries import StreamQueries
 
@@ -75,9 +76,9 @@ class StreamLane:
         return isinstance(self.state, Streaming)
 
     @property
-    def key(self) -> dict[str, int]:
-        """The parameters of statements that apply to the lane only while it is ours."""
-        return {"lane": self.lease.lane, "epoch": self.lease.epoch}
+    def key(self) -> dict[str, Any]:
+        """The parameters of statements about the lane, and of those that apply to it only while it is ours."""
+        return {"lane": self.lease.lane, **lease_values([self.lease])}
 
 
 class Pauses:

@@ -12,22 +12,21 @@ from relay.statements import names_of
 _STATE: Final = """
 SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),
        {timeline}
-  FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+  FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 _SET_STREAMING: Final = """
-UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
-RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+UPDATE {lanes} AS l SET streaming = %(streaming)s FROM {leases} WHERE {ours}
+RETURNING l.lane, set_config('synchronous_commit', 'on', true)"""
 
 # Does not wait for a lock on the row, because the other lanes would wait as well.
 _LEAVE_UNLOCKED: Final = """
 UPDATE {lanes} SET streaming = false
- WHERE lane = (SELECT lane FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR NO KEY UPDATE SKIP LOCKED)
+ WHERE lane = (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _PLACED: Final = """
-UPDATE {lanes} SET {further} WHERE lane = %(lane)s AND epoch = %(epoch)s
-RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+UPDATE {lanes} AS l SET {further} FROM {leases} WHERE {ours}
+RETURNING l.lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
 
@@ -45,7 +44,7 @@ SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM {even
 _WHICH: Final = """
 SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_ids)s::bigint[])),
        pg_current_snapshot()::text
-  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+  FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 # Of each lane as many rows as fit into the bytes, and at least one; ``cut`` is the number of the first that does not
 # fit. OFFSET 0 prevents the planner from reversing the join, which would compare each row of the table with each id.

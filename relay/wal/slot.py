@@ -23,7 +23,7 @@ from relay.config import Settings
 from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.ports import DatabaseUnavailable, StreamLost
-from relay.statements import names_of
+from relay.statements import lease_values, names_of
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 
@@ -87,8 +87,7 @@ SELECT abs(mod(hashtextextended(k.id, hashtextextended(k.kind, 0)), %(modulo)s::
 
 # Only the holder of the lanes: a relay that slept must not end its successor's session.
 _HOLDS: Final = """
-(SELECT count(*) FROM {lanes} AS l JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
-                      ON mine.lane = l.lane AND mine.epoch = l.epoch) = %(count)s"""
+(SELECT count(*) FROM {lanes} AS l JOIN {leases} ON {ours}) = %(count)s"""
 
 _TERMINATE: Final = """
 SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
@@ -199,8 +198,7 @@ class Slot:
             "slot": names.slot,
             "publication": names.publication,
             "events": sql.Identifier(names.schema, "events").as_string(None),
-            "lanes": [lease.lane for lease in leases],
-            "epochs": [lease.epoch for lease in leases],
+            **lease_values(leases),
             "count": len(leases),
         }
 

@@ -40,7 +40,7 @@ from relay.ports import Claim, Fetched, Kind, Published, Receipt
 from relay.position import up_to
 from relay.retries import Failures
 from relay.settlement import UnsettledBatch, lanes_text
-from relay.statements import position
+from relay.statements import lease_values, position
 from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
@@ -289,8 +289,7 @@ class StreamSource:
         lanes = [self._lanes[number] for number in numbers]
         with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
             rows = self._connection.execute(
-                self._queries.state,
-                {"lanes": list(numbers), "epochs": [lane.lease.epoch for lane in lanes]},
+                self._queries.state, lease_values([lane.lease for lane in lanes])
             ).fetchall()
         states = {row[0]: row[1:] for row in rows}
         failed: dict[int, OutboxError] = {}

@@ -138,7 +138,8 @@ class SlotWatch:
 class RelayMetrics:
     """The metrics of a worker's health and of its topics.
 
-    ``hanging`` returns the number of partitions in which a transaction hangs.
+    ``hanging`` returns the number of partitions in which a transaction hangs, ``grown`` the topics that got more
+    partitions lately.
     """
 
     def __init__(
@@ -146,11 +147,13 @@ class RelayMetrics:
         health: Callable[[], Health],
         topics: Callable[[], Collection[str]],
         hanging: Callable[[], int],
+        grown: Callable[[], Collection[str]],
         registry: CollectorRegistry,
     ) -> None:
         self._health = health
         self._topics = topics
         self._hanging = hanging
+        self._grown = grown
         registry.register(self)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -181,7 +184,7 @@ class RelayMetrics:
             "outbox_relay_upkeep_wait_seconds",
             "How long a task besides publishing has been failing: slot (its check), slot_repair (the repair of a lost "
             "slot), backlog (its count), archive, drain (the look whether one is complete), transactions (the search "
-            "for hanging ones).",
+            "for hanging ones), partitions (the count of topics' partitions).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():
@@ -206,4 +209,9 @@ class RelayMetrics:
             "outbox_relay_partitions_hanging",
             "Partitions in which a transaction hangs: read_committed readers see nothing behind it.",
             value=self._hanging(),
+        )
+        yield GaugeMetricFamily(
+            "outbox_relay_topics_grown",
+            "Exactly-once: topics that got more partitions within a day, while this worker ran: keys have moved.",
+            value=len(self._grown()),
         )

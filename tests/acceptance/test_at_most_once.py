@@ -112,3 +112,38 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once(url, outbox_kafka
     outbox(url, "failures", "retry", "--all")
     assert names(outbox_kafka.consume(small, 1)) == ["a1"]
     assert relay.running
+
+
+@pytest.mark.parametrize(
+    ("point", "lost"),
+    [
+        # Deleted, and not given to librdkafka; half of it is; all of it is, and waits for more.
+        ("batch.settled=pause@4", 5),
+        ("batch.half_sent=pause@2", 5),
+        ("batch.sent=pause@2", 5),
+    ],
+)
+def test_at_most_once_a_relay_that_slept_past_its_lease_sends_nothing_more(
+    url, outbox_kafka, outbox_relay, point, lost
+):
+    """Its heir has sent what comes after it."""
+    topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
+    sent = [f"a{number:02}" for number in range(20)]
+    add(url, *(event("Order", name) for name in sent))
+    # Nothing is under way before the turn is flushed.
+    settings = AT_MOST_ONCE | {"relay__lease_seconds": 6, "kafka__linger_ms": 3000}
+    sleeper = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **settings)
+    wait_until(lambda: backlog(url) == 10, what="the second turn")
+    heir = outbox_relay(env=routes(Order=topic), **settings)
+    drained(url)
+    wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == sent[-1:], what="the last event")
+    sleeper.resume()
+    sleeper.wait_for_log("events may be lost")
+    sleeper.wait_for_log("lane lost")
+    assert heir.running
+    # What the heir writes now comes after whatever the sleeper has sent.
+    add(url, event("Order", "z1"))
+    wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == ["z1"], what="one more event")
+    arrived = names(outbox_kafka.consume(topic))
+    assert arrived == sorted(set(arrived))
+    assert set(sent) - set(arrived) == set(sent[5 : 5 + lost])

@@ -88,10 +88,10 @@ class Journal:
             for key in keys:
                 self._number += 1
                 event = Event(self._kind, key, "Counted", {"n": self._number})
-                self._outboxes[transports[self._number % len(transports)]].add(connection, event)
-                row = (event.event_id, key, self._number)
+                event_id = self._outboxes[transports[self._number % len(transports)]].add(connection, event)
+                row = (event_id, key, self._number)
                 connection.execute("INSERT INTO journal VALUES (%s, %s, %s)", row)
-                ids.add(str(event.event_id))
+                ids.add(str(event_id))
         return ids
 
     @staticmethod

@@ -89,8 +89,8 @@ def test_the_fixtures_example_passes(tmp_path, outbox_postgres_server, outbox_ka
     (example,) = [block.text for block in blocks("python") if block.page == "docs/guides/testing.md"]
     (tmp_path / "test_example.py").write_text(PRELUDE + example)
     environment = os.environ | {
-        "OUTBOX_DATABASE_URL": outbox_postgres_server.url(),
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka_cluster.bootstrap_servers,
+        "OUTBOX_TEST_DATABASE_URL": outbox_postgres_server.url(),
+        "OUTBOX_TEST_KAFKA": outbox_kafka_cluster.bootstrap_servers,
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"],

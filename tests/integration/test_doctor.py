@@ -342,7 +342,8 @@ def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outb
         connection.execute('CREATE PUBLICATION "Others" FOR ALL TABLES')
         lane = connection.execute("SELECT lane FROM outbox.events").fetchone()[0]
         polling = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", Failures("outbox", None, None))
-        source = OneLane(polling, Lease(lane, 0, 30.0, 0.0))
+        connection.execute("UPDATE outbox.lanes SET owner = 'me'")
+        source = OneLane(polling, Lease(lane, 0, 30.0, 0.0, owner="me"))
         # Before anything is published that could not be settled.
         with pytest.raises(SchemaError, match="a publication of deletes has the outbox's table; see `outbox doctor`"):
             source.fetch(10)

@@ -9,8 +9,9 @@ from outbox import Event, Outbox
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
+from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, LaneBusy, Receipt
+from relay.ports import PUBLISHED, Claim, Fetched, LaneBusy, Receipt
 from relay.retries import FailurePolicy, Failures
 
 
@@ -47,3 +48,51 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
     assert (third.batches, third.failed) == ({}, {})
     with psycopg.connect(outbox_postgres.url) as connection:
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+
+
+def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_free(outbox_postgres, source):
+    """They are deleted before they are sent: what has not been handed out must not be taken for sent."""
+    lost: list[tuple[int, int]] = []
+    other = psycopg.connect(outbox_postgres.url)
+    turns = 0
+
+    def held(_claim: Claim) -> bool:
+        # Asked when the second turn is read and its lanes are known to be ours, before its rows are deleted.
+        if turns == 2:
+            other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+        return False
+
+    once = AtMostOnceSource(
+        source,
+        Failures("outbox", FailurePolicy(), Router()),
+        on_lost=lambda *what: lost.append(what),
+        on_dead=lambda *_: None,
+        held=held,
+    )
+    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(4)
+    for lease in leases:
+        once.hold(lease)
+    with psycopg.connect(outbox_postgres.url) as connection:
+        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {"n": n}) for n in range(400)])
+    limits = dict.fromkeys(range(4), 30)
+    sent: dict[int, list[int]] = {lane: [] for lane in range(4)}
+
+    def turn() -> Fetched:
+        nonlocal turns
+        turns += 1
+        fetched = once.fetch(limits)
+        for lane, claims in fetched.batches.items():
+            sent[lane] += [claim.position for claim in claims]
+        once.settle({lane: Receipt([(c, PUBLISHED) for c in claims]) for lane, claims in fetched.batches.items()})
+        return fetched
+
+    turn()
+    with other:
+        second = turn()
+        assert sorted(second.batches) == [0, 2, 3]
+        assert isinstance(second.failed[1], LaneBusy)
+    while turn().batches:
+        pass
+    assert lost == []
+    assert sum(map(len, sent.values())) == 400
+    assert all(ids == sorted(set(ids)) for ids in sent.values())

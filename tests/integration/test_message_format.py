@@ -52,8 +52,8 @@ def cloud_event(message: Message) -> Any:
 def write(database, event: Event) -> None:
     """Write an event, at the page's time."""
     with database.connect() as connection:
-        Outbox().add(connection, event)
-        connection.execute("UPDATE outbox.events SET created_at = %s WHERE event_id = %s", (WRITTEN, event.event_id))
+        event_id = Outbox().add(connection, event)
+        connection.execute("UPDATE outbox.events SET created_at = %s WHERE event_id = %s", (WRITTEN, event_id))
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def slot(outbox_postgres) -> Iterator[Slot]:
 def test_events_as_the_writer_writes_them(outbox_postgres, slot):
     event = Event("Order", "4711", "OrderPlaced", {"ü": 1}, headers={"tenant": "acme"})
     with outbox_postgres.connect() as connection:
-        Outbox().add(connection, event)
+        event_id = Outbox().add(connection, event)
         Outbox().add(connection, Event("Order", "4712", "OrderPlaced", b"\x00\xff"))
     begin, relation, first, second, commit = slot.read()
     assert isinstance(begin, Begin)
@@ -65,7 +65,7 @@ def test_events_as_the_writer_writes_them(outbox_postgres, slot):
     assert "lane" not in names
     assert isinstance(first, Insert)
     values = dict(zip(names, first.new, strict=True))
-    assert values["event_id"] == str(event.event_id).encode()
+    assert values["event_id"] == str(event_id).encode()
     assert values["aggregate_id"] == b"4711"
     assert values["payload"] == '{"ü": 1}'.encode()
     assert values["payload_bytes"] is None

@@ -75,7 +75,7 @@ def test_a_lane_lost_while_the_next_turn_is_read_gives_none_of_it(workers):
     for lane in (0, 2, 3):
         assert seen[lane] + rest[lane] == there[lane]
     # Taken again, while the others are read ahead: from the first that is not settled.
-    source.hold(Lease(1, lost.epoch + 1, 600.0, time.monotonic()))
+    source.hold(Lease(1, lost.epoch + 1, 600.0, time.monotonic(), owner=lost.owner))
     assert seen[1] + drain(source, worker.limits(20))[1] == there[1]
     assert backlog(worker.database.url) == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plans import PLANS, blocks, by_index_only, explain, nodes
 from polling_support import table
 
 from relay.database import Connector
@@ -16,7 +17,6 @@ from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused
 from relay.retries import FailurePolicy, Failures
 from relay.settlement import Settlement, UnsettledBatch
-from relay.statements import KEEP_TO_THE_INDEX
 
 ROWS = 200_000
 DEAD = 5 * ROWS
@@ -48,10 +48,6 @@ def crowded(outbox_postgres_server, _outbox_template):
     outbox_postgres_server.drop_database(name)
 
 
-# A connection keeps plans: after some executions the server may take one that fits any values.
-PLANS = ["force_custom_plan", "force_generic_plan"]
-
-
 @pytest.fixture(scope="module", params=["no statistics", "analyzed when it was empty", "analyzed"])
 def statistics(crowded, request):
     """What the planner knows. Between two bursts, or under an old snapshot, the table has pages and no rows."""
@@ -65,35 +61,6 @@ def statistics(crowded, request):
             "WHERE indrelid = 'outbox.events'::regclass))"
         )
     return crowded
-
-
-def explain(connection: Any, query: Any, values: Any, *, plans: str = PLANS[0], to_the_index: bool) -> dict[str, Any]:
-    connection.execute("BEGIN")
-    connection.execute("SELECT set_config('plan_cache_mode', %s, true)", (plans,))
-    if to_the_index:
-        connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-    text = query.as_string(connection)
-    plan = connection.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}", values).fetchone()[0][0]
-    connection.execute("ROLLBACK")
-    return plan["Plan"]
-
-
-def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    return [plan, *(node for child in plan.get("Plans", []) for node in nodes(child))]
-
-
-def by_index_only(plan: dict[str, Any]) -> None:
-    """No table is read from end to end, no backlog sorted or hashed."""
-    found = nodes(plan)
-    assert not [node for node in found if node["Node Type"] == "Seq Scan"], plan
-    for node in found:
-        if node["Node Type"] in {"Sort", "Incremental Sort", "Hash", "Materialize", "Bitmap Index Scan"}:
-            # Of the lists that were bound, at most.
-            assert node["Actual Rows"] * node["Actual Loops"] <= 2000, (node["Node Type"], plan)
-
-
-def blocks(plan: dict[str, Any]) -> int:
-    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
 
 
 def before_the_first(admin: Any) -> int:

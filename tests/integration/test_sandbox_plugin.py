@@ -227,8 +227,11 @@ def test_kills_kafka(private_kafka):
         [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)],
         env={
             **os.environ,
-            "OUTBOX_DATABASE_URL": given,
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+            "OUTBOX_TEST_DATABASE_URL": given,
+            "OUTBOX_TEST_KAFKA": outbox_kafka.bootstrap_servers,
+            # Another system's, as in a shell that is set up for it: no test goes there.
+            "OUTBOX_DATABASE_URL": "postgresql://staging.invalid/shop",
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": "staging.invalid:9092",
             # Whatever would start a server of its own fails.
             "OUTBOX_PG_BIN": "/nonexistent",
             "JAVA_HOME": "/nonexistent",
@@ -240,8 +243,8 @@ def test_kills_kafka(private_kafka):
     )
     assert result.returncode == 0, result.stdout
     assert "1 passed, 2 skipped" in result.stdout
-    assert "OUTBOX_DATABASE_URL is set, and this test kills its Postgres" in result.stdout
-    assert "OUTBOX_KAFKA__BOOTSTRAP_SERVERS is set, and this test kills its Kafka" in result.stdout
+    assert "OUTBOX_TEST_DATABASE_URL is set, and this test kills its Postgres" in result.stdout
+    assert "OUTBOX_TEST_KAFKA is set, and this test kills its Kafka" in result.stdout
     with psycopg.connect(given) as connection:
         left = connection.execute("SELECT datname FROM pg_database WHERE datname LIKE 'outbox_te%'").fetchall()
     # This session's template is there, the inner session's is gone.

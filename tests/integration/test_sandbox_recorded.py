@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 from typing import Any
 from uuid import UUID
 
@@ -14,11 +15,11 @@ from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from writer_targets import opened
+from writer_targets import every_target, opened
 
 from outbox.errors import TargetError
 from outbox.event import Event
-from outbox.testing import recorded_events, recorded_events_async
+from outbox.testing import ScheduledEvent, recorded_events, recorded_events_async
 from outbox.testing.fixtures import Database
 from outbox.urls import sqlalchemy_url
 from outbox.writer import AsyncOutbox, Outbox
@@ -32,6 +33,7 @@ def ids(events: list[Event]) -> list[str]:
     return [event.aggregate_id for event in events]
 
 
+HOUR = dt.timedelta(hours=1)
 GIVEN = [
     Event("Order", "1", "OrderPlaced", {"price": 1.5, "lines": [1, None, "ü"]}, headers={"tenant": "a"}),
     Event("Order", "2", "OrderPrinted", b"\x00\xff", content_type="application/pdf"),
@@ -44,7 +46,9 @@ GIVEN = [
 def test_events_come_back_as_they_were_given(outbox_postgres: Database) -> None:
     with Session(outbox_postgres.engine()) as session:
         Outbox().add_many(session, GIVEN)
-        assert recorded_events(session) == GIVEN
+        found = recorded_events(session)
+    assert found == GIVEN
+    assert found[-1].event_id == UUID(int=7)
 
 
 def test_pending_objects_are_flushed_first(outbox_postgres: Database) -> None:
@@ -150,6 +154,37 @@ async def asynchronous(url: str) -> None:
             recorded_events(raw)  # type: ignore[arg-type]
 
 
+@every_target
+def test_whatever_add_takes_is_read(outbox_postgres: Database, name: str) -> None:
+    """Scoped sessions and cursors too; and what is scheduled, with its time."""
+    soon = dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+
+            async def recorded() -> list[Event]:
+                asynchronous = isinstance(target._outbox, AsyncOutbox)
+                return await recorded_events_async(target.given) if asynchronous else recorded_events(target.given)
+
+            later = [await target.add(each, not_before=soon + n * HOUR) for n, each in ((2, GIVEN[0]), (1, GIVEN[1]))]
+            await target.add_many(GIVEN)
+            found = await recorded()
+            assert found[:5] == GIVEN
+            assert all(type(each) is Event for each in found[:5])
+            first, second = found[5:]
+            assert isinstance(first, ScheduledEvent)
+            assert isinstance(second, ScheduledEvent)
+            assert (first.not_before, second.not_before) == (soon + HOUR, soon + 2 * HOUR)
+            assert [second.event_id, first.event_id] == later
+            assert (first.payload, first.content_type) == (GIVEN[1].payload, "application/pdf")
+            await target.cancel(later[0])
+            assert await recorded() == found[:6]
+            await target.commit()
+            assert await recorded() == []
+
+    asyncio.run(scenario())
+
+
 def test_asynchronous_targets(outbox_postgres: Database) -> None:
     asyncio.run(asynchronous(outbox_postgres.url))
 
@@ -160,12 +195,12 @@ def test_connections_of_asyncpg(outbox_postgres: Database, name: str) -> None:
         async with opened(name, outbox_postgres) as target:
             await target.add_many(GIVEN)
             assert await recorded_events_async(target.given) == GIVEN
-            with pytest.raises(TargetError, match="those of asyncpg, use recorded_events_async"):
+            with pytest.raises(TargetError, match=r"for the asyncpg .* given use recorded_events_async"):
                 recorded_events(target.given)
             await target.commit()
             assert await recorded_events_async(target.given) == []
         connection = await asyncpg.connect(outbox_postgres.url)
-        with pytest.raises(TargetError, match=r"async with connection\.transaction\(\)"):
+        with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
             await recorded_events_async(connection)
         await connection.close()
 
@@ -189,5 +224,5 @@ def test_autocommit_without_a_transaction_is_refused(outbox_postgres: Database) 
     with connection.transaction():
         Outbox().add(connection, order(1))
         assert ids(recorded_events(connection)) == ["1"]
-    with pytest.raises(TargetError, match="str is neither"):
+    with pytest.raises(TargetError, match="not the str given"):
         recorded_events("postgresql://")  # type: ignore[arg-type]

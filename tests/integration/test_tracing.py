@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
@@ -105,7 +106,7 @@ def test_messages_without_rows_have_a_span_too(outbox_postgres, spans):
 
 def test_a_write_that_fails_is_an_error_without_what_the_server_quotes(outbox_postgres, spans):
     engine = sa.create_engine(sqlalchemy_url(outbox_postgres.url))
-    twice = Event("Order", "the-key", "T", {"secret": "1234-5678"})
+    twice = Event("Order", "the-key", "T", {"secret": "1234-5678"}, event_id=uuid4())
     with engine.connect() as connection:
         connection.execute(sa.text("CREATE UNIQUE INDEX ON outbox.events (event_id, lane)"))
         Outbox().add(connection, twice)

@@ -64,6 +64,7 @@ CORE = """
 import sys
 import sqlalchemy as sa
 from outbox import AsyncOutbox, Event, MissingExtra, Outbox, inbox, outbox_tables
+from outbox.event import identified
 from outbox.registry import Avro, RegistrySerializer
 from outbox.testing import recorded_events
 from outbox.urls import sqlalchemy_url
@@ -85,7 +86,7 @@ for attempt in (
         print(error.extra, error)
 print(inbox.once.__name__)
 print({"asyncpg", "greenlet", "psycopg", "psycopg2"} & {name.partition(".")[0] for name in sys.modules})
-print(Event("Order", "1", "T", {"a": 1}).event_id.version)
+print(identified(Event("Order", "1", "T", {"a": 1}))[1].version)
 """
 
 
@@ -317,7 +318,7 @@ def test_all_of_it(installed):
 
 def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(built, tmp_path, outbox_postgres):
     """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
-    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.10.0"]
+    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.14.0"]
     bin_folder = environment(tmp_path / "venv")
     pip(bin_folder, "install", "--no-compile", str(built.wheel), *bounds)
     script = f"""

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+import uuid
 from decimal import Decimal
 
 import asyncpg
@@ -118,7 +119,7 @@ def test_asyncpg_outside_of_a_transaction_is_refused(outbox_postgres):
                     with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
                         await outbox.add(target, event())
                     with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
-                        await outbox.cancel(target, event().event_id)
+                        await outbox.cancel(target, uuid.uuid4())
                     async with target.transaction():
                         await outbox.add_many(target, [event(number), event(number + 1)])
                     await target.execute("BEGIN")

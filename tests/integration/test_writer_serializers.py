@@ -57,7 +57,7 @@ ROWS = [
 def test_payloads_are_written_as_the_serializer_returns_them(outbox_postgres):
     with outbox_postgres.connect() as connection:
         ids = Outbox(serializer=upper).add_many(connection, EVENTS)
-    assert ids == [each.event_id for each in EVENTS]
+    assert ids == [row["event_id"] for row in stored(outbox_postgres)]
     assert written(outbox_postgres) == ROWS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import enum
 import functools
 import uuid
@@ -122,19 +123,19 @@ def test_what_the_row_holds(outbox_postgres, name):
         ({}, None, {"tenant": "tenant"}),
     ]
 
-    async def scenario() -> None:
+    async def scenario() -> list[uuid.UUID]:
         async with opened(name, outbox_postgres) as target:
-            await target.add_many(events)
-            await target.add_many([events[2], events[2]])  # arrays of nothing but NULL
-            for each in events:
-                await target.add(each)
+            ids = await target.add_many(events)
+            ids += await target.add_many([events[2], events[2]])  # arrays of nothing but NULL
+            ids += [await target.add(each) for each in events]
             await target.commit()
+            return ids
 
-    asyncio.run(scenario())
+    ids = asyncio.run(scenario())
     rows = stored(outbox_postgres)
     contents = [(row["payload"], row["payload_bytes"], row["headers"]) for row in rows]
     assert contents == [*expected, expected[2], expected[2], *expected]
-    assert [row["event_id"] for row in rows[-6:]] == [each.event_id for each in events]
+    assert [row["event_id"] for row in rows] == ids
     names = ("aggregate_type", "aggregate_id", "event_type")
     assert [tuple(rows[n][name] for name in names) for n in (0, 5)] == [("Order", "1", "A"), ("Order",) * 3]
 
@@ -289,3 +290,26 @@ def test_an_engine_may_translate_the_schema(outbox_postgres):
         Outbox().add_many(session, [event(2), event(3)], lock_key=True)
     with outbox_postgres.connect() as connection:
         assert connection.execute("SELECT count(*) FROM tenant.events").fetchone() == (3,)
+
+
+@every_target
+@one_or_many
+def test_an_event_that_is_added_twice_is_two_events(outbox_postgres, name, many):
+    """Built once, as a constant perhaps; with one id consumers would drop the second as a repeat of the first."""
+    once, own = event(1), uuid.uuid4()
+    fixed = Event("Order", "1", "T", {"n": 2}, event_id=own)
+
+    async def scenario() -> list[uuid.UUID]:
+        async with opened(name, outbox_postgres) as target:
+            if many:
+                ids = await target.add_many([once, fixed, once])
+            else:
+                ids = [await target.add(each) for each in (once, fixed, once)]
+            await target.commit()
+            return [*ids, await target.add(once, not_before=dt.datetime.now(dt.UTC))]
+
+    ids = asyncio.run(scenario())
+    assert [row["event_id"] for row in stored(outbox_postgres)] == ids[:3]
+    assert ids[1] == own
+    assert len(set(ids)) == 4
+    assert once.event_id is None

@@ -15,6 +15,7 @@ from peers.connect import Worker
 from peers.page import blocks
 from psycopg import sql
 from support import Load, check, wait_until
+from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
 
@@ -126,6 +127,7 @@ def write_all(database, kinds: list[str]) -> dict[str, dict[str, str]]:
             *(kinds[number % len(kinds)], key, f"Type{number % 3}", payload),
             headers=headers,
             content_type=content_type,
+            event_id=uuid7(),
         )
         own[str(made.event_id)] = (
             headers

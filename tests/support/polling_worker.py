@@ -43,7 +43,8 @@ class Worker:
 
     def source(self, router: Router = ROUTES, attempts: int = 1, **more: Any) -> PollingSource:
         failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
-        source = PollingSource(Connector(self.database.url, "test"), "outbox", failures, **more)
+        connect = more.pop("connect", Connector(self.database.url, "test"))
+        source = PollingSource(connect, "outbox", failures, **more)
         self._sources.append(source)
         for lease in self.leases:
             source.hold(lease)

@@ -44,9 +44,9 @@ class Tables:
         self.table = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 600.0)
         self.opened: list[PollingSource] = []
 
-    def acquire(self, lanes: Collection[int]) -> list[Lease]:
+    def acquire(self, lanes: Collection[int], table: LaneTable | None = None) -> list[Lease]:
         self.run("UPDATE outbox.lanes SET lease_until = '-infinity' WHERE lane = ANY(%s)", list(lanes))
-        leases = self.table.acquire(len(lanes))
+        leases = (table or self.table).acquire(len(lanes))
         assert [lease.lane for lease in leases] == sorted(lanes)
         return leases
 

@@ -13,12 +13,13 @@ from typing import Any
 from uuid import UUID
 
 import jsonschema
+import pydantic
 import pytest
 import yaml
 from google.protobuf import timestamp_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 from typer.testing import CliRunner
 
 from outbox import ConfigurationError, Event, EventError, _payload, models
@@ -139,6 +140,61 @@ def test_a_published_event_fits_its_message(which):
             validated(made, message["headers"], wrong)
     with pytest.raises(jsonschema.ValidationError):
         validated(made, message["payload"], {"number": "x"})
+
+
+class ByName(BaseModel):
+    unit_price: int = Field(default=1, serialization_alias="unitPrice")
+
+
+class ByAlias(BaseModel):
+    model_config = ConfigDict(serialize_by_alias=True)
+    unit_price: int = Field(default=1, alias="unitPrice")
+    inner: ByName = ByName()
+
+    @computed_field(alias="sumTotal")
+    def total(self) -> int:
+        return 1
+
+
+@dataclasses.dataclass
+class Plain:
+    by_name: ByName = dataclasses.field(default_factory=ByName)
+    by_alias: ByAlias = dataclasses.field(default_factory=ByAlias)
+    _private: int = 1
+
+
+@pydantic.dataclasses.dataclass(config=ConfigDict(serialize_by_alias=True))
+class Checked:
+    unit_price: int = Field(default=1, alias="unitPrice")
+    plain: Plain = dataclasses.field(default_factory=Plain)
+
+
+class Whole(BaseModel):
+    order_id: int = Field(default=1, alias="orderId")
+    lines: list[ByAlias | ByName] = [ByAlias(), ByName()]
+    checked: Checked = dataclasses.field(default_factory=Checked)
+    by_name: ByName = ByName()
+
+
+def closed(node: Any) -> Any:
+    """Return a schema of which every object has all of its properties and no others."""
+    if isinstance(node, list):
+        return [closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    inside = {key: closed(part) for key, part in node.items()}
+    names = node.get("properties")
+    return inside | ({"required": list(names), "additionalProperties": False} if isinstance(names, dict) else {})
+
+
+@pytest.mark.parametrize("model", [ByName, ByAlias, Plain, Checked, Whole])
+def test_properties_have_the_names_that_the_events_have(model):
+    """With aliases, of which a model may write all or none, private fields and one kind of model in another."""
+    register = EventModel("Order", "Placed", model)
+    made = asyncapi.document([register], load(), "Shop", "1.0.0")
+    value = json.loads(_payload.to_json(model()))
+    schemas = closed(made["components"]["schemas"])
+    validated({"components": {"schemas": schemas}}, made["components"]["messages"]["Order.Placed"]["payload"], value)
 
 
 def test_schemas_of_a_registry_tombstones_and_keys():

@@ -314,6 +314,8 @@ def test_the_deadline_of_a_batch_is_the_relays_own_and_shorter_than_the_lease():
     assert delivery_seconds(settings) == 4.0
     assert delivery_seconds(load()) == 10.0
     assert producer_options(settings)["delivery.timeout.ms"] == "0"
+    once = load(delivery="at-most-once", kafka={"bootstrap.servers": "h:1", "message.timeout.ms": "4000"})
+    assert producer_options(once)["delivery.timeout.ms"] == "4000"
 
 
 def test_at_most_once_can_not_read_the_wal():

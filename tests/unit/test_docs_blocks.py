@@ -19,11 +19,13 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import create_autospec
 from uuid import UUID
 
 import pytest
 import sqlalchemy as sa
 import typer
+from alembic.runtime.environment import EnvironmentContext
 from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
@@ -60,7 +62,11 @@ DECLARED = {
     "docs/guides/external.md": {"api_token": lambda: {"Authorization": "Bearer t"}},
     "docs/guides/pipelines.md": {},
     "docs/guides/strategies.md": {},
-    "docs/operations/migrations.md": {"metadata": sa.MetaData()},
+    "docs/operations/migrations.md": {
+        "metadata": sa.MetaData(),
+        "connection": None,
+        "context": create_autospec(EnvironmentContext, instance=True),  # env.py's
+    },
     "docs/operations/secrets.md": {"password_of": lambda host, user: "p", "token_for_kafka": lambda: "t"},
 }
 """Pages whose Python needs no server, and what it finds defined. It is run here, block by block."""

@@ -10,6 +10,7 @@ import uuid
 import pytest
 
 from outbox import Event, EventError
+from outbox.event import identified
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,16 @@ def test_headers_are_checked(headers, field):
 
 
 def test_event_id_is_a_uuid7_of_now_or_the_one_given():
-    made = Event("Order", "1", "T").event_id
-    assert isinstance(made, uuid.UUID)
+    given = Event("Order", "1", "T", {"n": 1}, headers={"a": "b"}, content_type="application/x+json")
+    named, made = identified(given)
+    assert (type(made), named.event_id, given.event_id) == (uuid.UUID, made, None)
+    assert named == given
+    assert identified(given)[1] != made
     assert made.version == 7
     age = dt.datetime.now(dt.UTC).timestamp() - (made.int >> 80) / 1000
     assert -1 < age < 60
     own = uuid.uuid4()
-    assert Event("Order", "1", "T", event_id=own).event_id == own
+    assert identified(Event("Order", "1", "T", event_id=own)) == (Event("Order", "1", "T"), own)
     with pytest.raises(EventError, match="event_id"):
         Event("Order", "1", "T", event_id="0190")
 

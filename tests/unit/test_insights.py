@@ -39,3 +39,21 @@ def test_a_key_that_waits_for_a_dead_letter_which_is_gone():
     assert replace(STATE, blocking=1, dead_letters=2).problems() == [
         "2 dead letters, 1 of them hold back their keys: `outbox dead-letters list`"
     ]
+
+
+def test_relays_of_the_other_source_are_why_no_relay_holds_the_lanes():
+    free = [replace(LANE, lane=lane, owner=None, lease_seconds=None, source="wal") for lane in range(4)]
+    waiting = replace(STATE, lanes=free)
+    said = (
+        "the lanes are read from source wal, and a relay of source polling waits until that changes: run relays with "
+        "OUTBOX_SOURCE=wal, or `outbox relay switch polling`"
+    )
+    assert waiting.problems() == [said]
+    # Also while nothing waits yet: nothing would be published.
+    assert replace(waiting, oldest_seconds=None, lanes=[replace(lane, events=0) for lane in free]).problems() == [said]
+    # A relay of the lanes' source will take them.
+    other = replace(STATE.relays[0], instance="b", source="wal")
+    assert replace(waiting, relays=[*STATE.relays, other]).problems() == [
+        "events wait in lanes that no relay holds: 0, 1, 2, 3"
+    ]
+    assert replace(waiting, relays=[*STATE.relays, replace(other, alive=False)]).problems() == [said]

@@ -102,15 +102,17 @@ def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
 @pytest.mark.parametrize(
     ("last_batch", "batch"),
     [
-        pytest.param(None, 1, id="lanes recreated, first batch"),
-        pytest.param(None, 8, id="lanes recreated"),
+        pytest.param(None, 1, id="killed after the first marker"),
+        pytest.param(0, 8, id="lanes recreated"),
+        pytest.param(0, None, id="lanes recreated, without a marker"),
         pytest.param(8, 8, id="settled"),
         pytest.param(7, 8, id="killed before settling"),
         pytest.param(0, 1, id="killed before settling the first"),
     ],
 )
-def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int) -> None:
-    assert resume(0, last_batch, _marker(batch), _SYSTEM, 1) == _marker(batch)
+def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int | None) -> None:
+    marker = None if batch is None else _marker(batch)
+    assert resume(0, last_batch, marker, _SYSTEM, 1) == marker
 
 
 def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
@@ -126,9 +128,10 @@ def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
         pytest.param(8, 1, "holds the marker of batch 1", id="state topic went back"),
         pytest.param(6, 8, "Postgres remembers only 6", id="Postgres went back by one"),
         pytest.param(1, 8, "Postgres remembers only 1", id="Postgres went back"),
+        pytest.param(None, 2, "before exactly-once began", id="Postgres went back to before the first batch"),
     ],
 )
-def test_a_lane_stops_when_one_side_went_back(last_batch: int, batch: int | None, reason: str) -> None:
+def test_a_lane_stops_when_one_side_went_back(last_batch: int | None, batch: int | None, reason: str) -> None:
     with pytest.raises(StateLost, match=reason):
         resume(5, last_batch, None if batch is None else _marker(batch), _SYSTEM, 1)
 
@@ -139,7 +142,7 @@ def test_a_lane_stops_at_the_marker_of_another_database(last_batch: int | None) 
         resume(5, last_batch, _marker(8, "42"), _SYSTEM, 1)
 
 
-@pytest.mark.parametrize("last_batch", [None, 7, 8])
+@pytest.mark.parametrize("last_batch", [0, 7, 8])
 def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | None) -> None:
     marker = replace(_marker(8), timeline=3)
     for timeline in (3, 4):
@@ -150,11 +153,14 @@ def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | Non
 
 @settings(deadline=None)
 @given(last_batch=st.none() | st.integers(0, 20), batch=st.none() | st.integers(1, 20))
-def test_a_lane_goes_on_only_if_the_marker_is_the_settled_batch_or_the_next(
+def test_a_lane_goes_on_only_from_a_fresh_start_the_settled_batch_or_the_next(
     last_batch: int | None, batch: int | None
 ) -> None:
     marker = None if batch is None else _marker(batch)
-    goes_on = last_batch is None or (batch is not None and batch - last_batch in {0, 1})
+    if last_batch is None:
+        goes_on = batch in {None, 1}
+    else:
+        goes_on = last_batch == 0 or (batch is not None and batch - last_batch in {0, 1})
     try:
         assert resume(0, last_batch, marker, _SYSTEM, 1) == marker
         assert goes_on

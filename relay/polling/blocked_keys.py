@@ -1,0 +1,97 @@
+"""The failures of one lane, and the keys that wait behind them, as the lane's reader knows them. No I/O.
+
+The low-water mark rises above rows that wait. When their key is freed, the mark has to be lowered before a newer row of
+the key, above the mark, may be published. The read of a turn can meet a failure that was gone just before it: then it
+returns the newer row alone. So the reader compares what it has read with the failures that it knows, and takes rows
+back whose key waited when it last looked. The failures that it knows include each one that any row below the mark may
+wait for; that some of them are gone already costs no more than a second look.
+
+Keys are kept as digests: they can be 4,000 bytes long, and there can be 100,000 of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from outbox.event import DEAD_LETTER
+from relay.ports import Claim
+
+DIGEST: Final = "substr(sha256(convert_to(aggregate_id, 'UTF8')), 1, 16)"
+"""SQL: what ``_digest`` computes."""
+
+_Key = tuple[str, bytes]
+
+
+class FailureRow(NamedTuple):
+    """A row of ``failures``. ``digest`` stands for the aggregate's id; ``blocks``: later events of the key wait."""
+
+    id: int
+    aggregate_type: str
+    digest: bytes
+    blocks: bool
+
+
+class BlockedKeys:
+    """The known failures of a lane. False if there are none."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, _Key | None] = {}
+        self._ids: dict[_Key, set[int]] = {}
+        self._total = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def matches(self, count: int, total: int) -> bool:
+        """Return whether this is the number of the known failures and the sum of their ids."""
+        return (len(self._keys), self._total) == (count, total)
+
+    def before(self, claim: Claim) -> set[int]:
+        """Return the known failures that this event has to wait for."""
+        if not self._ids or DEAD_LETTER in (claim.headers or ()):
+            # A copy for a dead-letter topic waits for nothing.
+            return set()
+        known = self._ids.get((claim.aggregate_type, _digest(claim.aggregate_id)))
+        return set() if known is None else {id_ for id_ in known if id_ < claim.position}
+
+    def replace(self, rows: Iterable[FailureRow], asked: Collection[int] | None = None) -> int | None:
+        """Record the failures that there are now, or with ``asked`` those of them that have these ids.
+
+        Returns the lowest id of a failure that blocked its key and is gone; None if there is none.
+        """
+        found = {row.id: row for row in rows}
+        freed = self.remove([id_ for id_ in (list(self._keys) if asked is None else asked) if id_ not in found])
+        for row in found.values():
+            if row.id not in self._keys:
+                self._add(row)
+        return freed
+
+    def remove(self, ids: Iterable[int]) -> int | None:
+        """Record that failures are gone. Returns the lowest id of one that blocked its key; None if there is none."""
+        freed: int | None = None
+        for id_ in ids:
+            if id_ not in self._keys:
+                continue
+            key = self._keys.pop(id_)
+            self._total -= id_
+            if key is None:
+                continue
+            freed = id_ if freed is None else min(freed, id_)
+            self._ids[key].discard(id_)
+            if not self._ids[key]:
+                del self._ids[key]
+        return freed
+
+    def _add(self, row: FailureRow) -> None:
+        key = (sys.intern(row.aggregate_type), row.digest) if row.blocks else None
+        self._keys[row.id] = key
+        self._total += row.id
+        if key is not None:
+            self._ids.setdefault(key, set()).add(row.id)
+
+
+def _digest(aggregate_id: str) -> bytes:
+    return sha256(aggregate_id.encode()).digest()[:16]

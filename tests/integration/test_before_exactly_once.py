@@ -1,0 +1,55 @@
+"""A database from before exactly-once began, while Kafka has the markers of what came after; and lanes that are new."""
+
+from __future__ import annotations
+
+from takeover_support import LANES, place
+
+from outbox._app import migrate as db
+from relay.marker import StateLost
+
+__all__ = ["place"]
+
+
+def test_a_restore_to_before_exactly_once_began_stops_the_lanes(place):
+    place.add()
+    place.tables.save()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    for _ in range(2):
+        worker.turn(2)
+    place.tables.table.release(worker.leases, clean=range(LANES))
+    before = place.read()
+    assert before.total() == 4 * LANES
+    place.tables.restore()
+    assert set(place.tables.batches().values()) == {None}
+    heir = place.worker("b")
+    # Taken again after a while, as relays do: each time the epoch rises.
+    for _ in range(3):
+        failed = heir.join()
+        assert sorted(failed) == list(range(LANES))
+        assert {type(error) for error in failed.values()} == {StateLost}
+        assert "from before exactly-once began" in str(failed[0])
+        assert "outbox relay reconcile" in str(failed[0])
+        heir = place.worker("b")
+    assert place.read() == before
+
+
+def test_lanes_of_another_number_go_on_from_the_markers_that_their_numbers_had(place):
+    place.add()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    worker.drain()
+    place.tables.table.release(worker.leases, clean=range(LANES))
+    for lanes in (LANES - 2, LANES):
+        db.change_lanes(place.tables.url, lanes)
+        assert place.tables.batches() == dict.fromkeys(range(lanes), 0)
+    place.add()
+    heir = place.worker("b")
+    assert heir.join() == {}
+    heir.drain()
+    assert place.all_once()
+
+
+def test_lanes_that_exactly_once_has_not_begun_on_stay_so_when_their_number_changes(place):
+    db.change_lanes(place.tables.url, LANES + 1)
+    assert set(place.tables.batches().values()) == {None}

@@ -1,0 +1,245 @@
+"""What the caller's transaction survives, on every target; and what is said where the database refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import subprocess
+import sys
+import uuid
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
+from support import look_up
+from writer_targets import event, every_target, numbers, one_or_many, opened, write
+
+from outbox import AsyncOutbox, Event, EventError, Outbox, TargetError
+from outbox.urls import sqlalchemy_url
+
+EAST, WEST = (dt.timezone(dt.timedelta(hours=hours)) for hours in (14, -12))
+FIRST, LAST = dt.datetime(2, 1, 1, tzinfo=dt.UTC), dt.datetime(9998, 12, 31, 23, 59, tzinfo=dt.UTC)
+IMPOSSIBLE = {
+    "the last moment of Python": dt.datetime.max.replace(tzinfo=dt.UTC),
+    "one beyond it": dt.datetime.max.replace(tzinfo=WEST),
+    "the first of a year too late": LAST + dt.timedelta(minutes=1),
+    "too late in UTC only": dt.datetime(9998, 12, 31, 23, tzinfo=WEST),
+    "the first moment of Python": dt.datetime.min.replace(tzinfo=dt.UTC),
+    "before the first of Python": dt.datetime.min.replace(tzinfo=EAST),
+}
+LIMIT = 1000
+
+
+@every_target
+def test_what_is_refused_reaches_no_server(outbox_postgres, name):
+    """The transaction goes on, with what was written before in it."""
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await target.add(event(1))
+            for wrong in (None, "", str(uuid.uuid4()), 5):
+                with pytest.raises(EventError, match=r"event_id: must be a uuid\.UUID, not ") as caught:
+                    await target.cancel(wrong)
+                assert caught.value.field == "event_id"
+            for time in IMPOSSIBLE.values():
+                with pytest.raises(EventError, match=r"not_before: must be in the years 2 to 9998 \(UTC\), not "):
+                    await target.add(event(), not_before=time)
+            with pytest.raises(EventError, match=r"lock_key: would lock 1,001 keys") as caught:
+                await target.add_many([event(n, str(n)) for n in range(LIMIT + 1)], lock_key=True)
+            assert caught.value.field == "lock_key"
+            await target.add(event(2))
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 2]
+
+
+@every_target
+def test_the_last_times_and_the_last_keys_that_are_taken(outbox_postgres, name):
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            for time in (FIRST, FIRST.astimezone(EAST), LAST, LAST.astimezone(WEST)):
+                await target.add(event(), not_before=time)
+            # More events than keys: keys are what is locked.
+            await target.add_many([event(n, str(n % LIMIT)) for n in range(3 * LIMIT)], lock_key=True)
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == list(range(3 * LIMIT))
+    assert look_up(outbox_postgres.url, "SELECT count(*) FROM outbox.scheduled") == [(4,)]
+
+
+STREAMING: dict[str, dict[str, Any]] = {"stream_results": {"stream_results": True}, "yield_per": {"yield_per": 10}}
+
+
+@pytest.mark.parametrize("option", STREAMING)
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])
+@pytest.mark.parametrize("transport", ["table", "message"])
+def test_connections_that_stream_results(outbox_postgres, driver, option, transport):
+    """A server-side cursor can't be declared for an INSERT."""
+    url, options = sqlalchemy_url(outbox_postgres.url, driver), STREAMING[option]
+    tomorrow = dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
+
+    def work(target: Session | sa.Connection) -> None:
+        outbox = Outbox()
+        outbox.add(target, event(1))
+        outbox.add_many(target, [event(2), event(3)], lock_key=True)
+        later = outbox.add(target, event(4), not_before=tomorrow)
+        assert outbox.cancel(target, later) is True
+        # The caller's own statements stream as before.
+        selected = target.execute(sa.text("SELECT generate_series(1, 30)"))
+        assert (selected.context._is_server_side, selected.scalars().all()) == (True, list(range(1, 31)))
+
+    async def work_async() -> None:
+        engine = create_async_engine(url, execution_options=options)
+        async with engine.begin() as connection:
+            await AsyncOutbox().add(connection, event(1))
+            await AsyncOutbox().add_many(connection, [event(2), event(3)], lock_key=True)
+        async with AsyncSession(engine) as session, session.begin():
+            later = await AsyncOutbox().add(session, event(4), not_before=tomorrow)
+            assert await AsyncOutbox().cancel(session, later) is True
+        await engine.dispose()
+
+    if driver != "psycopg2":
+        asyncio.run(work_async())
+    if driver != "asyncpg":
+        engine = sa.create_engine(url, execution_options=options)
+        with engine.begin() as connection:
+            work(connection)
+        with Session(engine) as session, session.begin():
+            work(session)
+        engine.dispose()
+    assert numbers(outbox_postgres) == [1, 2, 3] * {"psycopg": 3, "psycopg2": 2, "asyncpg": 1}[driver]
+
+
+# --- notes on the driver's errors -------------------------------------------------------------------------------------
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@every_target
+@one_or_many
+def test_missing_tables_name_the_command_and_stay_the_drivers_error(outbox_postgres, name, many):
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            target.schema = "elsewhere"
+            with pytest.raises(Exception, match="elsewhere") as caught:
+                await write(target, many, 1)
+            assert type(caught.value).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
+            assert notes(caught.value) == (
+                "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
+                "'elsewhere' here"
+            )
+
+    asyncio.run(scenario())
+
+
+@every_target
+def test_missing_rights_name_the_command(outbox_postgres, name):
+    """A role that may use the schema, and nothing else. Only what the outbox sends gets a note."""
+    role = f"guest_{outbox_postgres.name}"
+    with outbox_postgres.connect(autocommit=True) as admin:
+        for statement in ("CREATE ROLE {}", "GRANT USAGE ON SCHEMA outbox TO {}", "GRANT {} TO CURRENT_USER"):
+            admin.execute(sql.SQL(statement).format(sql.Identifier(role)))
+        admin.execute(
+            sql.SQL("ALTER DATABASE {} SET role TO {}").format(
+                sql.Identifier(outbox_postgres.name), sql.Identifier(role)
+            )
+        )
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            with pytest.raises(Exception, match="permission denied") as caught:
+                await target.add(event(1))
+            assert "`outbox db roles`" in notes(caught.value)
+            await target.rollback()
+            with pytest.raises(Exception, match="permission denied") as caught:
+                await target.cancel(uuid.uuid4())
+            assert "`outbox db roles`" in notes(caught.value)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        with outbox_postgres.connect(autocommit=True) as admin:
+            admin.execute("SET ROLE NONE")
+            admin.execute(sql.SQL("ALTER DATABASE {} RESET role").format(sql.Identifier(outbox_postgres.name)))
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+def test_other_errors_and_the_callers_own_have_no_note(outbox_postgres):
+    class Own(Exception):
+        pass
+
+    engine = outbox_postgres.engine()
+    with Session(engine) as session:
+        with pytest.raises(sa.exc.ProgrammingError) as caught:
+            session.execute(sa.text("SELECT * FROM nowhere"))
+        assert notes(caught.value) == ""
+        with pytest.raises(sa.exc.InternalError) as caught:  # the transaction is aborted
+            Outbox().add(session, event(1))
+        assert notes(caught.value) == ""
+
+
+def test_a_full_lock_table_is_explained(private_postgres):
+    """Locks of many calls add up; no call can know of the others."""
+    server = private_postgres(settings={"max_locks_per_transaction": "10", "max_connections": "20"})
+    database = private_postgres.database(server)
+    with psycopg.connect(database.url) as connection:
+        calls = ([Event("Order", n * LIMIT + k, "T") for k in range(LIMIT)] for n in range(40))
+        with pytest.raises(psycopg.errors.OutOfMemory) as caught:
+            list(map(partial(Outbox().add_many, connection, lock_key=True), calls))
+        assert "lock_key" in notes(caught.value)
+        assert "max_locks_per_transaction" in notes(caught.value)
+
+
+# --- Django ----------------------------------------------------------------------------------------------------------
+
+
+def test_django_has_its_own_words(outbox_postgres):
+    """Its connection is no target, but what lies in it is, within a transaction."""
+    code = """
+import sys
+from django.conf import settings
+settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **eval(sys.argv[1])}})
+import django; django.setup()
+from django.db import connection, transaction
+from outbox import AsyncOutbox, Event, Outbox, TargetError
+def refused(target, outbox=Outbox):
+    try:
+        outbox().add(target, Event("Order", 1, "T"))
+    except TargetError as error:
+        print(error)
+refused(connection)
+refused(connection.connection)
+with connection.cursor() as cursor:
+    refused(cursor)
+refused(connection.connection)
+with transaction.atomic():
+    Outbox().add(connection.connection, Event("Order", 1, "T", {"n": 1}))
+connection.close()
+"""
+    url = outbox_postgres.url
+    parts = {name.upper().replace("DBNAME", "NAME"): value for name, value in conninfo_to_dict(url).items()}
+    done = subprocess.run(
+        [sys.executable, "-c", code, repr(parts)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert "django.db.connection.connection inside transaction.atomic()" in line, line
+    assert numbers(outbox_postgres) == [1]
+
+
+def test_without_django_there_is_no_word_of_it():
+    with pytest.raises(TargetError) as caught:
+        Outbox().add(None, event())
+    assert "django" not in str(caught.value) or "django" in sys.modules

@@ -1,0 +1,78 @@
+"""What the control loop does with what it has counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import relay.supervisor
+from relay.config import load
+from relay.lanes import LaneDistribution
+from relay.lease import Lease
+from relay.supervisor import Supervisor
+from relay.wiring import build
+
+LANES = 256
+
+
+class Table:
+    """Counts what a test says."""
+
+    pauses = None
+    next_due_seconds = None
+
+    def __init__(self, held: dict[str, int]) -> None:
+        self._distribution = LaneDistribution(held, lanes=LANES, free=0, total=LANES)
+
+    def distribution(self) -> LaneDistribution:
+        return self._distribution
+
+
+@pytest.fixture
+def supervisor() -> Supervisor:
+    settings: dict[str, Any] = {"relay": {"instance": "me"}, "kafka": {"bootstrap.servers": "127.0.0.1:1"}}
+    made = build(load(database_url="postgresql://127.0.0.1:1/x", **settings))
+    made._held.give([Lease(lane, 1, 60.0, time.monotonic()) for lane in range(LANES)])
+    return made
+
+
+def test_lanes_above_the_share_are_recalled(supervisor: Supervisor) -> None:
+    supervisor._balance(Table({"me": LANES, "other": 0}))  # type: ignore[arg-type]
+    assert len(supervisor._held.recalled) == LANES // 2
+    # They are counted until they are released.
+    supervisor._balance(Table({"me": LANES, "other": 0}))  # type: ignore[arg-type]
+    assert len(supervisor._held.recalled) == LANES // 2
+
+
+def test_more_recalled_lanes_than_have_to_go_are_no_reason_to_recall_the_others(supervisor: Supervisor) -> None:
+    """Two relays joined, and one has left before the worker let go of any lane."""
+    supervisor._balance(Table({"me": LANES, "one": 0, "two": 0}))  # type: ignore[arg-type]
+    recalled = supervisor._held.recalled
+    assert len(recalled) == LANES - 86
+    supervisor._balance(Table({"me": LANES, "one": 0}))  # type: ignore[arg-type]
+    assert supervisor._held.recalled == recalled
+
+
+def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_minute(supervisor, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(relay.supervisor.log, "warning", lambda _event, problem, **_: said.append(problem))
+    clock = [0.0]
+    monkeypatch.setattr(relay.supervisor.time, "monotonic", lambda: clock[0])
+
+    def tick(lanes: int) -> list[str]:
+        table = Table({"me": 0})
+        table._distribution = LaneDistribution({"me": 0}, lanes=lanes, free=0, total=LANES)
+        supervisor._balance(table)
+        return [check.text for check in supervisor.health().checks if check.name == "source"]
+
+    way_out = "run relays with OUTBOX_SOURCE=wal, or `outbox relay switch polling`"
+    (text,) = tick(0)
+    assert text.endswith(way_out)
+    assert tick(0) == [text]
+    assert said == [text]
+    clock[0] += 61.0
+    tick(0)
+    assert said == [text, text]
+    assert tick(LANES) == []
