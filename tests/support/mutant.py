@@ -17,6 +17,7 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
 from relay.marker import Marker
 from relay.polling import source as polling
+from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
 from relay.turn_sizes import TurnSizes
@@ -125,6 +126,11 @@ def no_halving() -> None:
     TurnSizes.narrowed = narrowed  # type: ignore[method-assign]
 
 
+def freed_keys_overtake() -> None:
+    """Newer events of a key that was freed a moment ago go out before those that waited below the mark."""
+    LaneReader._freed = lambda _self, _claims, _due: set()  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "marker_first": marker_first,
@@ -134,6 +140,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "let_go_unsettled": let_go_unsettled,
     "marker_of_all_claims": marker_of_all_claims,
     "no_halving": no_halving,
+    "freed_keys_overtake": freed_keys_overtake,
 }
 
 if __name__ == "__main__":
