@@ -3,6 +3,8 @@
     make chaos                                                    the matrix: 8 configurations, 5 seeds, 60 s each
     make chaos ARGS="--seeds 3 --source wal --brokers 1 --delivery exactly-once"
     make chaos ARGS="--show --seeds 3"                            print the courses, run nothing
+    make chaos ARGS="--seeds 1-5 --source polling --brokers 1 --delivery at-least-once
+                     --mutation quick_marks+freed_keys_overtake"  is the mutant found?
 
 Each run is added to the file of JSON lines as it ends, and the page is written anew: an interrupted matrix keeps what
 it has. The exit status is 1 when a run had an anomaly; the logs of its relays stay in the folder that is printed.
