@@ -13,8 +13,9 @@ from chaos.stage import KafkaSite
 
 @pytest.mark.chaos
 def test_a_short_course(tmp_path):
-    course = course_of(8, Configuration("polling", "exactly-once", 1, seconds=13))
+    course = course_of(90, Configuration("polling", "exactly-once", 1, seconds=13))
     assert course.counts().keys() >= {"relay_kill", "postgres_kill"}
+    assert {act.name for act in course.acts} == {"replay", "partitions", "pause", "mend"}
     with KafkaSite(1) as site:
         result = run(course, site, tmp_path / "run")
     print(result.as_json())
@@ -22,6 +23,8 @@ def test_a_short_course(tmp_path):
     assert result.verdict.committed > 500
     assert result.verdict.repeats == 0
     assert result.faults.keys() >= {"relay_kill", "postgres_kill"}
+    # On a slow machine the last act comes too late.
+    assert {"partitions", "replay"} <= result.operators.keys()
     assert result.first_reads
     assert result.catch_ups
     assert result.rolled_back
@@ -31,4 +34,4 @@ def test_a_short_course(tmp_path):
     table.write(rows, page)
     assert json.loads(rows.read_text())["events"] == result.verdict.committed
     assert "1 runs" in page.read_text()
-    assert page.read_text().splitlines()[-1].startswith("| 2026-01-01 00:00 | abc | 8 | polling | exactly-once | 1 |")
+    assert page.read_text().splitlines()[-1].startswith("| 2026-01-01 00:00 | abc | 90 | polling | exactly-once | 1 |")

@@ -3,6 +3,8 @@
     make chaos                                                    the matrix: 8 configurations, 5 seeds, 60 s each
     make chaos ARGS="--seeds 3 --source wal --brokers 1 --delivery exactly-once"
     make chaos ARGS="--show --seeds 3"                            print the courses, run nothing
+    make chaos ARGS="--seeds 1-5 --source polling --brokers 1 --delivery at-least-once
+                     --mutation quick_marks+freed_keys_overtake"  is the mutant found?
 
 Each run is added to the file of JSON lines as it ends, and the page is written anew: an interrupted matrix keeps what
 it has. The exit status is 1 when a run had an anomaly; the logs of its relays stay in the folder that is printed.
@@ -37,7 +39,7 @@ def main() -> int:
     """Run what the arguments choose."""
     given = _arguments()
     configurations = [
-        Configuration(source, delivery, brokers, given.seconds)
+        Configuration(source, delivery, brokers, given.seconds, operators=given.operators)
         for brokers, source, delivery in product(given.brokers, given.source, given.delivery)
     ]
     courses = [course_of(seed, each) for each in configurations for seed in given.seeds]
@@ -112,6 +114,12 @@ def _arguments() -> argparse.Namespace:
         default=["at-least-once", "exactly-once"],
     )
     parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
+    parser.add_argument(
+        "--operators",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="between the faults: discard, retry, pause, drain, replay, add partitions, switch, change the delivery",
+    )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
     parser.add_argument(

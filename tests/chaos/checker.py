@@ -11,8 +11,8 @@
 | misrouted       | –                      | on the topic of another type                                         |
 | invented        | –                      | no writer has ever written it                                        |
 | unstable        | inconsistent-offsets   | what a reader saw at an offset is gone, or is another event          |
-| dead_letters    | –                      | dead without reason, published and dead, refused and not dead, or    |
-|                 |                        | with a wrong number of copies                                        |
+| dead_letters    | –                      | dead or discarded without reason, published and dead, refused and    |
+|                 |                        | not dead, or with a wrong number of copies                           |
 | stuck           | –                      | still in the outbox although nothing holds it up                     |
 
 Not there, because they are about a consumer's position and not about what stands on the topics: poll-skip,
@@ -24,6 +24,26 @@ settled. A fault of a server hits every worker. So a run may repeat at most ``tu
 that a worker was hit, and no single event more often than there were faults. Once repeats are dropped the order of a
 key holds: no later event may appear before the first appearance of an earlier one, whether in a repeat or not.
 
+Operators change what may be expected, and only that. What they did is in the outbox's audit, written in the transaction
+that did it, so it is known also where their command was cut off.
+
+| an operator                | what the checker expects then                                                          |
+|----------------------------|----------------------------------------------------------------------------------------|
+| discards                   | the event is on no topic. (At-least-once, where the topic took it for a while: it may  |
+|                            | have been published before by a relay that died before it settled it.)                 |
+| retries                    | a copy more each time that it is dead again. Where keys go on without dead letters     |
+|                            | (``skip``), the event may appear behind later ones of its key; where keys wait, never  |
+| mends a topic for a while  | what it refuses may be published, or dead, and is never gone                           |
+| pauses, drains, resumes,   | nothing else: nothing is left, everything in order                                     |
+| switches the source        |                                                                                        |
+| changes the delivery       | an event that first appears while only exactly-once relays could publish is never      |
+|                            | repeated, not even later; others are repeated as at-least-once allows                  |
+| replays                    | as many messages with the header of a replay as were sent again, each once as the      |
+|                            | delivery has it, and each replay's in the order of each key; others are not excused    |
+| adds partitions            | a key is in the partition that its hash has under a number of partitions that the      |
+|                            | topic has had. In each partition the order of a key holds, but for an event that is    |
+|                            | in another one too: its repeats need not follow its first appearance there             |
+
 The history is read once, from front to back; memory grows with the number of events and keys, not with payloads.
 """
 
@@ -34,7 +54,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from chaos.history import Committed, History, Message, Sightings
+from chaos.history import Committed, History, Message, Sightings, partition_of
 
 ANOMALIES: Final = (
     "lost",
@@ -114,16 +134,32 @@ def check(history: History, bound: RepeatBound) -> Verdict:
     return checker.verdict
 
 
+_Item = tuple[int, str | None]
+"""An event, or one replay of it: the header of the replay."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """How often an item was found, where first, whether exactly-once held there, and in which partitions."""
+
+    partition: int
+    once: bool
+    times: int = 1
+    partitions: tuple[int, ...] = ()
+
+
 class _Checker:
     def __init__(self, history: History, bound: RepeatBound) -> None:
         self._history = history
         self._bound = bound
         self._rows: dict[int, Committed] = {row.event: row for row in history.committed}
         self._dead = frozenset(history.dead)
+        self._discarded = frozenset(history.discarded)
         self._waiting = frozenset(history.waiting)
-        self._times: dict[int, int] = {}
-        self._last_seq: dict[tuple[int, str], int] = {}
+        self._seen: dict[_Item, _Seen] = {}
+        self._last_seq: dict[tuple[object, ...], int] = {}
         self._partition: dict[tuple[int, str], int] = {}
+        self._late: list[tuple[_Item, str]] = []
         self._final = Sightings()
         self.verdict = Verdict(committed=len(self._rows), dead=len(self._dead))
 
@@ -136,6 +172,10 @@ class _Checker:
             if row is not None:
                 self._compare(message, row)
                 self._count(message, row)
+        for item, example in self._late:
+            if len(self._seen[item].partitions) == 1:
+                self.verdict.found("reordered", example)
+        self._compare_replays()
         if self._bound.faults and self.verdict.repeats > self._bound.events:
             self.verdict.found(
                 "duplicated",
@@ -145,20 +185,24 @@ class _Checker:
             )
 
     def read_copies(self) -> None:
-        """Compare the copies of dead letters with the table of dead letters."""
+        """Compare the copies of dead letters with the table of dead letters, and with what operators took from it."""
         copies: Counter[int] = Counter()
+        retried = self._history.retried
+        gone = self._discarded | retried.keys()
         for message in self._history.copies:
-            if message.event is None or message.event not in self._dead:
+            if message.event is None or message.event not in self._dead | gone:
                 self.verdict.found(
                     "dead_letters", f"{_at(message)}: a copy of event {message.event}, which is not dead"
                 )
             else:
                 copies[message.event] += 1
-        for event in self._dead:
+        for event in self._dead | gone:
             row = self._rows.get(event)
-            wanted = row is not None and self._history.kinds[row.kind].dead_letter_topic is not None
-            # A copy is an event like any other: at least once, it may be repeated.
-            if copies[event] < wanted or (copies[event] > wanted and copies[event] > wanted + self._bound.faults):
+            copied = row is not None and self._history.kinds[row.kind].dead_letter_topic is not None
+            least = int(copied and event in self._dead | self._discarded)
+            # One for each time that it died. A copy is an event like any other: at least once, it may be repeated.
+            most = copied * (1 + retried.get(event, 0)) + self._bound.faults
+            if not least <= copies[event] <= most:
                 self.verdict.found("dead_letters", f"event {event} is dead and has {copies[event]} copies")
 
     def look_for_missing(self) -> None:
@@ -172,14 +216,18 @@ class _Checker:
                 continue
             key = (row.kind, row.key)
             first_dead[key] = min(row.seq, first_dead.get(key, row.seq))
-            if not row.poisoned:
-                self.verdict.found("dead_letters", f"event {event} is dead, and could have been published")
-            if event in self._times:
-                self.verdict.found("dead_letters", f"event {event} is dead, and published")
+            self._look_at_dead(row, "dead")
+        for event in self._discarded:
+            row = self._rows.get(event)
+            if row is None:
+                name = "aborted" if self._history.was_attempted(event) else "invented"
+                self.verdict.found(name, f"event {event} was discarded and was never committed")
+            else:
+                self._look_at_dead(row, "discarded")
         for event, row in self._rows.items():
             if event in self._waiting:
                 self._look_at_waiting(row, first_dead)
-            elif event not in self._times and event not in self._dead:
+            elif (event, None) not in self._seen and event not in self._dead | self._discarded:
                 if row.poisoned:
                     self.verdict.found("dead_letters", f"event {event} was to become a dead letter, and is gone")
                 else:
@@ -208,32 +256,69 @@ class _Checker:
         if message.key != row.key or message.digest != row.digest:
             what = "payload" if message.key == row.key else f"key {message.key!r}"
             self.verdict.found("corrupted", f"{_at(message)}: {what} of event {row.event} ({self._name(row)})")
-        if row.poisoned:
+        if row.poisoned and not kind.mended:
             self.verdict.found("dead_letters", f"{_at(message)}: event {row.event} should have been refused")
-        if self._partition.setdefault((row.kind, row.key), message.partition) != message.partition:
+        if kind.partitions:
+            wrong = message.partition not in {partition_of(row.key, count) for count in kind.partitions}
+        else:
+            wrong = self._partition.setdefault((row.kind, row.key), message.partition) != message.partition
+        if wrong:
             self.verdict.found("wrong_partition", f"{_at(message)}: event {row.event} ({self._name(row)})")
 
     def _count(self, message: Message, row: Committed) -> None:
-        times = self._times[row.event] = self._times.get(row.event, 0) + 1
-        key = (row.kind, row.key)
-        if times > 1:
-            self.verdict.repeats += 1
-            if times - 1 > self._bound.faults:
-                self.verdict.found("duplicated", f"{_at(message)}: event {row.event} for the {times}. time")
-            return
-        if message.partition != self._partition.get(key, message.partition):
-            return  # no order between partitions
-        last = self._last_seq.get(key, 0)
-        if row.seq < last:
-            self.verdict.found(
-                "reordered", f"{_at(message)}: number {row.seq} of {self._name(row)} appears behind number {last}"
-            )
+        """Look whether a message is a repeat, and else whether it follows the earlier events of its key."""
+        kind, item, line = self._history.kinds[row.kind], (row.event, message.replay), (row.kind, row.key)
+        once = any(message in span for span in self._history.once)
+        seen = self._seen.get(item)
+        if seen is None:
+            seen = self._seen[item] = _Seen(message.partition, once)
         else:
-            self._last_seq[key] = row.seq
+            seen.times += 1
+            self.verdict.repeats += 1
+            # Between partitions no offset says which was first.
+            never = seen.once and (once or message.partition == seen.partition)
+            if never or seen.times - 1 > self._bound.faults:
+                self.verdict.found("duplicated", f"{_at(message)}: event {row.event} for the {seen.times}. time")
+        if message.partition in seen.partitions:
+            return
+        if message.partition != self._partition.get(line, message.partition):
+            return  # no order between partitions
+        if seen.partitions and len(kind.partitions) <= 1:
+            return
+        seen.partitions += (message.partition,)
+        place = (*line, message.replay, message.partition)
+        last = self._last_seq.get(place, 0)
+        if row.seq >= last:
+            self._last_seq[place] = row.seq
+        elif kind.blocks or message.replay is not None or row.event not in self._history.retried:
+            behind = f"number {row.seq} of {self._name(row)} appears behind number {last}"
+            self._late.append((item, f"{_at(message)}: {behind}" + (", replayed" if message.replay else "")))
+
+    def _compare_replays(self) -> None:
+        """Compare the messages of replays with what operators have sent again."""
+        found = [event for event, mark in self._seen if mark is not None]
+        replays = self._history.replays
+        for event in found:
+            row = self._rows[event]
+            if not any(replay.covers(self._history.kinds[row.kind], row.key) for replay in replays):
+                self.verdict.found("invented", f"a replay of event {event} ({self._name(row)}), which nobody wanted")
+        sent = sum(replay.events for replay in replays)
+        if len(found) < sent:
+            self.verdict.found("lost", f"{sent} events were replayed, {len(found)} are there", sent - len(found))
+        elif len(found) > sent:
+            self.verdict.found("invented", f"{sent} events were replayed, {len(found)} are there", len(found) - sent)
+
+    def _look_at_dead(self, row: Committed, what: str) -> None:
+        if not row.poisoned:
+            self.verdict.found("dead_letters", f"event {row.event} is {what}, and could have been published")
+        # At least once, a relay that died may have published it while the topic took it.
+        may_be_both = self._bound.faults and self._history.kinds[row.kind].mended
+        if (row.event, None) in self._seen and not may_be_both:
+            self.verdict.found("dead_letters", f"event {row.event} is {what}, and published")
 
     def _look_at_waiting(self, row: Committed, first_dead: Mapping[tuple[int, str], int]) -> None:
         behind = first_dead.get((row.kind, row.key))
-        if row.event in self._times:
+        if (row.event, None) in self._seen:
             self.verdict.found("stuck", f"event {row.event} is published, and still in the outbox")
         elif self._history.kinds[row.kind].blocks and behind is not None and behind < row.seq:
             self.verdict.blocked += 1

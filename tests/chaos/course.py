@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from relay.failpoints import NAMES
@@ -22,10 +22,13 @@ Delivery = Literal["at-least-once", "exactly-once"]
 RELAYS: Final = 3
 WRITERS: Final = 3
 KEYS: Final = 100_000
+LATER_KEYS: Final = 200
 HOT_KEY: Final = "hot"
 HOT_PART: Final = 0.2
 MAX_SIZE: Final = 990_000
-REFUSED_BYTES: Final = 20_000
+HELD_KEYS: Final = 6
+"""Keys of Strict that are written all the time and are poisoned every few seconds: they wait for an operator."""
+REFUSED_BYTES: Final = 150_000
 """The topics that refuse some events take no larger request; what is to be refused is at least twice as large."""
 
 ORDER, BILL, LATER, SMALL, STRICT = range(5)
@@ -42,6 +45,30 @@ _RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
 _POSTGRES_FAULTS: Final = {"postgres_kill": 2, "postgres_cut": 2, "postgres_blackhole": 2}
 _KAFKA_FAULTS: Final = {"broker_kill": 2, "broker_pause": 2}
 _NETWORK_FAULTS: Final = {"kafka_cut": 2, "kafka_blackhole": 1, "kafka_requests": 4}
+_ACTS: Final = {
+    "discard": 4,
+    "mend": 4,
+    "retry": 2,
+    "pause": 2,
+    "drain": 2,
+    "replay": 2,
+    "partitions": 2,
+    "switch": 1,
+    "delivery": 1,
+}
+
+_CALM_PART: Final = 0.4
+"""The part of a run with operators in which nothing is struck."""
+_BEFORE_CALM_SECONDS: Final = 5.0
+_AFTER_PROMOTION_SECONDS: Final = 3.0
+_FREED_IN_CALM: Final = 4
+# What restarts no relay and frees no key.
+_IN_CALM: Final = frozenset({"replay", "partitions"})
+
+BLOCKED_SECONDS: Final = 8.0
+"""Operators leave what is dead alone for so long. Then the relay's low-water mark may be above what waits behind it."""
+ONCE_AFTER_SECONDS: Final = 15.0
+"""So long after the last at-least-once relay has ended, nothing that it has sent arrives any more."""
 
 REQUESTS: Final = ("produce", "init_producer_id", "metadata", "add_partitions_to_txn", "end_txn")
 """The last two are of transactions only."""
@@ -56,6 +83,7 @@ class Configuration:
     delivery: Delivery = "exactly-once"
     brokers: int = 1
     seconds: float = 60.0
+    operators: bool = True
 
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
@@ -84,6 +112,34 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Act:
+    """Something that an operator does ``at`` seconds after the start, and ends ``seconds`` later (mend, pause, drain).
+
+    ``kind`` is whose topic or dead letters, None for all. ``lane`` and ``key`` are those of pauses and of replays.
+    ``times``: how many dead letters, or how many partitions.
+    ``patient``: it waits until a key has been blocked for long.
+    """
+
+    at: float
+    name: str
+    kind: int | None = None
+    seconds: float = 0.0
+    lane: int | None = None
+    key: str | None = None
+    times: int = 0
+    patient: bool = False
+
+    def __str__(self) -> str:
+        what = [self.name]
+        what += [] if self.kind is None else [KIND_NAMES[self.kind]]
+        what += [] if self.lane is None else [f"lane {self.lane}"]
+        what += [] if self.key is None else [self.key]
+        what += [f"x{self.times}"] if self.times else []
+        what += [f"for {self.seconds:.1f} s"] if self.seconds else []
+        return f"{self.at:5.1f} s  operator: {' '.join(what)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Course:
     """The plan of one run."""
 
@@ -96,6 +152,7 @@ class Course:
     faults: tuple[Fault, ...]
     failpoints: tuple[str, ...]
     """For the first start of a relay, the second one and so on, over all relays; empty: none."""
+    acts: tuple[Act, ...] = ()
 
     def counts(self) -> dict[str, int]:
         """Return how many faults of each kind there are."""
@@ -110,36 +167,60 @@ class Course:
         head += ", a standby to be promoted" if self.standby else ""
         armed = [f"start {n}: {text}" for n, text in enumerate(self.failpoints) if text]
         late = f"{self.topic_created_at:5.1f} s  the topic of {KIND_NAMES[LATER]} is created"
-        return "\n  ".join([head, *map(str, self.faults), late, *armed, f"at the end {self.last_relays} relays"])
+        plan = sorted((*self.faults, *self.acts), key=lambda each: each.at)
+        return "\n  ".join([head, *map(str, plan), late, *armed, f"at the end {self.last_relays} relays"])
 
 
 def course_of(seed: int, configuration: Configuration) -> Course:
     """Return the course of a seed in a configuration."""
     chance = _chance(seed, configuration, "faults")
-    seconds = configuration.seconds
-    standby = seed % 5 == 3 and seconds >= 30
+    standby = seed % 5 == 3 and configuration.seconds >= 30
+    calm = configuration.operators * round(_CALM_PART * configuration.seconds, 1)
+    if calm < 2 * BLOCKED_SECONDS:
+        calm = 0.0
+    # Without the calm, which is put in afterwards.
+    seconds = configuration.seconds - calm
     servers = dict(_POSTGRES_FAULTS) | _KAFKA_FAULTS
     if configuration.brokers == 1:
         servers |= _NETWORK_FAULTS
+    shorter = 2.0 if calm else 0.0
     faults = [
-        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0)),
-        *_track(chance, seconds, servers, configuration, first=6.0, pause=(3.0, 7.0)),
+        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
+        *_track(
+            chance, seconds, servers, configuration, first=6.0 - shorter, pause=(3.0 - shorter, 7.0 - 2.5 * shorter)
+        ),
     ]
+    calm_at = seconds / 2
     if standby:
         # In the middle. No other server is down then, and Postgres was not lately: its standby has to be up to date.
         at = round(seconds * chance.uniform(0.4, 0.6), 1)
         faults = [each for each in faults if not _in_the_way(each, at)]
         faults.append(Fault(at, "promote"))
+        calm_at = at + _AFTER_PROMOTION_SECONDS
+    faults = [_around(each, calm_at, calm) for each in faults]
+    lanes = 256 if seed % 2 else 4
     return Course(
         seed,
         configuration,
-        lanes=256 if seed % 2 else 4,
+        lanes=lanes,
         standby=standby,
         last_relays=chance.choice((1, RELAYS)),
         topic_created_at=round(seconds * chance.uniform(0.1, 0.3), 1),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
+        acts=tuple(
+            sorted(
+                _acts(seed, configuration, lanes, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at
+            )
+        ),
     )
+
+
+def _around(fault: Fault, calm_at: float, calm: float) -> Fault:
+    """Return a fault that is over when the calm begins, or begins after it."""
+    if fault.at >= calm_at:
+        return replace(fault, at=round(fault.at + calm, 1))
+    return replace(fault, seconds=round(min(fault.seconds, calm_at - fault.at), 1))
 
 
 def _in_the_way(fault: Fault, promoted_at: float) -> bool:
@@ -213,6 +294,63 @@ def _failpoints(chance: random.Random, configuration: Configuration, starts: int
         yield armed if chance.random() < 0.5 else ""
 
 
+def _acts(
+    seed: int, configuration: Configuration, lanes: int, calm: tuple[float, float], *, standby: bool
+) -> Iterator[Act]:
+    """Return what operators do, one after the other; what they begin and end overlaps with the next ones.
+
+    In the calm nothing is struck, and first nothing is freed: lanes stay with their relays, whose low-water marks rise
+    above what waits behind dead letters, until operators free those keys in the end. A lane that changes hands is read
+    from its lowest id again.
+    """
+    if not configuration.operators:
+        return
+    chance = _chance(seed, configuration, "acts")
+    at = 3.0 + chance.uniform(0, 2)
+    deck: list[str] = []
+    while at < configuration.seconds - 1:
+        if not deck:
+            deck = [name for name, count in _ACTS.items() for _ in range(count)]
+            if standby:
+                # A slot that was made a moment ago is not on the standby yet, and is gone with the primary.
+                deck.remove("switch")
+            chance.shuffle(deck)
+        drawn = _act(chance, round(at, 1), deck.pop(), lanes)
+        if not calm[0] - _BEFORE_CALM_SECONDS < at < calm[1] or drawn.name in _IN_CALM:
+            yield drawn
+        elif drawn.name in {"switch", "delivery"}:
+            yield replace(drawn, at=round(calm[1] + 1, 1))
+        at += chance.uniform(1.5, 3.5)
+    for number in range(_FREED_IN_CALM if calm[1] > calm[0] else 0):
+        name = "discard" if number % 2 else chance.choice(("discard", "mend"))
+        freed_at = round(calm[1] - 1.5 * (_FREED_IN_CALM - number) + chance.uniform(0, 1), 1)
+        yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)), patient=True)
+
+
+def _act(chance: random.Random, at: float, name: str, lanes: int) -> Act:
+    match name:
+        case "discard" | "retry":
+            return Act(at, name, chance.choice((STRICT, STRICT, None)), times=chance.choice((1, 100)))
+        case "mend":
+            return Act(at, name, chance.choice((STRICT, STRICT, STRICT, SMALL)), round(chance.uniform(2, 8), 1))
+        case "pause" | "drain":
+            seconds = round(chance.uniform(1, 5), 1)
+            match chance.choice(("all", "lane", "topic")):
+                case "lane":
+                    return Act(at, name, None, seconds, lane=chance.randrange(lanes))
+                case "topic":
+                    return Act(at, name, chance.choice((ORDER, BILL, LATER, STRICT)), seconds)
+            return Act(at, name, None, seconds)
+        case "replay":
+            return Act(at, name, LATER, key=chance.choice((None, f"l{chance.randrange(LATER_KEYS)}")))
+        case "partitions":
+            return Act(at, name, chance.choice((ORDER, BILL, LATER)), times=chance.randint(1, 3))
+        case "delivery":
+            return Act(at, name, None, ONCE_AFTER_SECONDS)
+        case _:
+            return Act(at, name)
+
+
 # The load
 
 
@@ -249,7 +387,9 @@ def transactions(seed: int, configuration: Configuration, writer: int) -> Iterat
         late = chance.random() < 0.03
         # Up to 300 events, most of them few. One that commits late holds no key that others wait for.
         count = int(math.exp(chance.uniform(0, math.log(300))))
-        writes = tuple(_write(chance, writer, others=not late) for _ in range(count))
+        writes = tuple(
+            _own(chance, writer) if late else _write(chance, operators=configuration.operators) for _ in range(count)
+        )
         undone = tuple(_own(chance, writer) for _ in range(chance.randint(1, 5))) if chance.random() < 0.05 else ()
         yield Transaction(
             writes,
@@ -260,17 +400,18 @@ def transactions(seed: int, configuration: Configuration, writer: int) -> Iterat
         )
 
 
-def _write(chance: random.Random, writer: int, *, others: bool) -> Write:
-    if not others:
-        return _own(chance, writer)
-    kind = chance.choices(range(5), (100, 20, 4, 4, 2))[0]
+def _write(chance: random.Random, *, operators: bool) -> Write:
+    kind = chance.choices(range(5), (100, 20, 4, 4, 12 if operators else 2))[0]
     match kind:
         case 2:  # LATER
-            return Write(kind, f"l{chance.randrange(200)}", _size(chance, 2000), json=chance.random() < 0.3)
+            key = f"l{chance.randrange(LATER_KEYS)}"
+            return Write(kind, key, _size(chance, 2000), json=chance.random() < 0.3)
         case 3 | 4:  # SMALL, STRICT
-            poisoned = chance.random() < 0.004
+            held = operators and kind == STRICT and chance.random() < 0.75
+            key = f"h{chance.randrange(HELD_KEYS)}" if held else f"s{chance.randrange(300)}"
+            poisoned = chance.random() < (0.04 if held else 0.004)
             size = chance.randint(2 * REFUSED_BYTES, 3 * REFUSED_BYTES) if poisoned else chance.randint(1, 200)
-            return Write(kind, f"s{chance.randrange(300)}", size, poisoned=poisoned)
+            return Write(kind, key, size, poisoned=poisoned)
         case _:
             hot = kind == ORDER and chance.random() < HOT_PART * 1.3
             key = HOT_KEY if hot else f"k{chance.randrange(KEYS)}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 import kafka_proxy
 import psutil
@@ -38,6 +38,7 @@ _ACTIONS: Final[dict[str, Action]] = {
 }
 # A relay that a failpoint has halted is woken after this, as an operator's SIGCONT would.
 _HALTED_SECONDS: Final = 6.0
+_END_SECONDS: Final = 15.0
 
 _MUTANT: Final = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
@@ -79,11 +80,14 @@ class Relays:
         self._factory = factory
         self._program = ("-m", "relay.cli") if mutation == "none" else (_MUTANT, mutation)
         self._course = course
-        self._settings = settings
+        self._settings = dict(settings)
+        self._lock = threading.Lock()
         self._starts = 0
         self._halted: dict[int, float] = {}
         self.paused: set[int] = set()
         self.armed = 0
+        self.changed = 0
+        """Relays that were ended because they were to be started with other settings."""
         self.all: list[RelayProcess] = []
         self.present: list[RelayProcess] = [self._start() for _ in range(RELAYS)]
 
@@ -119,9 +123,32 @@ class Relays:
         self.armed += bool(armed)
         return self._make({VARIABLE: armed} if armed else {})
 
+    def change(self, **settings: Any) -> None:
+        """Start relays with these settings from now on, and end those that have others, each after its turn.
+
+        Others than RelayHand may call this: it starts the successors, and wakes those that are halted.
+        """
+        with self._lock:
+            self._settings |= settings
+            old = [relay for relay in self.all if relay.running]
+        for relay in old:
+            relay.terminate()
+        for relay in old:
+            try:
+                relay.wait(_END_SECONDS)
+            except AssertionError:
+                relay.kill()
+        self.changed += len(old)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what relays are started with."""
+        with self._lock:
+            return dict(self._settings)
+
     def _make(self, env: dict[str, str]) -> RelayProcess:
-        relay = self._factory(env=env, program=self._program, **self._settings)
-        self.all.append(relay)
+        with self._lock:
+            relay = self._factory(env=env, program=self._program, **self._settings)
+            self.all.append(relay)
         return relay
 
 
@@ -132,27 +159,41 @@ def _halted(relay: RelayProcess) -> bool:
         return False
 
 
+class Planned(Protocol):
+    """A fault, or an operator's act."""
+
+    @property
+    def at(self) -> float: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+_P = TypeVar("_P", bound=Planned)
+
+
 @dataclass(order=True)
-class _Step:
+class _Step(Generic[_P]):
     at: float
     number: int
-    fault: Fault = field(compare=False)
+    planned: _P = field(compare=False)
     begins: bool = field(compare=False)
 
 
-class _Hand:
+class Hand(Generic[_P]):
     """Carries out one track of the course in a thread."""
 
-    def __init__(self, name: str, faults: Sequence[Fault], healed: Healed) -> None:
+    def __init__(self, name: str, planned: Sequence[_P], healed: Healed) -> None:
         self._healed = healed
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        steps = []
-        for number, fault in enumerate(faults):
-            steps.append(_Step(fault.at, 2 * number, fault, begins=True))
-            steps.append(_Step(fault.at + fault.seconds, 2 * number + 1, fault, begins=False))
+        steps: list[_Step[_P]] = []
+        for number, each in enumerate(planned):
+            steps.append(_Step(each.at, 2 * number, each, begins=True))
+            steps.append(_Step(each.at + each.seconds, 2 * number + 1, each, begins=False))
         self._steps = sorted(steps)
-        self.done: list[Fault] = []
+        self.done: list[_P] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Self:
@@ -180,11 +221,11 @@ class _Hand:
                 if self._stop.is_set() and step.begins:
                     continue
                 if step.begins:
-                    self._begin(step.fault)
-                    self.done.append(step.fault)
-                elif step.fault in self.done:
-                    self._end(step.fault)
-                    self._healed(step.fault.name)
+                    self._begin(step.planned)
+                    self.done.append(step.planned)
+                elif step.planned in self.done:
+                    self._end(step.planned)
+                    self._healed(step.planned.name)
             while not self._stop.wait(0.25):
                 self._meanwhile()
         except BaseException as error:  # noqa: BLE001 - raised again by stop()
@@ -193,14 +234,14 @@ class _Hand:
     def _meanwhile(self) -> None:
         pass
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin(self, planned: _P) -> None:
         raise NotImplementedError
 
-    def _end(self, fault: Fault) -> None:
+    def _end(self, planned: _P) -> None:
         raise NotImplementedError
 
 
-class RelayHand(_Hand):
+class RelayHand(Hand[Fault]):
     """Kills, stops and halts relays, and replaces those that ended."""
 
     def __init__(self, course: Course, relays: Relays, healed: Healed) -> None:
@@ -210,9 +251,9 @@ class RelayHand(_Hand):
     def _meanwhile(self) -> None:
         self._relays.tend()
 
-    def _begin(self, fault: Fault) -> None:
-        relay = self._relays.present[fault.target]
-        match fault.name:
+    def _begin(self, planned: Fault) -> None:
+        relay = self._relays.present[planned.target]
+        match planned.name:
             case "relay_kill":
                 relay.kill()
             case "relay_term":
@@ -220,7 +261,7 @@ class RelayHand(_Hand):
                 relay.resume()
                 relay.terminate()
             case "relay_pause" if relay.running:
-                self._relays.paused.add(fault.target)
+                self._relays.paused.add(planned.target)
                 try:
                     relay.pause()
                 except (ServiceError, psutil.NoSuchProcess):
@@ -228,24 +269,24 @@ class RelayHand(_Hand):
                     if relay.running:
                         raise
 
-    def _end(self, fault: Fault) -> None:
-        if fault.name == "relay_pause":
-            self._relays.paused.discard(fault.target)
-            self._relays.present[fault.target].resume()
+    def _end(self, planned: Fault) -> None:
+        if planned.name == "relay_pause":
+            self._relays.paused.discard(planned.target)
+            self._relays.present[planned.target].resume()
         else:
-            self._relays.replace(fault.target)
+            self._relays.replace(planned.target)
 
 
-class ServerHand(_Hand):
+class ServerHand(Hand[Fault]):
     """Strikes Postgres, the brokers and the networks on both sides of the relays."""
 
     def __init__(self, course: Course, servers: Servers, healed: Healed) -> None:
         super().__init__("server-hand", [each for each in course.faults if not each.name.startswith("relay")], healed)
         self._servers = servers
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin(self, planned: Fault) -> None:
         servers = self._servers
-        match fault.name:
+        match planned.name:
             case "postgres_kill":
                 servers.postgres.kill()
             case "postgres_cut":
@@ -257,11 +298,11 @@ class ServerHand(_Hand):
             case "promote":
                 self._promote()
             case "broker_kill":
-                servers.kafka.kill_broker(fault.target)
+                servers.kafka.kill_broker(planned.target)
             case "broker_pause":
-                servers.kafka.pause_broker(fault.target)
+                servers.kafka.pause_broker(planned.target)
             case _:
-                self._disturb_kafka(fault)
+                self._disturb_kafka(planned)
 
     def _disturb_kafka(self, fault: Fault) -> None:
         network = self._servers.kafka_proxy
@@ -276,18 +317,18 @@ class ServerHand(_Hand):
             case _:
                 raise AssertionError(fault)
 
-    def _end(self, fault: Fault) -> None:
+    def _end(self, planned: Fault) -> None:
         servers, network = self._servers, self._servers.kafka_proxy
-        match fault.name:
+        match planned.name:
             case "postgres_kill":
                 servers.postgres.start()
             case "postgres_blackhole":
                 for each in servers.postgres_proxies:
                     each.heal()
             case "broker_kill":
-                servers.kafka.start_broker(fault.target)
+                servers.kafka.start_broker(planned.target)
             case "broker_pause":
-                servers.kafka.resume_broker(fault.target)
+                servers.kafka.resume_broker(planned.target)
             case "kafka_blackhole":
                 assert network is not None
                 network.heal()
@@ -308,7 +349,8 @@ class ServerHand(_Hand):
 def bound_of(done: Sequence[Fault], relays: Relays, turn_events: int) -> tuple[int, int, int]:
     """Return events of a turn, faults, and how often a worker was hit, for the checker's bound on repeats.
 
-    Failpoints that were armed count as if they had been reached, and so does the end of all relays before the drain.
+    Failpoints that were armed count as if they had been reached, and so do the end of all relays before the drain, and
+    relays that were ended for other settings: Kafka may be away just then.
     """
-    hits = sum(1 if fault.name.startswith("relay") else RELAYS for fault in done)
-    return turn_events, len(done) + relays.armed + 1, hits + relays.armed + RELAYS
+    hits = sum(1 if fault.name.startswith("relay") else RELAYS for fault in done) + relays.changed
+    return turn_events, len(done) + relays.armed + relays.changed + 1, hits + relays.armed + RELAYS

@@ -11,7 +11,7 @@ import hashlib
 import uuid
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -39,7 +39,10 @@ class Committed(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One message, as a reader of what is committed finds it. ``event`` is None where the id is not of this run."""
+    """One message, as a reader of what is committed finds it. ``event`` is None where the id is not of this run.
+
+    ``replay``: the header that marks an archived event that was sent again.
+    """
 
     event: int | None
     topic: str
@@ -47,16 +50,58 @@ class Message(NamedTuple):
     offset: int
     key: str
     digest: bytes
+    replay: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An aggregate type: where its events go, and what becomes of a key with a dead letter."""
+    """An aggregate type: where its events go, and what becomes of a key with a dead letter.
+
+    ``partitions`` are the numbers of partitions that its topic has had: more than one when an operator added some.
+    ``mended``: for a while an operator let the topic take what it refuses.
+    """
 
     name: str
     topic: str
     blocks: bool = False
     dead_letter_topic: str | None = None
+    partitions: Sequence[int] = ()
+    mended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """One replay: an operator sent archived events again, chosen by aggregate (``kind`` and ``key``) or by topic."""
+
+    events: int
+    kind: str | None = None
+    key: str | None = None
+    topic: str | None = None
+
+    def covers(self, kind: Kind, key: str) -> bool:
+        """Return whether the replay was of events of a key."""
+        return (
+            self.kind in {None, kind.name}
+            and (self.key is None or self.key == key)
+            and (self.topic is None or self.topic == kind.topic)
+        )
+
+
+@dataclass(slots=True)
+class OnceSpan:
+    """While only exactly-once relays could publish: from these offsets on, and up to those (None: to the end).
+
+    A partition without an offset in ``begin`` is younger than the span's begin; in ``end``, than its end.
+    """
+
+    begin: Mapping[Place, int] = field(default_factory=dict)
+    end: Mapping[Place, int] | None = None
+
+    def __contains__(self, message: Message) -> bool:
+        place = message.topic, message.partition
+        return self.begin.get(place, 0) <= message.offset and (
+            self.end is None or message.offset < self.end.get(place, 0)
+        )
 
 
 def event_of(writer: int, number: int) -> int:
@@ -88,6 +133,20 @@ class EventIds:
             return None
         event = event_of(value >> 64 & ((1 << _WRITER_BITS) - 1), value & ((1 << _NUMBER_BITS) - 1))
         return event if self.id_of(event).int == value else None
+
+
+def partition_of(key: str, partitions: int) -> int:
+    """Return the partition of a key as Java clients place it: murmur2."""
+    data, mask = key.encode(), 0xFFFFFFFF
+    value = 0x9747B28C ^ len(data)
+    whole = len(data) - len(data) % 4
+    for begin in range(0, whole, 4):
+        part = int.from_bytes(data[begin : begin + 4], "little") * 0x5BD1E995 & mask
+        value = (value * 0x5BD1E995 & mask) ^ ((part ^ part >> 24) * 0x5BD1E995 & mask)
+    if whole < len(data):
+        value = (value ^ int.from_bytes(data[whole:], "little")) * 0x5BD1E995 & mask
+    value = (value ^ value >> 13) * 0x5BD1E995 & mask
+    return ((value ^ value >> 15) & 0x7FFFFFFF) % partitions
 
 
 def digest_of(value: bytes | None, content_type: str | None) -> bytes:
@@ -127,6 +186,10 @@ class Sightings:
         index = bisect_left(offsets, offset)
         return self._events[place][index] if index < len(offsets) and offsets[index] == offset else None
 
+    def ends(self) -> dict[Place, int]:
+        """Return the offset behind the last message of each partition. May be called while messages are added."""
+        return {place: offsets[-1] + 1 for place, offsets in list(self._offsets.items()) if offsets}
+
     def __len__(self) -> int:
         return sum(map(len, self._offsets.values()))
 
@@ -140,6 +203,10 @@ class History:
     waiting     events whose rows are still in the outbox when the run has ended and everything was given its time.
     copies      messages of dead-letter topics.
     seen        what another reader had seen before the end.
+    discarded   events that operators have discarded.
+    retried     how often operators have retried an event.
+    replays     what operators have sent again.
+    once        while there was only exactly-once. Not needed where there was never anything else.
     """
 
     kinds: Mapping[int, Kind]
@@ -150,6 +217,10 @@ class History:
     waiting: Collection[int] = ()
     copies: Iterable[Message] = ()
     seen: Sightings = field(default_factory=Sightings)
+    discarded: Collection[int] = ()
+    retried: Mapping[int, int] = field(default_factory=dict)
+    replays: Sequence[Replay] = ()
+    once: Sequence[OnceSpan] = ()
 
     def was_attempted(self, event: int) -> bool:
         """Return whether a writer of this run has begun to write the event."""

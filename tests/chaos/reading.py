@@ -9,7 +9,8 @@ from typing import Final, Self
 import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from chaos.history import EventIds, Message, Sightings, digest_of
+from chaos.history import EventIds, Message, Place, Sightings, digest_of
+from outbox.event import REPLAY
 from outbox.sandbox._process import wait_for
 from outbox.sandbox.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
@@ -56,6 +57,7 @@ def to_message(message: confluent_kafka.Message, ids: EventIds) -> Message:
         offset,
         (key or b"").decode(),
         digest_of(message.value(), headers.get("content-type")),
+        headers.get(REPLAY),
     )
 
 
@@ -118,16 +120,18 @@ class LiveReader:
         self._topics = topics
         self._consumer = _consumer(topics.bootstrap_servers)
         self._new: list[TopicPartition] = []
+        self._followed: set[Place] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="live-reader", daemon=True)
 
     def follow(self, names: Sequence[str]) -> None:
-        """Read these topics too. Raises ServiceError when one has no leader for a partition."""
+        """Read these topics too, with the partitions that they have now. Raises ServiceError when one has no leader."""
         partitions = _partitions(self._topics, names)
         with self._lock:
-            self._new += partitions
+            self._new += [each for each in partitions if (each.topic, each.partition) not in self._followed]
+            self._followed |= {(each.topic, each.partition) for each in partitions}
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -18,6 +18,7 @@ from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
 from chaos.history import Committed, EventIds, History
+from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all
 from chaos.recovery import RecoveryWatch
 from chaos.stage import KafkaSite, Stage
@@ -26,6 +27,8 @@ from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayFactory
 
 _EVENTS_A_SECOND: Final = 700.0
+# With operators the relays' turns are to end with nothing left: marks rise to what waits behind dead letters only then.
+_EVENTS_A_SECOND_BESIDE_OPERATORS: Final = 400.0
 _BYTES_A_SECOND: Final = 4_000_000.0
 _STANDS_STILL_SECONDS: Final = 60.0
 # What a relay logs of lanes that it can't publish.
@@ -53,6 +56,7 @@ class Result:
     verdict: Verdict = field(default_factory=Verdict)
     size: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    operators: dict[str, int] = field(default_factory=dict)
     rolled_back: int = 0
     unknown: int = 0
     first_reads: list[float] = field(default_factory=list)
@@ -86,6 +90,7 @@ class Result:
             "dead": self.verdict.dead,
             "blocked": self.verdict.blocked,
             "faults": self.faults,
+            "operators": self.operators,
             "repeats": self.verdict.repeats,
             "anomalies": dict(self.verdict.counts),
             "examples": self.verdict.examples,
@@ -125,7 +130,8 @@ class _Run:
 
     def carry_out(self) -> Result:
         course, seconds = self.course, self.course.configuration.seconds
-        pace = Pace(_EVENTS_A_SECOND, _BYTES_A_SECOND)
+        operated = course.configuration.operators
+        pace = Pace(_EVENTS_A_SECOND_BESIDE_OPERATORS if operated else _EVENTS_A_SECOND, _BYTES_A_SECOND)
         steady = [KIND_NAMES[number] for number in (0, 1)]
         factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
         with (
@@ -139,15 +145,19 @@ class _Run:
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
-            with one, other:
+            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log")
+            with one, other, operators:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)
                 _sleep_until(started + seconds)
+                # First: the other hands go on waking and starting what its commands wait for.
+                operators.stop()
                 one.stop()
                 other.stop()
             load.stop()
             self.stage.servers.heal()
             relays.end()
+            operators.leave()
             result = Result(course, size=sum(load.committed_bytes))
             result.rolled_back, result.unknown = sum(load.rolled_back), sum(load.unknown)
             result.drain_seconds = self._drain(relays)
@@ -155,11 +165,12 @@ class _Run:
         done = [*one.done, *other.done]
         result.faults = dict(sorted(Counter(fault.name for fault in done).items()))
         result.faults["failpoints"] = relays.armed
+        result.operators = dict(sorted(operators.outcomes.items()))
         result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
         bound = EXACTLY_ONCE
-        if course.configuration.delivery != "exactly-once":
+        if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
-        result.verdict = self._check(load, reader, bound)
+        result.verdict = self._check(load, reader, operators, bound)
         if not result.sound:
             result.standing = _standing(relays)
         result.notes = _notes(relays)
@@ -189,11 +200,12 @@ class _Run:
                 relay.wait(60)
         return seconds
 
-    def _check(self, load: Workload, reader: LiveReader, bound: RepeatBound) -> Verdict:
+    def _check(self, load: Workload, reader: LiveReader, operators: OperatorHand, bound: RepeatBound) -> Verdict:
         stage = self.stage
         with psycopg.connect(self.stage.url) as connection:
+            known = audited(connection, stage.ids)
             history = History(
-                stage.kinds,
+                stage.final_kinds,
                 _committed(connection),
                 load.attempted,
                 read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], stage.ids),
@@ -201,6 +213,10 @@ class _Run:
                 waiting=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.events"),
                 copies=read_all(stage.topics, stage.dead_letter_topics, stage.ids),
                 seen=reader.seen,
+                discarded=known.discarded,
+                retried=known.retried,
+                replays=known.replays,
+                once=operators.once,
             )
             return check(history, bound)
 

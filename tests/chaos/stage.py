@@ -6,9 +6,17 @@ import json
 import secrets
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final, Self
 
 from confluent_kafka import KafkaException
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewPartitions,
+    ResourceType,
+)
 from kafka_proxy import KafkaProxy
 from proxy import TcpProxy
 from standby import Standby, either, require_standby
@@ -16,7 +24,7 @@ from wal_support import to_wal
 
 from chaos.course import KIND_NAMES, LATER, REFUSED_BYTES, SMALL, STRICT, Course
 from chaos.faults import Servers
-from chaos.history import EventIds, Kind
+from chaos.history import EventIds, Kind, Place
 from chaos.reading import LiveReader
 from chaos.workload import prepare
 from outbox._app import migrate as db
@@ -31,6 +39,7 @@ _BATCH: Final = {4: 200, 256: 1000}
 _BATCHES_OF_A_TURN: Final = 8
 _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"
+_ADMIN_SECONDS: Final = 5.0
 
 # SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
 _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
@@ -78,6 +87,8 @@ class Stage:
         self.ids = EventIds(secrets.token_hex(8))
         self.topics = opened.enter_context(Topics(site.cluster.bootstrap_servers))
         self.kinds = self._kinds()
+        self._partitions = {number: [_PARTITIONS] for number in self.kinds}
+        self._mended: set[int] = set()
         self.servers, self.url, relays_url = self._postgres()
         opened.callback(self.servers.heal_kafka)
         self._create_topics()
@@ -99,6 +110,44 @@ class Stage:
     def dead_letter_topics(self) -> list[str]:
         """The topics of copies of dead letters."""
         return sorted({kind.dead_letter_topic for kind in self.kinds.values() if kind.dead_letter_topic})
+
+    @property
+    def final_kinds(self) -> dict[int, Kind]:
+        """Return the kinds with what operators have made of their topics."""
+        return {
+            number: replace(kind, partitions=tuple(self._partitions[number]), mended=number in self._mended)
+            for number, kind in self.kinds.items()
+        }
+
+    def take(self, number: int, size: int) -> None:
+        """Let a topic take requests up to this size. Raises KafkaException."""
+        self._mended.add(number)
+        entry = ConfigEntry("max.message.bytes", str(size), incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ResourceType.TOPIC, self.kinds[number].topic, incremental_configs=[entry])
+        self.topics._admin.incremental_alter_configs([resource], request_timeout=_ADMIN_SECONDS)[resource].result()
+
+    def add_partitions(self, number: int, more: int, reader: LiveReader) -> bool:
+        """Give a topic more partitions. Returns False where it is not there. Raises KafkaException, ServiceError."""
+        topic = self.kinds[number].topic
+        there = len(self.topics._partitions(topic))
+        if not there:
+            return False
+        # Known before it is asked for: the answer may be lost, and the partitions be there.
+        self._partitions[number].append(there + more)
+        created = self.topics._admin.create_partitions(
+            [NewPartitions(topic, there + more)], operation_timeout=_ADMIN_SECONDS, request_timeout=_ADMIN_SECONDS
+        )
+        created[topic].result()
+        reader.follow([topic])
+        return True
+
+    def ends(self) -> dict[Place, int]:
+        """Return where the topics of events end, with what is not committed. Raises KafkaException, ServiceError."""
+        topics = set(self.topics._admin.list_topics(timeout=_ADMIN_SECONDS).topics)
+        ends = self.topics._ends([kind.topic for kind in self.kinds.values() if kind.topic in topics], committed=False)
+        if not ends:
+            raise ServiceError("a partition has no leader")
+        return ends
 
     def await_standby(self) -> None:
         """Wait until the standby has the slot: a relay has to read from it before it is worth anything over there."""
@@ -192,4 +241,6 @@ class Stage:
             "failures__max_backoff_seconds": 1,
             "kafka__reconnect_backoff_max_ms": 500,
         }
+        if configuration.operators:
+            settings["relay__archive_days"] = 1
         return settings

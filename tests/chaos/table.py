@@ -23,6 +23,15 @@ committed, in the terms of Jepsen's Kafka workload; it is tested on histories wi
 - Faults: relays killed, stopped, halted, and started with failpoints armed; brokers and Postgres killed and halted; cut
   connections, black holes and lost, late and doubled requests between relays and Postgres and, with one broker, Kafka;
   with seeds 3, 8, …, a synchronous standby is promoted. With three brokers: three replicas, two in sync.
+- Operators, in the runs that name them: between the faults dead letters are discarded and retried, a topic that refuses
+  events is mended for a while, lanes, topics and everything are paused, drained and resumed, the archive is replayed,
+  topics get more partitions, the source is switched and the delivery changed, by the commands of the command line. Six
+  keys are poisoned again and again while they are written. A third of the run is calm: keys wait behind dead letters
+  until operators free them. "In vain": there was nothing to do, or it was not done in time. The delivery and the source
+  in the table are those of the beginning.
+- What operators do changes what may be expected, and no more than that: a discarded event is on no topic; a replay
+  repeats what its audit says; a key is in the partitions that it had under the topic's numbers of partitions, in each
+  of them in order; an event that first appeared under exactly-once is never repeated, whatever the delivery is later.
 - Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable, wrong
   dead letters, stuck.
 - Repeats are at-least-once's, each explained by a fault. Exactly-once has none: one would be an anomaly.
@@ -46,6 +55,7 @@ _COLUMNS: Final = (
     ("rolled back / unknown", lambda row: f"{row['rolled_back']} / {row['unknown']}"),
     ("dead / behind them", lambda row: f"{row['dead']} / {row['blocked']}"),
     ("faults", lambda row: ", ".join(f"{name} {count}" for name, count in row["faults"].items())),
+    ("operators", lambda row: ", ".join(f"{name} {n}" for name, n in row.get("operators", {}).items()) or "none"),
     ("repeats", lambda row: row["repeats"]),
     ("recovery p50 / max", lambda row: f"{row['recovery_p50']} / {row['recovery_max']} s"),
     ("caught up p50 / max", lambda row: f"{row['catch_up_p50']} / {row['catch_up_max']} s"),

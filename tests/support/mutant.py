@@ -1,7 +1,7 @@
 """The relay with one guard of its protocol taken out: ``python mutant.py NAME relay run``. For test_mutations.py.
 
-Each mutation is a mistake that an implementation of the same protocol could make. Patched at run time, so that the
-product has no switch for any of them.
+Several names with a + between them are all applied. Each mutation is a mistake that an implementation of the same
+protocol could make. Patched at run time, so that the product has no switch for any of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from relay.cli import main
 from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
 from relay.marker import Marker
+from relay.polling import low_water_mark, reader
 from relay.polling import source as polling
+from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
 from relay.turn_sizes import TurnSizes
@@ -125,6 +127,16 @@ def no_halving() -> None:
     TurnSizes.narrowed = narrowed  # type: ignore[method-assign]
 
 
+def freed_keys_overtake() -> None:
+    """Newer events of a key that was freed a moment ago go out before those that waited below the mark."""
+    LaneReader._freed = lambda _self, _claims, _due: set()  # type: ignore[method-assign]
+
+
+def quick_marks() -> None:
+    """No mutation: low-water marks rise at once, and not only after seconds."""
+    low_water_mark._LOOK_SECONDS = low_water_mark._SETTLE_SECONDS = reader._LOOK_SECONDS = 0.0  # type: ignore[misc]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "marker_first": marker_first,
@@ -134,8 +146,11 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "let_go_unsettled": let_go_unsettled,
     "marker_of_all_claims": marker_of_all_claims,
     "no_halving": no_halving,
+    "freed_keys_overtake": freed_keys_overtake,
+    "quick_marks": quick_marks,
 }
 
 if __name__ == "__main__":
-    MUTATIONS[sys.argv.pop(1)]()
+    for name in sys.argv.pop(1).split("+"):
+        MUTATIONS[name]()
     main()
