@@ -27,10 +27,11 @@ _WRITE: Final = """
 INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
                                  message_headers, message_time, reason, error, sqlstate, attempts)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s::jsonb,
-        timestamptz 'epoch' + %(time)s * interval '1 millisecond', %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
+        timestamptz 'epoch' + %(time)s::float8 * interval '1 millisecond',
+        %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
    SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + excluded.attempts, last_failed_at = now()"""
+       attempts = letter.attempts + excluded.attempts, last_failed_at = pg_catalog.now()"""
 _KEYS: Final = """
 SELECT DISTINCT message_key FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s AND message_key IS NOT NULL"""
 # Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever. For a
@@ -38,7 +39,7 @@ SELECT DISTINCT message_key FROM {letters} WHERE grp = %(grp)s AND topic = %(top
 _EARLIER: Final = """
 SELECT FROM {letters} AS other
  WHERE other.grp = letter.grp AND other.topic = letter.topic
-   AND sha256(other.message_key) = sha256(letter.message_key)
+   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
    AND other.state = 'dead' AND other.reason <> 'behind'
    AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
             ELSE other.id < letter.id END"""
@@ -57,7 +58,7 @@ SELECT DISTINCT topic, part FROM {letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND (state = 'retry' OR reason = 'behind')"""
 _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
-                     sqlstate = %(sqlstate)s, last_failed_at = now()
+                     sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
 _GONE: Final = "DELETE FROM {letters} WHERE id = %(letter)s AND grp = %(grp)s"
 

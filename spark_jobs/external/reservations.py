@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox._app.search_path import pinned_transaction, restore_path
 from outbox.errors import NotFound
 from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
@@ -201,7 +202,7 @@ class Reservations:
         stuck = 0
         # Before the claims: an error after them would lose them.
         self._postpone(connection)
-        with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+        with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
             for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
                 standing = _standing(row)
                 unsure = standing.may_have_happened
@@ -231,7 +232,7 @@ class Reservations:
         now = time.monotonic()
         if now < self._next_check:
             return
-        with connection.transaction(), connection.cursor() as cursor:
+        with pinned_transaction(connection), connection.cursor() as cursor:
             postponed = self._run(cursor, _POSTPONE, most=_AT_ONCE).rowcount
         self._next_check = now + (_CHECK_SECONDS if postponed else _REST_SECONDS)
 
@@ -252,11 +253,11 @@ class Reservations:
         failed: str | None = None
         change: Change | None = None
         try:
-            with connection.transaction():
+            with pinned_transaction(connection) as path:
                 change = self._settle(connection, claim, step, answer, chance)
                 effect = None if change is None else effect_of(change)
                 if effect is not None:
-                    _do(connection, effect)
+                    _do(connection, effect, path)
         except _EffectFailed as error:
             failed = str(error)
         except psycopg.errors.IntegrityError as error:
@@ -264,7 +265,7 @@ class Reservations:
             failed = _describe(error)
         if failed is None:
             return change, None
-        with connection.transaction():
+        with pinned_transaction(connection):
             change = self._settle(connection, claim, step, answer, chance, failed)
         return change, failed
 
@@ -287,7 +288,7 @@ class Reservations:
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
-            with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+            with pinned_transaction(connection) as path, connection.cursor(row_factory=dict_row) as cursor:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
@@ -304,7 +305,7 @@ class Reservations:
                 _audit(cursor, self._names, f"external: {change.state} by hand", why, details)
                 effect = effect_of(change, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
                 if effect is not None and row["state"] != change.state:
-                    _do(connection, effect)
+                    _do(connection, effect, path)
         except _EffectFailed as error:
             raise ConsumerError(
                 f"{message_id}: nothing was written, because the SQL beside it fails: {error}"
@@ -315,7 +316,7 @@ class Reservations:
 
         None: there is no such call.
         """
-        with connection.cursor() as cursor:
+        with pinned_transaction(connection), connection.cursor() as cursor:
             row = self._run(cursor, _LEFT).fetchone()
         return None if row is None else float(row[0])
 
@@ -458,9 +459,12 @@ def _audit(
     cursor.execute(sql.SQL(_AUDIT).format(**names), {"what": what, "why": why, "details": Jsonb(dict(details))})
 
 
-def _do(connection: psycopg.Connection[Any], effect: SqlEffect) -> None:
-    """Run a user's SQL. Raises _EffectFailed, or the error itself if the connection is closed."""
+def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> None:
+    """Run a user's SQL with this search path, until the transaction ends. Raises _EffectFailed, or the error itself if
+    the connection is closed.
+    """
     try:
+        restore_path(connection, path)
         with connection.cursor() as cursor:
             effect(cursor)
     except Exception as error:

@@ -66,7 +66,7 @@ SELECT id, topic, part, message_offset, message_key, message_value, message_head
            SELECT FROM {dead_letters} AS earlier
             WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic
               AND earlier.state = 'dead' AND earlier.reason <> 'behind'
-              AND sha256(earlier.message_key) = sha256(letter.message_key)
+              AND pg_catalog.sha256(earlier.message_key) = pg_catalog.sha256(letter.message_key)
               AND CASE WHEN earlier.part = letter.part THEN earlier.message_offset < letter.message_offset
                        ELSE earlier.id < letter.id END)
   FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
@@ -78,7 +78,7 @@ grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behin
    AND NOT EXISTS (
        SELECT FROM {dead_letters} AS other
         WHERE other.grp = letter.grp AND other.topic = letter.topic
-          AND sha256(other.message_key) = sha256(letter.message_key)
+          AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
           AND other.state = 'dead' AND other.reason <> 'behind'
           AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
                    ELSE other.id < letter.id END)"""
@@ -124,9 +124,11 @@ class Store:
         self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
         self._names["retry_waits"] = sql.SQL(_RETRY_WAITS).format(**self._names)
 
-    def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
+    def transaction(
+        self, *, reset: bool = False, pinned: bool | None = None
+    ) -> AbstractContextManager[psycopg.Connection[Any]]:
         """Run a transaction on the driver's session. ``reset``: it runs statements of the user's."""
-        return connections.transaction(self._url, self._name, reset=reset)
+        return connections.transaction(self._url, self._name, reset=reset, pinned=pinned)
 
     def close(self) -> None:
         """Close the group's idle sessions in this process. Later calls open new ones."""
@@ -134,7 +136,7 @@ class Store:
 
     def require_utf8(self) -> None:
         """Raise JobError for a database whose encoding lacks characters that a message may have."""
-        [(encoding,)] = self._read("SELECT current_setting('server_encoding')")
+        [(encoding,)] = self._read("SELECT pg_catalog.current_setting('server_encoding')")
         if encoding != "UTF8":
             raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
@@ -161,7 +163,7 @@ class Store:
         if statements is None:
             return
         with self.transaction(reset=True) as connection:
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
+            connection.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
@@ -227,12 +229,12 @@ class Store:
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> Direct | None:
         """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
-        with self.transaction() as connection:
+        with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, str]:
         """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
-        with self.transaction() as connection:
+        with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 
     def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:

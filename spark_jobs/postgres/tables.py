@@ -20,8 +20,9 @@ from sqlalchemy.dialects import postgresql as pg
 DEFAULT_SCHEMA: Final = "consumer"
 
 DAY_OF_ID: Final = (
-    "CASE WHEN substr(message_id::text, 15, 1) = '7' AND substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
-    "THEN date '1970-01-01' + (('x' || substr(message_id::text, 1, 8) || substr(message_id::text, 10, 4))"
+    "CASE WHEN pg_catalog.substr(message_id::text, 15, 1) = '7' "
+    "AND pg_catalog.substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') THEN date '1970-01-01' + "
+    "(('x' || pg_catalog.substr(message_id::text, 1, 8) || pg_catalog.substr(message_id::text, 10, 4))"
     "::bit(48)::bigint / 86400000)::integer ELSE date '1970-01-01' END"
 )
 """SQL over ``message_id``: the day of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
@@ -261,7 +262,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "reservations_order",
             "grp",
             "name",
-            sa.text("hashtextextended(order_key, 0)"),
+            sa.text("hashtextextended(order_key, 0::bigint)"),
             "id",
             postgresql_where=sa.text("settled_at IS NULL"),
         ),
