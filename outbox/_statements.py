@@ -9,6 +9,9 @@ subquery that does not depend on a row, so the server evaluates it before the fi
 same order, so two transactions that add many events at once can't deadlock.
 
 A scheduled event is a row of another table, without a lane: a relay copies it when it is due.
+
+They run in the caller's session, with its search path. So that no function or operator that is planted in one of its
+schemas is taken for pg_catalog's, functions are qualified, and operators have exactly the types of pg_catalog's.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def cancel(schema: str) -> sa.Select[tuple[int]]:
     scheduled = _table("scheduled", schema, ["event_id"])
     event_id = sa.cast(sa.bindparam("event_id", type_=sa.Text()), pg.UUID())
     gone = sa.delete(scheduled).where(scheduled.c.event_id == event_id).returning(scheduled.c.event_id).cte("gone")
-    return sa.select(sa.func.count(gone.c.event_id))
+    return sa.select(sa.func.pg_catalog.count(gone.c.event_id, type_=sa.BigInteger()))
 
 
 @cache
@@ -99,7 +102,7 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
     # wal_status is 'lost' for an invalidated slot too, whatever the reason.
     slot: sa.Select[tuple[Any]] = sa.select(sa.literal_column("1")).where(
         slots.c.slot_name == sa.cast(sa.bindparam("slot", type_=sa.Text()), sa.Text()),
-        slots.c.database == sa.func.current_database(),
+        slots.c.database == sa.func.pg_catalog.current_database(),
         slots.c.wal_status.is_distinct_from(sa.literal_column("'lost'")),
     )
     chosen = sa.select(rows.c.content).where(slot.exists()).order_by(rows.c.n)
@@ -108,8 +111,8 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
     # The OFFSET is an optimization fence: rows are sorted first, and then emitted.
     ordered = chosen.offset(sa.literal_column("0")).subquery("ordered")
     prefix = sa.cast(sa.bindparam("prefix", type_=sa.Text()), sa.Text())
-    emitted = sa.func.pg_logical_emit_message(sa.literal_column("true"), prefix, ordered.c.content)
-    return sa.select(sa.func.count(emitted))
+    emitted = sa.func.pg_catalog.pg_logical_emit_message(sa.literal_column("true"), prefix, ordered.c.content)
+    return sa.select(sa.func.pg_catalog.count(emitted, type_=sa.BigInteger()))
 
 
 @cache
@@ -133,17 +136,20 @@ def _numbered(statement: sa.ClauseElement) -> tuple[str, tuple[str, ...]]:
 def _rows(*names: str) -> sa.TableValuedAlias:
     """Return arrays as rows, numbered by ``n``."""
     arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in names]
-    return sa.func.unnest(*arrays).table_valued(*names, with_ordinality="n").render_derived(name="new")
+    # With several arrays it is syntax, which always means pg_catalog's, and must not be qualified.
+    unnest = sa.func.unnest if len(arrays) > 1 else sa.func.pg_catalog.unnest
+    return unnest(*arrays).table_valued(*names, with_ordinality="n").render_derived(name="new")
 
 
 def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
     """Return a condition that locks every key and is then true."""
     # hashtextextended as in events.lane, with another seed.
-    key = sa.func.hashtextextended(
-        rows.c.aggregate_id, sa.func.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED)))
+    key = sa.func.pg_catalog.hashtextextended(
+        rows.c.aggregate_id,
+        sa.func.pg_catalog.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED))),
     )
     keys = sa.select(key.label("key")).distinct().order_by(sa.literal_column("1")).subquery("keys")
-    locks = sa.select(sa.func.pg_advisory_xact_lock(keys.c.key).label("held")).cte("locks")
+    locks = sa.select(sa.func.pg_catalog.pg_advisory_xact_lock(keys.c.key).label("held")).cte("locks")
     locks = locks.prefix_with("MATERIALIZED", dialect="postgresql")
     return sa.select(sa.func.count()).select_from(locks).scalar_subquery() > sa.literal_column("0")
 

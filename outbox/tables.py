@@ -5,6 +5,10 @@ UPDATEd. So the hot table holds only unpublished events, and Debezium's outbox E
 
 The database computes ``lane`` from the key, so that any language, a trigger or plain SQL can insert. For the same
 reason the CHECK constraints repeat the writer's checks.
+
+A host application's migration creates them with its own search path. So that no function or operator that is planted
+in one of its schemas is taken for pg_catalog's, arguments have exactly the types of pg_catalog's functions; where those
+take any type, the name is qualified. Defaults and expressions are written as Postgres prints them.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ _UUID7: Final = (
 )
 
 # A btree entry has at most 2,704 bytes, and a key may have 4,000.
-_KEY_HASH: Final = "hashtextextended(aggregate_id, 0)"
+_KEY_HASH: Final = "hashtextextended(aggregate_id, 0::bigint)"
 
 _BAD_HEADER: Final = (
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
@@ -49,7 +53,7 @@ _BAD_HEADER: Final = (
 
 # The relay recognizes copies of dead letters and replays by these headers.
 _NO_RELAY_HEADER: Final = (
-    f"NOT jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')"
+    f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')"
 )
 
 
@@ -302,7 +306,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
         sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
         sa.CheckConstraint(
-            "drain_xid IS NOT NULL OR num_nonnulls(wal_lsn, last_id, drained_at) = 0", name="pauses_drain"
+            "drain_xid IS NOT NULL OR pg_catalog.num_nonnulls(wal_lsn, last_id, drained_at) = 0",
+            name="pauses_drain",
         ),
         schema=schema,
         comment="What relays must not publish for now; with drain_xid, once what was written before it is published.",
@@ -325,7 +330,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         *_checks("scheduled", _NO_RELAY_HEADER),
         # Times that every language has; infinity has no year.
         sa.CheckConstraint(
-            "coalesce(extract(year FROM not_before AT TIME ZONE 'UTC') BETWEEN 1 AND 9998, false)",
+            "coalesce(extract(year FROM not_before AT TIME ZONE 'UTC') BETWEEN 1::numeric AND 9998::numeric, false)",
             name="scheduled_not_before",
         ),
         sa.Index("scheduled_due", "not_before", "id"),
@@ -360,11 +365,12 @@ def _checks(table: str, own_headers: str) -> list[sa.CheckConstraint]:
         sa.CheckConstraint(
             f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name=f"{table}_event_type_length"
         ),
-        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name=f"{table}_one_payload"),
+        sa.CheckConstraint("pg_catalog.num_nonnulls(payload, payload_bytes) <= 1", name=f"{table}_one_payload"),
         # Text values only: a number or a list has no single form as a Kafka header. Names that the relay sets itself
         # are refused, and names that Kafka tools can't show.
         sa.CheckConstraint(
-            f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
+            "jsonb_typeof(headers) = 'object' AND "
+            f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
             name=f"{table}_headers_text",
         ),
         sa.CheckConstraint(own_headers, name=f"{table}_relay_headers"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import psycopg
-from psycopg import errors, pq
-from psycopg.abc import Params
+from psycopg import errors
 
 from outbox._app.credentials import password_for
+from outbox._app.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.ports import DatabaseUnavailable, Unavailable
@@ -117,71 +117,24 @@ _STATEMENT_SECONDS: Final = 120
 _IDLE_SECONDS: Final = 10
 
 _LIMITS: Final = "SELECT set_config('lock_timeout', %s, %s), set_config('statement_timeout', %s, %s)"
-_LIMITS_AND_IDLE: Final = _LIMITS + ", set_config('idle_in_transaction_session_timeout', %s, true)"
-
-
-class RelayConnection(psycopg.Connection[Any]):
-    """A connection that can set its limits in each transaction, for poolers that do not keep session settings.
-
-    A statement outside of a transaction then gets one of its own, sent together with its limits.
-    """
-
-    limits_transactions = False
-    _depth = 0
-
-    @contextmanager
-    def transaction(
-        self, savepoint_name: str | None = None, force_rollback: bool = False
-    ) -> Iterator[psycopg.Transaction]:
-        """Open a transaction with the limits; nested, a savepoint."""
-        with super().transaction(savepoint_name, force_rollback) as transaction:
-            self._depth += 1
-            try:
-                if self.limits_transactions and self._depth == 1:
-                    self.execute(_LIMITS_AND_IDLE, (*_limits(local=True), f"{_IDLE_SECONDS}s"))
-                yield transaction
-            finally:
-                self._depth -= 1
-
-    @property
-    def in_block(self) -> bool:
-        """Return whether the caller has a transaction or a pipeline open."""
-        return self._depth > 0 or self.pgconn.pipeline_status != pq.PipelineStatus.OFF
-
-
-class _LimitedCursor(psycopg.Cursor[Any]):
-    """The cursor of a RelayConnection that limits its transactions."""
-
-    def execute(self, query: Any, params: Params | None = None, **options: Any) -> Self:
-        """Execute a statement; outside of a transaction, open one for it."""
-        connection = self.connection
-        assert isinstance(connection, RelayConnection)
-        if connection.in_block:
-            return super().execute(query, params, **options)
-        with connection.pipeline(), connection.transaction():
-            super().execute(query, params, **options)
-        return self
-
-
-def _limits(*, local: bool) -> tuple[str, bool, str, bool]:
-    return f"{_LOCK_SECONDS}s", local, f"{_STATEMENT_SECONDS}s", local
 
 
 def begin_session(connection: psycopg.Connection[Any]) -> bool:
     """Set a session's limits, and allow prepared statements in it. Returns False behind a pooler.
 
     A pooler in transaction mode runs each transaction in any server process: session settings would leak to other
-    clients, so there each transaction sets the limits (``RelayConnection``). A pooler is recognized by the process id
-    announced at connect, which differs from that of the process that answers.
+    clients, so there each transaction sets the limits (``PinnedConnection``).
     """
-    row = connection.execute("SELECT pg_backend_pid()").fetchone()
-    assert row is not None
-    if row[0] != connection.info.backend_pid:
-        if isinstance(connection, RelayConnection):
-            connection.limits_transactions = True
-            connection.cursor_factory = _LimitedCursor
+    if isinstance(connection, PinnedConnection) and connection.pooled:
+        connection.set_in_transactions(
+            {
+                "lock_timeout": f"{_LOCK_SECONDS}s",
+                "statement_timeout": f"{_STATEMENT_SECONDS}s",
+                "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS}s",
+            }
+        )
         return False
-    connection.execute(_LIMITS, _limits(local=False))
+    connection.execute(_LIMITS, (f"{_LOCK_SECONDS}s", False, f"{_STATEMENT_SECONDS}s", False))
     connection.prepare_threshold = 5
     return True
 
@@ -189,18 +142,18 @@ def begin_session(connection: psycopg.Connection[Any]) -> bool:
 class Connector:
     """Opens connections to one database. A call raises Unavailable when the server can't be reached.
 
-    Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), NOTICE_DEAD_HOSTS, and a name
-    for pg_stat_activity.
+    Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), NOTICE_DEAD_HOSTS, a name for
+    pg_stat_activity, and names resolved in pg_catalog alone (``outbox._app.search_path``).
     """
 
     def __init__(self, url: str, application_name: str) -> None:
         self._url = libpq_url(url)
         self._name = application_name
 
-    def __call__(self) -> RelayConnection:
+    def __call__(self) -> PinnedConnection:
         """Connect."""
         try:
-            return RelayConnection.connect(
+            connection = PinnedConnection.connect(
                 self._url,
                 autocommit=True,
                 prepare_threshold=None,
@@ -208,5 +161,7 @@ class Connector:
                 **NOTICE_DEAD_HOSTS,
                 **password_for(self._url),
             )
+            connection.pin()
         except psycopg.OperationalError as error:
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error
+        return connection

@@ -23,28 +23,28 @@ _WRITE: Final = """
 INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
                                  message_headers, message_time, reason, error, sqlstate)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s,
-        timestamptz 'epoch' + %(time)s * interval '1 microsecond',
+        timestamptz 'epoch' + %(time)s::float8 * interval '1 microsecond',
         %(reason)s, %(error)s, %(sqlstate)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
    SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + 1, last_failed_at = now()"""
+       attempts = letter.attempts + 1, last_failed_at = pg_catalog.now()"""
 _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
-                     sqlstate = %(sqlstate)s, last_failed_at = now()
+                     sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
 _LEAVE_OUT: Final = """
 INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
        {described} || {contents}
   FROM {letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
-DESCRIBED: Final = """jsonb_build_object(
+DESCRIBED: Final = """pg_catalog.jsonb_build_object(
                'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
                'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
                'sqlstate', sqlstate, 'attempts', attempts, 'died_at', died_at)"""
 """What ``audit`` keeps of a dead letter that is deleted without its effect; SQL over its row."""
-CONTENTS: Final = """jsonb_build_object(
-               'key_base64', translate(encode(message_key, 'base64'), E'\\n', ''),
-               'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
+CONTENTS: Final = """pg_catalog.jsonb_build_object(
+               'key_base64', pg_catalog.translate(pg_catalog.encode(message_key, 'base64'), E'\\n', ''),
+               'value_base64', pg_catalog.translate(pg_catalog.encode(message_value, 'base64'), E'\\n', ''),
                'headers', message_headers)"""
 """The message itself, so that a mistake can be repaired."""
 LONGEST_ERROR: Final = 2000

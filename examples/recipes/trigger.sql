@@ -3,7 +3,7 @@
 --     pip install 'outbox-kafka[relay]'
 --     export OUTBOX_DATABASE_URL=postgresql://localhost/shop
 --     outbox db upgrade
---     psql "$OUTBOX_DATABASE_URL" --command='CREATE ROLE shop LOGIN' --command='GRANT CREATE ON SCHEMA public TO shop'
+--     psql "$OUTBOX_DATABASE_URL" --command='CREATE ROLE shop LOGIN' --command='CREATE SCHEMA shop AUTHORIZATION shop'
 --     outbox db roles writer=shop --apply        # shop: the owner of the table
 --     psql "$OUTBOX_DATABASE_URL" --username=shop --single-transaction --file=trigger.sql
 

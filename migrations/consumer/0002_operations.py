@@ -143,7 +143,7 @@ def upgrade() -> None:
     op.create_index(
         "reservations_order",
         "reservations",
-        ["grp", "name", sa.text("hashtextextended(order_key, 0)"), "id"],
+        ["grp", "name", sa.text("hashtextextended(order_key, 0::bigint)"), "id"],
         schema=schema,
         postgresql_where=sa.text("settled_at IS NULL"),
     )

@@ -14,12 +14,12 @@ branch_labels = ("outbox",)
 depends_on = None
 
 _UUID7 = (
-    "encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid()) placing "
-    "substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), "
-    "52, 1), 53, 1), 'hex')::uuid"
+    "(encode(set_bit(set_bit(OVERLAY(uuid_send(gen_random_uuid()) PLACING "
+    "SUBSTRING(int8send(((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint) FROM 3) FROM 1 FOR 6), "
+    "(52)::bigint, 1), (53)::bigint, 1), 'hex'::text))::uuid"
 )
 _HEADERS = (
-    "jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ("
+    "jsonb_typeof(headers) = 'object' AND NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ("
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
     '@.key == "aggregate-type" || @.key == "event-type" || @.key == "id" || @.key == "idempotency-key")\')'
 )
@@ -38,7 +38,8 @@ def _settings() -> tuple[str, int]:
 def upgrade() -> None:
     schema, lane_count = _settings()
     lane_of_key = (
-        f"abs(mod(hashtextextended(aggregate_id, hashtextextended(aggregate_type, 0)), {lane_count}::bigint))::smallint"
+        "(abs(mod(hashtextextended(aggregate_id, hashtextextended(aggregate_type, (0)::bigint)), "
+        f"({lane_count})::bigint)))::smallint"
     )
     op.execute(sa.schema.CreateSchema(schema, if_not_exists=True))
     op.create_table(
@@ -57,7 +58,7 @@ def upgrade() -> None:
         sa.CheckConstraint("char_length(aggregate_type) BETWEEN 1 AND 200", name="events_aggregate_type_length"),
         sa.CheckConstraint("char_length(aggregate_id) BETWEEN 1 AND 1000", name="events_aggregate_id_length"),
         sa.CheckConstraint("char_length(event_type) BETWEEN 1 AND 200", name="events_event_type_length"),
-        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name="events_one_payload"),
+        sa.CheckConstraint("pg_catalog.num_nonnulls(payload, payload_bytes) <= 1", name="events_one_payload"),
         sa.CheckConstraint(_HEADERS, name="events_headers_text"),
         sa.CheckConstraint(_SIZE, name="events_size"),
         schema=schema,

@@ -21,15 +21,18 @@ down_revision = "outbox_0003"
 branch_labels = None
 depends_on = None
 
-_HASH = "hashtextextended(aggregate_id, 0)"
+_HASH = "hashtextextended(aggregate_id, 0::bigint)"
 
 
+# A host application's transaction goes on with its own search path.
 # A cancelled build leaves an index that is never used, and that would make the parent's index invalid.
 _BUILT_BEFOREHAND = """
 DO $$
 DECLARE
     made record;
+    path text := pg_catalog.current_setting('search_path');
 BEGIN
+    PERFORM pg_catalog.set_config('search_path', 'pg_catalog', true);
     FOR made IN
         SELECT x.indexrelid::regclass AS name, x.indisvalid AS valid
           FROM pg_inherits AS i JOIN pg_index AS x ON x.indrelid = i.inhrelid
@@ -44,6 +47,7 @@ BEGIN
             EXECUTE 'ALTER INDEX ' || made.name || ' RENAME TO published_default_key_hash';
         END IF;
     END LOOP;
+    PERFORM pg_catalog.set_config('search_path', path, true);
 END
 $$"""
 

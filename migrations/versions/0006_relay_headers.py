@@ -33,7 +33,7 @@ def upgrade() -> None:
     op.create_check_constraint(
         "events_relay_headers",
         "events",
-        "from_relay OR NOT jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"outbox-\")')",
+        "from_relay OR NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"outbox-\")')",
         schema=schema,
     )
 

@@ -39,7 +39,7 @@ def upgrade() -> None:
         sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
         sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
         sa.CheckConstraint(
-            "drain_xid IS NOT NULL OR num_nonnulls(wal_lsn, last_id, drained_at) = 0", name="pauses_drain"
+            "drain_xid IS NOT NULL OR pg_catalog.num_nonnulls(wal_lsn, last_id, drained_at) = 0", name="pauses_drain"
         ),
         schema=schema,
         comment="What relays must not publish for now; with drain_xid, once what was written before it is published.",

@@ -18,12 +18,12 @@ branch_labels = None
 depends_on = None
 
 _UUID7 = (
-    "encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid()) placing "
-    "substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), "
-    "52, 1), 53, 1), 'hex')::uuid"
+    "(encode(set_bit(set_bit(OVERLAY(uuid_send(gen_random_uuid()) PLACING "
+    "SUBSTRING(int8send(((EXTRACT(epoch FROM clock_timestamp()) * (1000)::numeric))::bigint) FROM 3) FROM 1 FOR 6), "
+    "(52)::bigint, 1), (53)::bigint, 1), 'hex'::text))::uuid"
 )
 _HEADERS = (
-    "jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ("
+    "jsonb_typeof(headers) = 'object' AND NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ("
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
     '@.key == "aggregate-type" || @.key == "event-type" || @.key == "id" || @.key == "idempotency-key")\')'
 )
@@ -51,15 +51,15 @@ def upgrade() -> None:
         sa.CheckConstraint("char_length(aggregate_type) BETWEEN 1 AND 200", name="scheduled_aggregate_type_length"),
         sa.CheckConstraint("char_length(aggregate_id) BETWEEN 1 AND 1000", name="scheduled_aggregate_id_length"),
         sa.CheckConstraint("char_length(event_type) BETWEEN 1 AND 200", name="scheduled_event_type_length"),
-        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name="scheduled_one_payload"),
+        sa.CheckConstraint("pg_catalog.num_nonnulls(payload, payload_bytes) <= 1", name="scheduled_one_payload"),
         sa.CheckConstraint(_HEADERS, name="scheduled_headers_text"),
         sa.CheckConstraint(
-            "NOT jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"outbox-\")')",
+            "NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"outbox-\")')",
             name="scheduled_relay_headers",
         ),
         sa.CheckConstraint(_SIZE, name="scheduled_size"),
         sa.CheckConstraint(
-            "coalesce(extract(year FROM not_before AT TIME ZONE 'UTC') BETWEEN 1 AND 9998, false)",
+            "coalesce(extract(year FROM not_before AT TIME ZONE 'UTC') BETWEEN 1::numeric AND 9998::numeric, false)",
             name="scheduled_not_before",
         ),
         schema=schema,

@@ -27,6 +27,7 @@ from psycopg import sql as quoting
 
 import outbox
 from outbox._app.credentials import password_for
+from outbox._app.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.tables import DEFAULT_LANES, lane_expression
 from outbox.urls import display_url, libpq_url
@@ -308,7 +309,7 @@ def check_name(schema: str) -> None:
 
 @contextmanager
 def connected(url: str) -> Iterator[sa.Connection]:
-    """Open a connection that is READ COMMITTED whatever the server's default is.
+    """Open a connection that is READ COMMITTED whatever the server's default is, with names pinned to pg_catalog.
 
     Raises ConfigurationError when the address can't be parsed, SchemaError in place of every database error.
     """
@@ -318,7 +319,12 @@ def connected(url: str) -> Iterator[sa.Connection]:
     def connect() -> psycopg.Connection[Any]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
-            return psycopg.connect(address, **password_for(address))
+            opened = psycopg.connect(address, **password_for(address))
+            # Before SQLAlchemy asks it anything; behind a pooler the transactions below are pinned.
+            if not is_pooled(opened):
+                opened.execute(PIN)
+            opened.commit()
+            return opened
         except (psycopg.Error, UnicodeError) as error:
             raise SchemaError(
                 f"{shown}: {' '.join(str(error).split())}; see that the server runs, and that OUTBOX_DATABASE_URL has "
@@ -326,8 +332,14 @@ def connected(url: str) -> Iterator[sa.Connection]:
             ) from error
 
     engine = sa.create_engine(
-        "postgresql+psycopg://", creator=connect, poolclass=sa.pool.NullPool, isolation_level="READ COMMITTED"
+        "postgresql+psycopg://",
+        creator=connect,
+        poolclass=sa.pool.NullPool,
+        isolation_level="READ COMMITTED",
+        # Looked up by each new connection, before its first transaction is pinned.
+        use_native_hstore=False,
     )
+    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(PIN_LOCAL))
     try:
         with engine.connect() as connection:
             yield connection

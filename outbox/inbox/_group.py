@@ -25,7 +25,7 @@ Place = tuple[str, int]
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
 INSERT INTO {groups} AS g (grp, owner, strategy) VALUES (%(grp)s, %(owner)s, %(strategy)s)
-ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now(),
+ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
                                 strategy = excluded.strategy, atomic = NULL
 RETURNING generation"""
 _KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
@@ -43,7 +43,7 @@ UPDATE {offsets} AS o SET generation = %(generation)s
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
-SELECT topic_id, next_offset, generation, set_config('idle_in_transaction_session_timeout', %(idle)s, true)
+SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, true)
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
 # Sorted: two transactions with the same ids wait for each other in one direction only.
 _MOVE: Final = """
@@ -53,14 +53,14 @@ WITH fresh AS (
         ON CONFLICT DO NOTHING RETURNING message_id),
 moved AS (
     UPDATE {offsets}
-       SET next_offset = %(end)s, updated_at = now(), log_end = coalesce(%(log_end)s, log_end),
+       SET next_offset = %(end)s, updated_at = pg_catalog.now(), log_end = coalesce(%(log_end)s, log_end),
            leader_epoch = coalesce(%(leader_epoch)s::integer, leader_epoch),
            epoch_offset = CASE WHEN %(leader_epoch)s::integer IS NULL THEN epoch_offset ELSE %(end)s END,
            applied = applied + %(others)s + (SELECT count(*) FROM fresh),
-           duplicates = duplicates + cardinality(%(ids)s::uuid[]) - (SELECT count(*) FROM fresh),
+           duplicates = duplicates + pg_catalog.cardinality(%(ids)s::uuid[]) - (SELECT count(*) FROM fresh),
            dead = dead + %(dead)s
      WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s)
-SELECT array(SELECT message_id FROM fresh), (clock_timestamp() AT TIME ZONE 'UTC')::date"""
+SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
@@ -69,7 +69,7 @@ ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
         WHERE l.detail <> excluded.detail"""
-_END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
+_END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
 
 
 @dataclass(frozen=True, slots=True)

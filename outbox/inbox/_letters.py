@@ -28,10 +28,11 @@ _WRITE: Final = """
 INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
                                  message_headers, message_time, reason, error, sqlstate, attempts)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s::jsonb,
-        timestamptz 'epoch' + %(time)s * interval '1 millisecond', %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
+        timestamptz 'epoch' + %(time)s::float8 * interval '1 millisecond',
+        %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
    SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + excluded.attempts, last_failed_at = now()"""
+       attempts = letter.attempts + excluded.attempts, last_failed_at = pg_catalog.now()"""
 _KEYS: Final = """
 SELECT DISTINCT message_key FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s AND message_key IS NOT NULL"""
 _NEWEST: Final = "SELECT coalesce(max(id), 0) FROM {letters}"
@@ -39,15 +40,15 @@ _ADDED: Final = """
 SELECT id, topic, message_key FROM {letters}
  WHERE id > %(last)s AND grp = %(grp)s AND topic = ANY(%(topics)s) ORDER BY id LIMIT %(most)s"""
 _KEPT: Final = """
-SELECT key FROM unnest(%(keys)s::bytea[]) AS wanted (key)
+SELECT key FROM pg_catalog.unnest(%(keys)s::bytea[]) AS wanted (key)
  WHERE (SELECT true FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s
-           AND sha256(message_key) = sha256(key) AND message_key = key LIMIT 1) IS NOT NULL"""
+           AND pg_catalog.sha256(message_key) = pg_catalog.sha256(key) AND message_key = key LIMIT 1) IS NOT NULL"""
 # What a dead letter waits behind. For a key that has moved to another partition, because partitions were added, the ids
 # of the dead letters give the order. LIMIT keeps it a look into the index for each: as a join it reads all letters.
 _EARLIER: Final = """
 SELECT true FROM {letters} AS other
  WHERE other.grp = letter.grp AND other.topic = letter.topic
-   AND sha256(other.message_key) = sha256(letter.message_key)
+   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
    AND other.state = 'dead' AND other.reason <> 'behind'
    AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
             ELSE other.id < letter.id END
@@ -60,13 +61,13 @@ SELECT topic, part,
        (SELECT true FROM {letters} AS letter
          WHERE grp = %(grp)s AND letter.topic = mine.topic AND letter.part = mine.part
            AND state = 'dead' AND reason = 'behind'
-         ORDER BY sha256(message_key), message_offset LIMIT 1) IS NOT NULL
+         ORDER BY pg_catalog.sha256(message_key), message_offset LIMIT 1) IS NOT NULL
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS mine (topic, part)"""
 # The first letter of each key, from key to key through the index: however many wait behind one, one of them is read.
 _FIRST: Final = """
-SELECT sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {letters}
+SELECT pg_catalog.sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {letters}
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
-   AND sha256(message_key) > {after} ORDER BY sha256(message_key), message_offset LIMIT 1"""
+   AND pg_catalog.sha256(message_key) > {after} ORDER BY pg_catalog.sha256(message_key), message_offset LIMIT 1"""
 _KEYS_BEHIND: Final = """
 WITH RECURSIVE found AS (
     ({first}) UNION ALL SELECT following.* FROM found CROSS JOIN LATERAL ({following}) AS following),
@@ -76,7 +77,7 @@ SELECT hash, ({earlier}) IS NULL FROM letter"""
 _RELEASE: Final = """
 UPDATE {letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
-   AND sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
+   AND pg_catalog.sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
 _WAITING: Final = """
 SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
        letter.message_value, letter.message_headers, letter.message_time
@@ -85,11 +86,11 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
 # The planner may have statistics of a time when there were no letters.
 _BY_INDEX: Final = """
-SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true),
-       set_config('enable_sort', 'off', true)"""
+SELECT pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
+       pg_catalog.set_config('enable_sort', 'off', true)"""
 _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
-                     sqlstate = %(sqlstate)s, last_failed_at = now()
+                     sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
 _GONE: Final = "DELETE FROM {letters} WHERE id = %(letter)s AND grp = %(grp)s"
 

@@ -171,10 +171,9 @@ def _insert(schema: str) -> sa.Select[Any]:
     forgotten is read by a statement of its own: this one may have waited, and would read what was true before.
     """
     processed, groups = _processed(schema), _groups(schema)
-    grp, today = (
-        _bound("grp", sa.Text()),
-        sa.cast(sa.func.timezone(sa.literal_column("'UTC'"), sa.func.clock_timestamp()), sa.Date()),
-    )
+    # Qualified: see _statements.
+    now = sa.func.pg_catalog.timezone(sa.literal_column("'UTC'"), sa.func.pg_catalog.clock_timestamp())
+    grp, today = _bound("grp", sa.Text()), sa.cast(now, sa.Date())
     fresh = (
         pg.insert(processed)
         .values(grp=grp, day=_bound("day", sa.Date()), message_id=_bound("message_id", pg.UUID()))

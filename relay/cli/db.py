@@ -244,7 +244,8 @@ def roles(
             messages=with_messages,
         )
     )
-    for statement in statements:
+    # Whoever executes them has a search path of its own.
+    for statement in ("SET search_path = pg_catalog", *statements, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
         db.grant(settings.require_database(), statements, messages=with_messages)

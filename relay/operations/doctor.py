@@ -15,6 +15,7 @@ from relay.config import Delivery, Settings, SourceKind, delivery_seconds, produ
 from relay.database import Connector
 from relay.kafka.client import text_of
 from relay.operations.doctor_kafka import check_kafka
+from relay.operations.doctor_names import check_calls, check_open_schemas
 from relay.operations.doctor_postgres import (
     CONSUMERS_GRANT,
     DeclaredGroup,
@@ -96,6 +97,8 @@ def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
     with Connector(settings.require_database(), "outbox doctor")() as connection:
         known.reached = True
         yield from check_outbox(connection, settings)
+        yield from alone("names", partial(check_calls, connection, settings.db_schema))
+        yield from alone("schemas", partial(check_open_schemas, connection))
         yield from alone(
             "lanes", partial(_read_lanes, connection, settings, known), f"SELECT on {settings.db_schema}.lanes"
         )
@@ -114,6 +117,9 @@ def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[F
         if has_consumers(connection, settings):
             yield from alone("consumers", partial(_read_groups, connection, settings, known), CONSUMERS_GRANT)
             yield from check_consumers(connection, settings)
+            yield from alone("names", partial(check_calls, connection, settings.consumer_schema))
+            if sink_url is not None:
+                yield from alone("schemas of the sink", partial(check_open_schemas, connection))
 
 
 def _read_groups(connection: psycopg.Connection[Any], settings: Settings, known: _Known) -> Iterator[Finding]:

@@ -203,16 +203,18 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
 }
 """Rights on some columns of a table, instead of the table."""
 
+# Blocks of code run as a superuser, or as the tables' owner, with whatever search path the session has: names are
+# qualified, and operators have exactly the types of pg_catalog's. See outbox/_app/search_path.py.
 # The function's arguments differ since Postgres 17. By default everybody may execute it.
 _EMIT: Final = """DO {tag}
 DECLARE
     emit regprocedure;
 BEGIN
-    FOR emit IN SELECT oid FROM pg_proc
-                 WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace
+    FOR emit IN SELECT oid FROM pg_catalog.pg_proc
+                 WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace::oid
     LOOP
-        EXECUTE format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', emit);
-        EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s', emit, {names});
+        EXECUTE pg_catalog.format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', emit);
+        EXECUTE pg_catalog.format('GRANT EXECUTE ON FUNCTION %s TO %s', emit, {names});
     END LOOP;
 END {tag}"""
 _TAG: Final = "$outbox$"
@@ -223,13 +225,13 @@ _OWN: Final = """DO {tag}
 DECLARE
     one regclass;
 BEGIN
-    EXECUTE format('GRANT CREATE ON DATABASE %I TO %s', current_database(), {role_name});
+    EXECUTE pg_catalog.format('GRANT CREATE ON DATABASE %I TO %s', pg_catalog.current_database(), {role_name});
     ALTER SCHEMA {schema} OWNER TO {role};
-    FOR one IN SELECT oid FROM pg_class
-                WHERE relnamespace = {schema_name}::regnamespace AND relkind IN ('r', 'p')
-                  AND relowner <> {role_name}::regrole
+    FOR one IN SELECT oid FROM pg_catalog.pg_class
+                WHERE relnamespace = {schema_name}::regnamespace::oid AND relkind IN ('r', 'p')
+                  AND relowner <> {role_name}::regrole::oid
     LOOP
-        EXECUTE format('ALTER TABLE %s OWNER TO %s', one, {role_name});
+        EXECUTE pg_catalog.format('ALTER TABLE %s OWNER TO %s', one, {role_name});
     END LOOP;
 END {tag}"""
 

@@ -36,8 +36,8 @@ _POSTGRES_EPOCH: Final = 946_684_800
 # The text form of values depends on session settings. Feedback is sent every second: a server with a shorter timeout
 # would always end the stream.
 _SETTINGS: Final = (
-    "SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; SET client_encoding = 'UTF8'; "
-    "SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
+    "SET search_path = pg_catalog; SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; "
+    "SET client_encoding = 'UTF8'; SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
 )
 
 _NEEDS: Final = {

@@ -66,7 +66,7 @@ def run(
         log.info(text, **figures)
 
     counts = external.drain(
-        lambda: connect(url, f"outbox external {external.name}"),
+        lambda: connect(url, f"outbox external {external.name}", pinned=False),
         stop,
         until="settled" if once else "stopped",
         report=report,
@@ -171,7 +171,7 @@ def settle(
     settings = load(database_url=database_url)
     external = _external(spec, settings)
     url = settings.require_database()
-    caller = Caller(external, lambda: connect(url, f"outbox external {external.name}"))
+    caller = Caller(external, lambda: connect(url, f"outbox external {external.name}", pinned=False))
     caller.settle_by_hand(message_id, confirmed=outcome == "confirmed", why=why)
     if as_json:
         print_json({"message_id": str(message_id), "state": outcome})

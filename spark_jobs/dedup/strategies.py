@@ -65,7 +65,7 @@ DELETE FROM batch USING (
 # them is newer, so all are kept.
 _KEEP_NEWEST: Final = """
 DELETE FROM batch USING (
-    SELECT ctid AS place, rank() OVER (
+    SELECT ctid AS place, pg_catalog.rank() OVER (
                PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
       FROM batch) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
@@ -84,13 +84,15 @@ _CHECK: Final = "SELECT {casts} FROM batch"
 # which an assignment refuses. A domain is replaced by its base type for the same reason.
 _TYPES: Final = """
 WITH RECURSIVE known AS (
-    SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_attribute
-     WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped
+    SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_catalog.pg_attribute
+     WHERE attrelid = pg_catalog.to_regclass(%(table)s)::oid AND attnum > 0 AND NOT attisdropped
      UNION ALL
-    SELECT attnum, attname, typbasetype, typtypmod FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype = 'd')
-SELECT attname, format_type(type, CASE WHEN coalesce(nullif(typelem, 0), type) IN (
-           'varchar'::regtype, 'bpchar'::regtype, 'bit'::regtype, 'varbit'::regtype) THEN -1 ELSE modifier END)
-  FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
+    SELECT attnum, attname, typbasetype, typtypmod FROM known JOIN pg_catalog.pg_type ON pg_type.oid = type
+     WHERE typtype = 'd')
+SELECT attname, pg_catalog.format_type(type, CASE WHEN coalesce(nullif(typelem, 0::oid), type) IN (
+           'varchar'::regtype::oid, 'bpchar'::regtype::oid, 'bit'::regtype::oid, 'varbit'::regtype::oid)
+           THEN -1 ELSE modifier END)
+  FROM known JOIN pg_catalog.pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
 _CUTTING: Final = frozenset({"name", '"char"'})
 WHOLE_TIMES: Final = {
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]XXX",

@@ -70,7 +70,8 @@ _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
 SELECT message_topic, message_part, message_offset FROM batch"""
 _REPEATS: Final = """
-SELECT message_topic, message_part, array_agg(message_offset ORDER BY message_offset) FROM outbox_batch_read AS r
+SELECT message_topic, message_part, pg_catalog.array_agg(message_offset ORDER BY message_offset)
+  FROM outbox_batch_read AS r
  WHERE NOT EXISTS (
        SELECT FROM batch WHERE (batch.message_topic, batch.message_part, batch.message_offset)
                              = (r.message_topic, r.message_part, r.message_offset))

@@ -82,14 +82,15 @@ _SWAP: Final = """
 INSERT INTO {checkpoints} AS c (grp, query_id, batch_id, content)
 VALUES (%(grp)s, %(query_id)s, %(batch_id)s, %(content)s)
 ON CONFLICT (grp) DO UPDATE
-   SET query_id = excluded.query_id, batch_id = excluded.batch_id, content = excluded.content, updated_at = now()
+   SET query_id = excluded.query_id, batch_id = excluded.batch_id, content = excluded.content,
+       updated_at = pg_catalog.now()
  WHERE (c.query_id::text, c.batch_id, c.content)
      = (%(old_query)s::text, %(old_batch)s::bigint, %(old_content)s::text)"""
 _COUNT: Final = """
 UPDATE {checkpoints} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s
  WHERE grp = %(grp)s"""
 _ACCEPTED: Final = """
-INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', jsonb_build_object('group', %(grp)s::text,
+INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', pg_catalog.jsonb_build_object('group', %(grp)s::text,
     'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
 _OLDER: Final = r"""
 SELECT relname FROM pg_class
@@ -105,7 +106,8 @@ WITH fresh AS (
 DELETE FROM batch WHERE NOT EXISTS (SELECT FROM fresh WHERE fresh.message_id = batch.message_id)"""
 _FIRST: Final = """
 DELETE FROM batch USING (
-    SELECT ctid AS place, row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number FROM batch) AS numbered
+    SELECT ctid AS place, pg_catalog.row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number
+      FROM batch) AS numbered
  WHERE numbered.place = batch.ctid AND numbered.number > 1"""
 _FORGOTTEN: Final = """
 SELECT message_id FROM batch, {groups} AS groups
@@ -415,7 +417,7 @@ class _Staged:
         listed = sql.SQL(", ").join(map(sql.Identifier, self.columns))
         query = sql.SQL(
             "INSERT INTO batch ({listed}) SELECT {listed} FROM {table} WHERE {by} = ANY({names}::text[]) "
-            "ORDER BY array_position({names}::text[], {by}), {at}"
+            "ORDER BY pg_catalog.array_position({names}::text[], {by}), {at}"
         ).format(
             listed=listed,
             table=self.table,

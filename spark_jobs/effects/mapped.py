@@ -24,7 +24,8 @@ INSERT INTO {table} AS stored ({columns})
 SELECT {values} FROM {rows}{messages} ORDER BY {key}
     ON CONFLICT ({conflict}) {action}"""
 _RANKED: Final = """(
-    SELECT *, rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank FROM batch{messages}) AS latest
+    SELECT *, pg_catalog.rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank
+      FROM batch{messages}) AS latest
  WHERE outbox_batch_rank = 1"""
 # Only the last tombstone of each key: otherwise each row of a key would be compared with each of its tombstones.
 _GONE: Final = """(

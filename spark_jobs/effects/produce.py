@@ -59,21 +59,24 @@ SELECT CASE count(*) OVER (PARTITION BY message_id{part}) WHEN 1 THEN {event_id}
 # 32 hexadecimal digits of a UUID. The 13th is the version; the 17th is 8, the variant of RFC 9562.
 _ID: Final = """
 (CASE WHEN message_id::text ~ '^.{{14}}7.{{4}}[89ab]'
- THEN overlay(overlay(overlay({digest} placing left(replace(message_id::text, '-', ''), 12) from 1)
+ THEN overlay(overlay(overlay({digest} placing
+                      pg_catalog.left(pg_catalog.replace(message_id::text, '-', ''), 12) from 1)
                       placing '7' from 13) placing '8' from 17)
  ELSE overlay(overlay({digest} placing '8' from 13) placing '8' from 17) END)::uuid"""
 # The cast fails on purpose: consumers would apply only one of two events with the same id.
 _TWICE: Final = (
-    "concat('more than one row of message ', message_id, ': Produce needs a part that tells them apart')::uuid"
+    "pg_catalog.concat('more than one row of message ', message_id, "
+    "': Produce needs a part that tells them apart')::uuid"
 )
 _DIGEST: Final = (
-    "left(encode(sha256(convert_to({name}, 'UTF8') || decode('00', 'hex') || uuid_send(message_id) || {part}), 'hex'), "
-    "32)"
+    "pg_catalog.left(pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to({name}, 'UTF8') || "
+    "pg_catalog.decode('00', 'hex') || pg_catalog.uuid_send(message_id) || {part}), 'hex'), 32)"
 )
 # A traceparent in the event's own headers replaces both values, because a tracestate belongs to its traceparent.
 _TRACED: Final = """
-       nullif(coalesce({own}::jsonb, '{{}}') || CASE WHEN {own}::jsonb ? 'traceparent' THEN '{{}}' ELSE
-           jsonb_strip_nulls(jsonb_build_object('traceparent', traceparent, 'tracestate', tracestate)) END, '{{}}')"""
+       nullif(coalesce({own}::jsonb, '{{}}') || CASE WHEN {own}::jsonb ? 'traceparent'::text THEN '{{}}' ELSE
+           pg_catalog.jsonb_strip_nulls(pg_catalog.jsonb_build_object(
+               'traceparent', traceparent, 'tracestate', tracestate)) END, '{{}}')"""
 # W3C Trace Context. As it demands, invalid headers are ignored.
 _TRACEPARENT: Final = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
 _TRACESTATE: Final = r"\A[ -~]{1,512}\z"
@@ -157,7 +160,7 @@ class Produce:
     def _event_id(self) -> sql.Composable:
         part: sql.Composable = sql.SQL("''::bytea")
         if self.part is not None:
-            part = sql.SQL("convert_to({}::text, 'UTF8')").format(_expression(self.part))
+            part = sql.SQL("pg_catalog.convert_to({}::text, 'UTF8')").format(_expression(self.part))
         return sql.SQL(_ID).format(digest=sql.SQL(_DIGEST).format(name=sql.Literal(self.name), part=part))
 
 

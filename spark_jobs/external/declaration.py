@@ -29,7 +29,8 @@ _RESERVE: Final = """
 INSERT INTO {reservations} (grp, name, message_id, topic, part, message_offset, order_key, request)
 SELECT {grp}, {name},
        CASE count(*) OVER (PARTITION BY message_topic, message_part, message_offset) WHEN 1 THEN message_id
-            ELSE concat('more than one row of message ', message_id, ': External makes one call for each')::uuid END,
+            ELSE pg_catalog.concat(
+                'more than one row of message ', message_id, ': External makes one call for each')::uuid END,
        message_topic, message_part, message_offset, ({order_by})::text, {request}
   FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
     ON CONFLICT (grp, name, message_id) DO NOTHING"""

@@ -18,6 +18,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox._app.search_path import pinned_transaction, restore_path
 from outbox.errors import NotFound
 from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
@@ -207,7 +208,7 @@ class Reservations:
         claims: list[Claim] = []
         stuck = 0
         self.more_due = False
-        with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+        with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
             rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease).fetchall()
             for row in rows:
                 standing = _standing(row)
@@ -252,11 +253,11 @@ class Reservations:
         failed: str | None = None
         change: Change | None = None
         try:
-            with connection.transaction():
+            with pinned_transaction(connection) as path:
                 change = self._settle(connection, claim, step, answer, chance)
                 effect = None if change is None else effect_of(change)
                 if effect is not None:
-                    _do(connection, effect)
+                    _do(connection, effect, path)
         except _EffectFailed as error:
             failed = str(error)
         except psycopg.errors.IntegrityError as error:
@@ -264,7 +265,7 @@ class Reservations:
             failed = _describe(error)
         if failed is None:
             return change, None
-        with connection.transaction():
+        with pinned_transaction(connection):
             change = self._settle(connection, claim, step, answer, chance, failed)
         return change, failed
 
@@ -287,7 +288,7 @@ class Reservations:
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
-            with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+            with pinned_transaction(connection) as path, connection.cursor(row_factory=dict_row) as cursor:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
@@ -303,7 +304,7 @@ class Reservations:
                 _audit(cursor, self._names, f"external: {change.state} by hand", why, details)
                 effect = effect_of(change, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
                 if effect is not None and row["state"] != change.state:
-                    _do(connection, effect)
+                    _do(connection, effect, path)
         except _EffectFailed as error:
             raise ConsumerError(
                 f"{message_id}: nothing was written, because the SQL beside it fails: {error}"
@@ -314,7 +315,7 @@ class Reservations:
 
         None: there is no such call.
         """
-        with connection.cursor() as cursor:
+        with pinned_transaction(connection), connection.cursor() as cursor:
             row = self._run(cursor, _LEFT).fetchone()
         return None if row is None else float(row[0])
 
@@ -446,9 +447,12 @@ def _audit(
     cursor.execute(sql.SQL(_AUDIT).format(**names), {"what": what, "why": why, "details": Jsonb(dict(details))})
 
 
-def _do(connection: psycopg.Connection[Any], effect: SqlEffect) -> None:
-    """Run a user's SQL. Raises _EffectFailed, or the error itself if the connection is closed."""
+def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> None:
+    """Run a user's SQL with this search path, until the transaction ends. Raises _EffectFailed, or the error itself if
+    the connection is closed.
+    """
     try:
+        restore_path(connection, path)
         with connection.cursor() as cursor:
             effect(cursor)
     except Exception as error:

@@ -146,7 +146,7 @@ class Applying:
         first = (
             sql.SQL(_PLACE)
             if self.placed
-            else sql.SQL("array_position({}::text[], outbox_batch_staged_by)").format(mine)
+            else sql.SQL("pg_catalog.array_position({}::text[], outbox_batch_staged_by)").format(mine)
         )
         return source, first + sql.SQL(", outbox_batch_staged_at")
 
@@ -253,7 +253,7 @@ class Applying:
         self._cursor.execute(
             sql.SQL(
                 "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS "
-                "SELECT *, dense_rank() OVER (ORDER BY {}) AS outbox_batch_held_at FROM {}"
+                "SELECT *, pg_catalog.dense_rank() OVER (ORDER BY {}) AS outbox_batch_held_at FROM {}"
             ).format(sql.SQL(_PLACE), source)
         )
         self._cursor.execute("CREATE INDEX ON outbox_batch_held (outbox_batch_held_at)")

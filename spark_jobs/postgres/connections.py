@@ -1,7 +1,7 @@
 """Connections to the sink's database: how they are opened, and which stay open between transactions.
 
-``connect`` opens every session of the consumer. ``transaction`` and ``read`` use sessions that this process keeps, one
-for each address and application name: the driver has one, and so has each Python worker. While in use, a session
+``connect`` opens sessions of commands and checks. ``transaction`` and ``read`` use sessions that this process keeps,
+one for each address and application name: the driver has one, and so has each Python worker. While in use, a session
 belongs to one thread; a second use at the same time opens another session, which is closed at its end.
 
 | what has happened to a kept session        | what follows                                                            |
@@ -38,6 +38,7 @@ from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox._app.credentials import password_for
+from outbox._app.search_path import PIN_LOCAL, PinnedConnection
 from outbox.urls import libpq_url
 from spark_jobs.patience import asking
 
@@ -56,6 +57,7 @@ _MOST_KEPT: Final = 8
 # Servers report changes of these by themselves, from version 14 on.
 _READ_ONLY: Final = (b"in_hot_standby", b"default_transaction_read_only")
 _BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
+_BEGIN_PINNED: Final = f"{_BEGIN}; {PIN_LOCAL}"
 _clock: Callable[[], float] = time.monotonic
 
 Key = tuple[str, str]
@@ -71,8 +73,20 @@ def process_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def connect(
-    url: str, name: str, *, autocommit: bool = False, connect_seconds: int | None = None
+def connect(url: str, name: str, *, connect_seconds: int | None = None, pinned: bool = True) -> psycopg.Connection[Any]:
+    """Open a session in autocommit; with ``pinned``, names mean pg_catalog's. Raises as ``_open`` does."""
+    kind = PinnedConnection if pinned else psycopg.Connection
+    opened = _open(url, name, kind=kind, connect_seconds=connect_seconds)
+    opened.autocommit = True
+    return opened
+
+
+def _open(
+    url: str,
+    name: str,
+    *,
+    kind: type[psycopg.Connection[Any]] = psycopg.Connection,
+    connect_seconds: int | None = None,
 ) -> psycopg.Connection[Any]:
     """Open a session. Raises psycopg's errors, and NoTimeLeft when a run has no patience left.
 
@@ -86,12 +100,15 @@ def connect(
         options["connect_timeout"] = connect_seconds
 
     def begin() -> psycopg.Connection[Any]:
-        return open_it(**password_for(address))
+        opened = open_it(**password_for(address))
+        if isinstance(opened, PinnedConnection):
+            opened.pin()
+        return opened
 
     open_it = functools.partial(
-        psycopg.connect,
+        kind.connect,
         address,
-        autocommit=autocommit,
+        autocommit=kind is PinnedConnection,
         # Prepared statements do not survive PgBouncer's transaction mode.
         prepare_threshold=None,
         application_name=application_name(name),
@@ -139,15 +156,17 @@ def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psy
 
 
 @contextmanager
-def transaction(url: str, name: str, *, reset: bool) -> Iterator[psycopg.Connection[Any]]:
+def transaction(url: str, name: str, *, reset: bool, pinned: bool | None = None) -> Iterator[psycopg.Connection[Any]]:
     """Run a transaction on a kept session: COMMIT at the end, ROLLBACK and a closed session on an error.
 
-    reset  an effect may have left something in the session that the next transaction must not see.
+    reset   it runs statements of users, which may leave something that the next transaction must not see.
+    pinned  names mean pg_catalog's. By default unless users' statements are run, which need the role's search path: in
+            such transactions and in ``read``, ours are written for any path (see ``outbox._app.search_path``).
 
     Afterwards the connection is closed to anyone who still holds it. Raises psycopg's errors.
     """
     key = url, application_name(name)
-    session, connection = _begin(key)
+    session, connection = _begin(key, _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED)
     try:
         yield connection
         # A statement failed and its error was caught: COMMIT is a ROLLBACK.
@@ -184,7 +203,7 @@ def read(url: str, name: str, query: sql.Composed, values: Mapping[str, object])
         else:
             _here().keep(key, session)
             return rows
-    session = _Session(connect(url, name))
+    session = _Session(_open(url, name))
     try:
         rows = session.rows(query, values)
     except BaseException:
@@ -296,7 +315,7 @@ class _Session:
             return False
         try:
             if self._pooled is None:
-                [(answers,)] = self.rows("SELECT pg_backend_pid()")
+                [(answers,)] = self.rows("SELECT pg_catalog.pg_backend_pid()")
                 self._pooled = answers != self._libpq.backend_pid
             if not self._pooled:
                 self.rows("DISCARD ALL")
@@ -359,28 +378,28 @@ def _here() -> _Kept:
     return _kept
 
 
-def _begin(key: Key) -> tuple[_Session, psycopg.Connection[Any]]:
+def _begin(key: Key, begin: str) -> tuple[_Session, psycopg.Connection[Any]]:
     """Return a session with a new transaction, and its connection."""
     session = _here().take(key)
     if session is not None:
         try:
-            return session, _began(session)
+            return session, _began(session, begin)
         except psycopg.Error:
             session.close()
         except BaseException:
             session.close()
             raise
-    session = _Session(connect(*key))
+    session = _Session(_open(*key))
     try:
-        return session, _began(session)
+        return session, _began(session, begin)
     except BaseException:
         session.close()
         raise
 
 
-def _began(session: _Session) -> psycopg.Connection[Any]:
+def _began(session: _Session, begin: str) -> psycopg.Connection[Any]:
     connection = session.connection()
-    session.rows(_BEGIN)
+    session.rows(begin)
     return connection
 
 

@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 # And a description of the columns: binary values are identified only by their position.
 _LOOK: Final = """
 SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
-       AND NOT bool_or(a.attidentity = 'a' AND a.attname = ANY(%(columns)s)),
-       c.oid::text || string_agg(format(' %%I %%s %%s', a.attname, a.atttypid, a.atttypmod), '' ORDER BY a.attnum)
-  FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
- WHERE c.oid = to_regclass(%(table)s)
+       AND NOT pg_catalog.bool_or(a.attidentity = 'a' AND a.attname = ANY(%(columns)s)),
+       c.oid::text || pg_catalog.string_agg(
+           pg_catalog.format(' %%I %%s %%s', a.attname, a.atttypid, a.atttypmod), '' ORDER BY a.attnum)
+  FROM pg_catalog.pg_class AS c
+  JOIN pg_catalog.pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+ WHERE c.oid = pg_catalog.to_regclass(%(table)s)::oid
  GROUP BY c.oid"""
 # Raised although the server is not away: two transactions lock rows and ids in different orders (through ``batch`` the
 # ids come first), or a table's columns have another width by now.

@@ -49,10 +49,15 @@ _STAYING: Final = ("54", "3B")
 _AWAY: Final = ("08", "53", "57P", "25006")
 
 
-def connect(url: str, application_name: str, connect_seconds: int | None = None) -> psycopg.Connection[Any]:
-    """Connect, in autocommit. Raises ConsumerUnavailable when the server can't be reached."""
+def connect(
+    url: str, application_name: str, connect_seconds: int | None = None, *, pinned: bool = True
+) -> psycopg.Connection[Any]:
+    """Connect, in autocommit. Raises ConsumerUnavailable when the server can't be reached.
+
+    pinned  names mean pg_catalog's, and otherwise what they mean to the role.
+    """
     try:
-        return connections.connect(url, application_name, autocommit=True, connect_seconds=connect_seconds)
+        return connections.connect(url, application_name, connect_seconds=connect_seconds, pinned=pinned)
     except psycopg.OperationalError as error:
         raise ConsumerUnavailable(f"Postgres at {display_url(url)}: {first_line(error)}") from error
 

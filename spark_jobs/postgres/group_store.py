@@ -79,7 +79,8 @@ grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behin
    AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})"""
 _RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
 _EARLIER: Final = """
-other.grp = letter.grp AND other.topic = letter.topic AND sha256(other.message_key) = sha256(letter.message_key)
+other.grp = letter.grp AND other.topic = letter.topic
+   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
    AND other.state = 'dead' AND other.reason <> 'behind'
    AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
             ELSE other.id < letter.id END"""
@@ -105,10 +106,10 @@ _NO_LOOK: Final = "SELECT false AS stranded, NULL::bigint AS lowest"
 _LOOK: Final = """
 WITH newest AS MATERIALIZED ({newest}), others AS MATERIALIZED ({others})
 SELECT EXISTS (SELECT FROM newest WHERE stranded) OR EXISTS (SELECT FROM others WHERE stranded) AS stranded,
-       (SELECT min(id) FROM others) AS lowest"""
+       (SELECT pg_catalog.min(id) FROM others) AS lowest"""
 _NEWEST: Final = 100
 _OTHERS: Final = 150
-_HOUR: Final = "SELECT date_trunc('hour', now() AT TIME ZONE 'UTC')"
+_HOUR: Final = "SELECT pg_catalog.date_trunc('hour', pg_catalog.now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
 _ONE_CONSUMER: Final = (
     "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
@@ -144,9 +145,11 @@ class Store:
         """Where the next look at what is behind dead letters goes on; None: at the newest."""
         self._released = False
 
-    def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
+    def transaction(
+        self, *, reset: bool = False, pinned: bool | None = None
+    ) -> AbstractContextManager[psycopg.Connection[Any]]:
         """Run a transaction on the driver's session. ``reset``: it runs statements of the user's."""
-        return connections.transaction(self._url, self._name, reset=reset)
+        return connections.transaction(self._url, self._name, reset=reset, pinned=pinned)
 
     def close(self) -> None:
         """Close the group's idle sessions in this process. Later calls open new ones."""
@@ -154,7 +157,7 @@ class Store:
 
     def require_utf8(self) -> None:
         """Raise JobError for a database whose encoding lacks characters that a message may have."""
-        [(encoding,)] = self._read("SELECT current_setting('server_encoding')")
+        [(encoding,)] = self._read("SELECT pg_catalog.current_setting('server_encoding')")
         if encoding != "UTF8":
             raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
@@ -181,7 +184,7 @@ class Store:
         if statements is None:
             return
         with self.transaction(reset=True) as connection:
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
+            connection.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
@@ -272,12 +275,12 @@ class Store:
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> Direct | None:
         """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
-        with self.transaction() as connection:
+        with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, str]:
         """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
-        with self.transaction() as connection:
+        with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 
     def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:

@@ -101,7 +101,7 @@ class LockMonitor:
                         connection.close()
                         connection = None
                     if connection is None:
-                        connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
+                        connection = connect(self._url, f"outbox watch {self._group}")
                         age = Age()
                     found = blockers(connection, self._group)
                 except psycopg.Error:

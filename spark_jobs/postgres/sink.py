@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spark_jobs.job import ConsumerJob, PythonEffect
 
 _MOVE: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now(),
+UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = pg_catalog.now(),
        leader_epoch = %(leader_epoch)s, epoch_offset = %(end)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
    AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
@@ -44,8 +44,9 @@ UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + 
        next_offset = greatest(next_offset, %(reached)s), log_end = greatest(log_end, %(reached)s)
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 _KEEPALIVES: Final = (
-    "SELECT set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), "
-    "set_config('tcp_keepalives_count', '3', true)"
+    "SELECT pg_catalog.set_config('tcp_keepalives_idle', '30', true), "
+    "pg_catalog.set_config('tcp_keepalives_interval', '10', true), "
+    "pg_catalog.set_config('tcp_keepalives_count', '3', true)"
 )
 _MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
 _HOLD: Final = """

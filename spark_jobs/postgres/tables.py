@@ -22,11 +22,12 @@ from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY
 DEFAULT_SCHEMA: Final = "consumer"
 
 _DAYS: Final = (
-    "(('x' || substr(message_id::text, 1, 8) || substr(message_id::text, 10, 4))"
+    "(('x' || pg_catalog.substr(message_id::text, 1, 8) || pg_catalog.substr(message_id::text, 10, 4))"
     f"::bit(48)::bigint / {DAY_MILLISECONDS})"
 )
 DAY_OF_ID: Final = (
-    "CASE WHEN substr(message_id::text, 15, 1) = '7' AND substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
+    "CASE WHEN pg_catalog.substr(message_id::text, 15, 1) = '7' "
+    "AND pg_catalog.substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
     f"AND {_DAYS} <= {LAST_DAY} THEN date '1970-01-01' + {_DAYS}::integer ELSE date '1970-01-01' END"
 )
 """SQL over ``message_id``: the day of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
@@ -300,7 +301,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "reservations_order",
             "grp",
             "name",
-            sa.text("hashtextextended(order_key, 0)"),
+            sa.text("hashtextextended(order_key, 0::bigint)"),
             "id",
             postgresql_where=sa.text("settled_at IS NULL"),
         ),

@@ -159,8 +159,8 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
         log = {name: stack.enter_context(here.running(name)) for name in ("relay", "shop", "consumer", "page")}
         for name in ("relay", "consumer"):
             wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy")
-        applied = "SELECT count(*), coalesce(sum(out_of_order), 0) FROM order_totals"
-        there = "SELECT to_regclass('order_totals') IS NOT NULL"
+        applied = "SELECT count(*), coalesce(sum(out_of_order), 0) FROM outbox_consumer.order_totals"
+        there = "SELECT to_regclass('outbox_consumer.order_totals') IS NOT NULL"
         wait_until(lambda: look_up(url, there) == [(True,)], 120, "the consumer's table")
         wait_until(lambda: look_up(url, applied)[0][0] > 20, 120, "orders to be applied")
         assert look_up(url, applied)[0][1] == 0

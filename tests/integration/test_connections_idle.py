@@ -179,7 +179,7 @@ def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
 
             def wait() -> None:
                 with connections.transaction(url, driver, reset=False) as connection:
-                    connection.execute("SELECT count(*) FROM numbers")
+                    connection.execute("SELECT count(*) FROM public.numbers")
 
             waiting = threading.Thread(target=wait)
             waiting.start()

@@ -238,7 +238,7 @@ def test_what_is_committed_is_so_although_its_session_is_lost_before_it_is_clean
     """An error would have the range read again: right, and for nothing."""
     run(url, "CREATE TABLE numbers (n int)")
     with Counting(url) as counting:
-        for number, cut_at in enumerate((b"SELECT pg_backend_pid()", b"DISCARD ALL")):
+        for number, cut_at in enumerate((b"SELECT pg_catalog.pg_backend_pid()", b"DISCARD ALL")):
             counting.cut_at = cut_at
             use(counting.url, lambda connection, n=number: connection.execute("INSERT INTO numbers VALUES (%s)", (n,)))
             assert counting.statements[-1] == cut_at

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 from psycopg import sql
-from support import stop_clock, wait_until
+from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import migrate as db
@@ -27,6 +27,14 @@ from spark_jobs.postgres.retention import NO_TIME, STRAY, Memory, RetentionResul
 from spark_jobs.postgres.tables import DAY_OF_ID
 
 KEEP = 5
+
+
+pytestmark = pytest.mark.usefixtures("stoppable")
+
+
+@pytest.fixture
+def stoppable(monkeypatch) -> None:
+    with_path_of_role(monkeypatch)
 
 
 class Sink:

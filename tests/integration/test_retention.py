@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from structlog.testing import capture_logs
-from support import stop_clock, wait_until
+from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import schema_drift as schema_check
@@ -24,6 +24,14 @@ EVENT = (
     "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
     "published_at) SELECT 0, g, gen_random_uuid(), 'Order', 'a', 'T', now(), %s FROM generate_series(1, %s) g"
 )
+
+
+pytestmark = pytest.mark.usefixtures("stoppable")
+
+
+@pytest.fixture
+def stoppable(monkeypatch) -> None:
+    with_path_of_role(monkeypatch)
 
 
 class Archive:

@@ -21,9 +21,11 @@ from confluent_kafka import Message
 from psycopg import sql
 
 from outbox import Event, Outbox
+from outbox._app import search_path
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayProcess
 from relay.wal.lane_hash import lane_of
+from spark_jobs.postgres import connections
 
 
 @pytest.fixture
@@ -91,7 +93,8 @@ def close_connections() -> None:
 def stop_clock(url: str) -> tuple[dt.date, str]:
     """Return a day (UTC) and libpq's options for connections on which it stays noon of that day, however late it gets.
 
-    They find now() and clock_timestamp() in a schema of their own first. Defaults of tables still tell the real time.
+    They find now() and clock_timestamp() in a schema of their own first, if ``with_path_of_role`` lets them. Defaults
+    of tables still tell the real time.
     The day is yesterday: what goes by the real time after all fails at any hour, and not at midnight only.
     """
     with psycopg.connect(url, autocommit=True) as connection:
@@ -105,6 +108,12 @@ def stop_clock(url: str) -> tuple[dt.date, str]:
                 )
             )
     return today, "-c search_path=stopped,pg_catalog,public"
+
+
+def with_path_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the product's sessions in this process the search path that they are opened with."""
+    monkeypatch.setattr(search_path.PinnedConnection, "pin", lambda _self: None)
+    monkeypatch.setattr(connections, "_BEGIN_PINNED", connections._BEGIN)
 
 
 def backlog(url: str) -> int:

@@ -1,0 +1,83 @@
+"""The doctor's checks of names: what tables of ours call outside of pg_catalog, and where everybody may create."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import psycopg
+
+from relay.database import unavailable_on_error
+from relay.operations.findings import Finding, Level
+
+# Defaults and generated columns, constraints, indexes, triggers, rules and policies. pg_depend has no rows for what
+# initdb has made.
+_CALLED: Final = """
+WITH ours AS (
+    SELECT c.oid, c.relname, c.relowner FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+     WHERE n.nspname = %(schema)s AND c.relkind IN ('r', 'p')),
+parts AS (
+    SELECT 'pg_attrdef'::regclass AS class, d.oid AS part_oid, relname, relowner, 'column ' || a.attname AS part
+      FROM ours JOIN pg_attrdef AS d ON d.adrelid = ours.oid
+      JOIN pg_attribute AS a ON a.attrelid = d.adrelid AND a.attnum = d.adnum
+    UNION ALL
+    SELECT 'pg_constraint'::regclass, c.oid, relname, relowner, 'constraint ' || c.conname
+      FROM ours JOIN pg_constraint AS c ON c.conrelid = ours.oid
+    UNION ALL
+    SELECT 'pg_class'::regclass, x.indexrelid, ours.relname, ours.relowner, 'index ' || i.relname
+      FROM ours JOIN pg_index AS x ON x.indrelid = ours.oid JOIN pg_class AS i ON i.oid = x.indexrelid
+    UNION ALL
+    SELECT 'pg_trigger'::regclass, t.oid, relname, relowner, 'trigger ' || t.tgname
+      FROM ours JOIN pg_trigger AS t ON t.tgrelid = ours.oid AND NOT t.tgisinternal
+    UNION ALL
+    SELECT 'pg_rewrite'::regclass, r.oid, relname, relowner, 'rule ' || r.rulename
+      FROM ours JOIN pg_rewrite AS r ON r.ev_class = ours.oid
+    UNION ALL
+    SELECT 'pg_policy'::regclass, p.oid, relname, relowner, 'policy ' || p.polname
+      FROM ours JOIN pg_policy AS p ON p.polrelid = ours.oid),
+foreign_ones AS (
+    SELECT 'pg_proc'::regclass AS class, oid, oid::regprocedure::text AS called, pronamespace AS namespace,
+           proowner AS owner FROM pg_proc
+    UNION ALL
+    SELECT 'pg_operator'::regclass, oid, 'operator ' || oid::regoperator::text, oprnamespace, oprowner
+      FROM pg_operator)
+SELECT DISTINCT parts.relname, parts.part, f.called, r.rolname, f.owner <> parts.relowner AND NOT r.rolsuper
+  FROM parts JOIN pg_depend AS d ON d.classid = parts.class AND d.objid = parts.part_oid
+  JOIN foreign_ones AS f ON f.class = d.refclassid AND f.oid = d.refobjid
+  JOIN pg_roles AS r ON r.oid = f.owner
+ WHERE f.namespace <> 'pg_catalog'::regnamespace
+ ORDER BY 1, 2, 3"""
+
+_OPEN: Final = """
+SELECT quote_ident(nspname) FROM pg_namespace
+ WHERE nspname <> 'information_schema' AND nspname NOT LIKE 'pg\\_%' AND has_schema_privilege('public', oid, 'CREATE')
+ ORDER BY 1"""
+
+
+def check_calls(connection: psycopg.Connection[Any], schema: str) -> Iterator[Finding]:
+    """Name the functions and operators outside of pg_catalog that tables of a schema call: as everybody who writes."""
+    with unavailable_on_error("looking at what the tables depend on"):
+        rows = connection.execute(_CALLED, {"schema": schema}).fetchall()
+    for table, part, called, owner, others in rows:
+        yield Finding(
+            Level.FAILURE if others else Level.WARNING,
+            f"{schema}.{table}",
+            f"its {part} calls {called}, which belongs to {owner} and is not in pg_catalog: it runs with the "
+            "rights of whoever writes here",
+            "if it was planted, create that part anew with `SET search_path = pg_catalog` (the column lane: `outbox db "
+            f"lanes`), drop the function, and see what else {owner} has made; see `outbox db check`",
+        )
+
+
+def check_open_schemas(connection: psycopg.Connection[Any]) -> Iterator[Finding]:
+    """Name the schemas in which everybody may create, as in ``public`` up to Postgres 14 and after an upgrade."""
+    with unavailable_on_error("looking at the rights on schemas"):
+        names = [name for (name,) in connection.execute(_OPEN)]
+    for name in names:
+        yield Finding(
+            Level.WARNING,
+            f"schema {name}",
+            "every role may create in it, and so plant functions that others call in place of Postgres's: services, "
+            "effects of jobs and people whose search path has it. The outbox's own sessions do not look there",
+            f"REVOKE CREATE ON SCHEMA {name} FROM PUBLIC",
+        )
