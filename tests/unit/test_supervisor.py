@@ -26,7 +26,7 @@ class Table:
     def __init__(self, held: dict[str, int]) -> None:
         self._distribution = LaneDistribution(held, lanes=LANES, free=0, total=LANES)
 
-    def distribution(self) -> LaneDistribution:
+    def distribution(self, _next_due: object) -> LaneDistribution:
         return self._distribution
 
 
