@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from confluent_kafka.admin import TopicMetadata
 from sender_support import OPTIONS, AllThere, claim, soon
 
 from relay.config import load, producer_options
@@ -168,17 +167,6 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     sender.close()
 
 
-class Settings(Topics):
-    """Topics whose min.insync.replicas is known, or not: the relay may not read it."""
-
-    def __init__(self, in_sync: int | None) -> None:
-        self.in_sync = in_sync
-        super().__init__(OPTIONS, create=False)
-
-    def _min_in_sync(self, topic: str, seconds: float) -> int | None:
-        return self.in_sync
-
-
 def lacks(in_sync: int | None, states: Sequence[tuple[int, list[int]]], **what: Any) -> str | None:
     """What a topic lacks by its partitions' leaders and replicas in sync, of three each; brokers 1 and 2 are there."""
     found = SimpleNamespace(
@@ -187,7 +175,11 @@ def lacks(in_sync: int | None, states: Sequence[tuple[int, list[int]]], **what: 
             for number, (leader, isrs) in enumerate(states)
         }
     )
-    return Settings(in_sync)._lack("t", cast("TopicMetadata", found), {1: "", 2: ""}, Unanswered(**what), 1.0)
+    topics: Any = Topics(OPTIONS, create=False)
+    # The relay may not read it, or it is known.
+    topics._metadata.min_in_sync = lambda *_: in_sync
+    metadata = SimpleNamespace(topics={"t": found}, brokers={1: "", 2: ""})
+    return cast("str | None", topics._lack("t", metadata, Unanswered(**what), 1.0))
 
 
 def test_what_a_topic_lacks_is_told_by_its_partitions():
