@@ -37,6 +37,7 @@ from relay.operations.healing import SlotHealing
 from relay.parts import build_router, build_topics, failure_policy
 from relay.pauses import CurrentPauses
 from relay.polling.at_most_once import AtMostOnceSource
+from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore
 from relay.retries import Failures
@@ -203,6 +204,7 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
     router = build_router(settings)
     failures = Failures(settings.db_schema, failure_policy(settings), router)
     once = settings.delivery is Delivery.AT_MOST_ONCE
+    kept = KeptMarks()
 
     def polling(events: Events) -> PollingSource:
         return PollingSource(
@@ -214,6 +216,7 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
             renew_part=renew_part,
             watch_seconds=settings.relay.watch_seconds,
             overlap=not once,
+            kept=kept,
         )
 
     def held(claim: Claim) -> bool:

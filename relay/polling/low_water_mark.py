@@ -10,14 +10,16 @@ snapshot's xmax would not do: it is the last completed id plus one, and transact
 2. Once the snapshot's xmin has reached X, all those transactions have ended. 3. A read after that, still from the old
 mark, found nothing to publish up to M.
 
-A reader's snapshot has no transaction id and does not hold back the mark; a forgotten writer does, as it must. (The
-full sweep every ``_SWEEP_SECONDS`` finds the row of an INSERT that takes longer than the wait in 1 between drawing its
-id and writing, as in a BEFORE trigger that sleeps.)
+A reader's snapshot has no transaction id and does not hold back the mark; a forgotten writer does, as it must. The row
+of an INSERT that takes longer than the wait in 1 between drawing its id and writing, as in a BEFORE trigger that
+sleeps, is found below the mark by a sweep (sweep.py).
 
 Steps 1 and 2 are done for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
 Rows whose key waits for a failed event may be below the mark. When such a failure is gone, the mark is lowered to its
 id before newer rows of the key are published, because the rows that it blocked have higher ids (blocked_keys.py). A
 failure that stays, however often it is retried, or a new one, frees no rows.
+
+A mark is a fact about the database: it holds for the next source of the same worker, too (``KeptMarks``).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Final
 LOWEST: Final = -(2**63)
 _LOOK_SECONDS: Final = 1.0
 _SETTLE_SECONDS: Final = 5.0
-_SWEEP_SECONDS: Final = 60.0
+_ROUND_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,15 @@ class LowWaterMarks:
         self._xid: int | None = None
         self._ended = False
         self._looked_at = clock()
-        self._swept_at = clock()
 
     def reset(self, lane: int) -> None:
         """Make the next read start from the lane's lowest id."""
         for known in (self._marks, self._settled, self._candidates):
             known.pop(lane, None)
+
+    def keep(self, lane: int, mark: int) -> None:
+        """Set the mark that the lane had in the source before."""
+        self._marks[lane] = mark
 
     def lower(self, lane: int, id_: int) -> None:
         """Make the next read start no higher than after this id."""
@@ -69,9 +74,6 @@ class LowWaterMarks:
     def start(self, lanes: Collection[int], *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> Marks:
         """Return where a read of these lanes starts. Queries the database at most once a second."""
         now = self._clock()
-        if now - self._swept_at >= _SWEEP_SECONDS:
-            self._swept_at = now
-            return Marks(dict.fromkeys(lanes, LOWEST), final=False)
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             self._look(now, draw_xid, xmin)
@@ -98,7 +100,7 @@ class LowWaterMarks:
         return not self._candidates
 
     def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
-        if self._ended and (not self._candidates or now - self._candidates_at >= _SWEEP_SECONDS):
+        if self._ended and (not self._candidates or now - self._candidates_at >= _ROUND_SECONDS):
             # All marks have risen, or lanes that are not read delay the round.
             self._candidates, self._ended = {}, False
         if not self._candidates:

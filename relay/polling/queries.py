@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 
 from relay.polling.blocked_keys import DIGEST
-from relay.statements import array, names_of
+from relay.statements import TIMELINE, array, names_of
 
 # In the order of Claim's fields.
 COLUMNS: Final = """
@@ -26,6 +26,9 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
 # Without the rows of the turn before, which are not settled yet; rows behind its last one need no check against the
 # list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
+
+# Those that a sweep has found below the mark.
+_LATE: Final = """lane = %(lane)s AND id = ANY(%(late)s::bigint[]) AND id <> ALL(%(pending)s::bigint[])"""
 
 # As many as fit into the bytes, and at least one. The number is computed over narrow rows first. Dead rows before the
 # first one, which an old snapshot keeps, are skipped here and not again by the read.
@@ -86,6 +89,15 @@ SELECT {columns}, NULL, lane
                                         AND g.aggregate_id = f.aggregate_id AND g.id < f.id AND g.blocks))
               ORDER BY f.next_attempt_at, f.id LIMIT %(due)s))
  ORDER BY id"""
+
+# A window of the rows up to the mark: how many there are, the last one, and those that are free to go. See sweep.py.
+_SWEEP: Final = """
+WITH there AS MATERIALIZED (
+    SELECT id, lane, aggregate_type, aggregate_id, headers FROM {events} AS e
+     WHERE lane = %(lane)s AND id > %(above)s AND id <= %(upto)s
+     ORDER BY id LIMIT %(window)s)
+SELECT (SELECT count(*) FROM there), (SELECT max(id) FROM there),
+       ARRAY(SELECT id FROM there AS e WHERE true{usable} ORDER BY id LIMIT %(most)s)"""
 
 # All failures of lanes, or those with these ids; see blocked_keys.py. OFFSET and LIMIT prevent the planner from
 # reversing the join; see relay.statements.
@@ -151,8 +163,19 @@ UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_i
 # For multi-statement transactions, which lock the lane's row.
 _SEVERAL: Final = "SELECT {synchronous}, set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
 
-DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
-XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+_SERVER: Final[tuple[LiteralString, ...]] = (
+    "(SELECT system_identifier::text FROM pg_control_system())",
+    TIMELINE,
+    "(pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint",
+)
+"""SQL: the fields of kept_marks.Server."""
+
+SERVER: Final[LiteralString] = "SELECT " + ", ".join(_SERVER)
+DRAW_XID: Final[LiteralString] = "SELECT " + ", ".join(("pg_current_xact_id()::text::bigint", *_SERVER))
+# Not before the ids that were known when the transaction id was drawn are flushed: a crash could give them out again.
+XMIN: Final = """
+SELECT CASE WHEN pg_current_wal_flush_lsn() >= '0/0'::pg_lsn + %(wal_position)s::numeric
+            THEN pg_snapshot_xmin(pg_current_snapshot())::text::bigint ELSE 0 END"""
 
 # Checks for events only if a transaction has ended since the last check, which changes the snapshot. The pause between
 # two checks grows with their cost, so that they take at most a thirtieth of the time. Comparing snapshots costs next to
@@ -209,6 +232,9 @@ class Queries:
         self.read_some = bounded(_READ, of_many + usable, sql.SQL("l.most"))
         self.read_skip_blocked = bounded(_READ_SKIP_BLOCKED, skip_blocked, sql.SQL("%(limit)s"))
         self.read_some_skip_blocked = bounded(_READ_SKIP_BLOCKED, skip_blocked + usable, sql.SQL("%(limit)s"))
+        late = sql.SQL(_LATE) + query(_NOT_BLOCKED) + usable
+        self.read_late = bounded(_READ_SKIP_BLOCKED, late, sql.SQL("%(limit)s"))
+        self.sweep = query(_SWEEP, usable=query(_NOT_BLOCKED) + usable)
         self.read_due = query(_READ_DUE, usable=sql.SQL(""))
         self.read_some_due = query(_READ_DUE, usable=usable)
         digest = sql.SQL(DIGEST)

@@ -11,6 +11,10 @@ Keys that are freed
     publishing the failed event, it knows before it reads again. Whatever else frees a key (an operator, a marker) is
     noticed when the first newer row of the key is read: the lane's rows of that turn are taken back, and are read again
     from the lowered mark (see blocked_keys.py). If there is no newer row, the look of each second finds it.
+
+Late events
+    Events that a sweep has found below the mark (sweep.py) are read by their ids, before anything else of their lane,
+    until none of them is left.
 """
 
 from __future__ import annotations
@@ -24,10 +28,13 @@ from psycopg import sql
 
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.lease import Lease
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
-from relay.polling.low_water_mark import LowWaterMarks
-from relay.polling.queries import DRAW_XID, XMIN, Queries
+from relay.polling.kept_marks import KeptLane, KeptMarks, Server
+from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
+from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.session import Read, Session
+from relay.polling.sweep import Sweep
 from relay.ports import Claim, Kind
 from relay.settlement import UnsettledBatch, lanes_text
 from relay.statements import array
@@ -46,6 +53,7 @@ _MOST_DUE: Final = 500
 class _Lane:
     """The reader's state of one lane."""
 
+    epoch: int
     failures: BlockedKeys = field(default_factory=BlockedKeys)
     known: bool = False
     """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
@@ -56,6 +64,10 @@ class _Lane:
     reading_due: bool = False
     row_bytes: float = 0.0
     busy_until: float = 0.0
+    found: Sequence[int] = ()
+    """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
+    late: Sequence[int] = ()
+    """Ids below the mark, to be read before anything else."""
 
     @property
     def is_without_failures(self) -> bool:
@@ -64,10 +76,16 @@ class _Lane:
 
 
 class LaneReader:
-    """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``."""
+    """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``.
 
-    def __init__(self, session: Session, queries: Queries, turn_bytes: int) -> None:
+    ``kept``: what the source before has left; see kept_marks.py.
+    """
+
+    def __init__(self, session: Session, queries: Queries, turn_bytes: int, *, sweep: Sweep, kept: KeptMarks) -> None:
         self._session = session
+        self._sweep = sweep
+        self._kept = kept
+        self._server: Server | None = None
         self._queries = queries
         self._turn_bytes = turn_bytes
         self._marks = LowWaterMarks()
@@ -80,26 +98,46 @@ class LaneReader:
         self._first = 0
         self.left_out: frozenset[Kind] = frozenset()
 
-    def hold(self, lane: int) -> None:
+    def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
-        self._lanes[lane] = _Lane()
-        self._marks.reset(lane)
+        self._lanes[lease.lane] = _Lane(lease.epoch)
+        self._marks.reset(lease.lane)
+        self._sweep.hold(lease.lane)
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
         self._lanes.pop(lane, None)
+
+    def close(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
+        """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
+        self._sweep.close()
+        if self._server is None:
+            return
+        for lane, state in self._lanes.items():
+            mark = self._marks.above(lane)
+            if rows := in_hand.get(lane):
+                mark = min(mark, min(claim.position for claim in rows) - 1)
+            if mark > LOWEST:
+                late = [id_ for id_ in (*state.late, *state.found) if id_ <= mark]
+                self._kept.lanes[lane] = KeptLane(state.epoch, mark, state.failures, late, self._sweep.due_at[lane])
+        self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not read events of these kinds from now on."""
         self.left_out = kinds
         for lane in self._lanes:
             # Omitted events are below the mark by now.
-            self._marks.reset(lane)
+            self._forget_mark(lane)
 
     def read_all_again(self, lane: int) -> None:
         """Make the next read look for failures first, and start from the lane's lowest id."""
         self.look_again(lane)
+        self._forget_mark(lane)
+        self._kept.lanes.pop(lane, None)
+
+    def _forget_mark(self, lane: int) -> None:
         self._marks.reset(lane)
+        self._lanes[lane].found = self._lanes[lane].late = ()
 
     def look_again(self, lane: int, ids: Collection[int] | None = None) -> None:
         """Make the next read look first which failures the lane has, or which of these events are among them."""
@@ -111,7 +149,7 @@ class LaneReader:
 
     def may_become_due(self, lanes: Collection[int]) -> bool:
         """Return whether these lanes have waiting events that only a read shows to be due."""
-        return bool(self.left_out) or any(self.has_failures(lane) for lane in lanes)
+        return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late for lane in lanes)
 
     def above(self, lanes: Collection[int]) -> dict[int, int]:
         """Return the marks of these lanes."""
@@ -154,10 +192,10 @@ class LaneReader:
             common["left_copies"] = [copy for _, copy in self.left_out]
             common["copy"] = DEAD_LETTER
         common["turn_bytes"] = self._turn_bytes
+        reads = self._late_reads(limits, in_hand, share, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._first, lane))
-        reads = []
         if plain:
             values = {
                 "lanes": array(plain),
@@ -184,6 +222,39 @@ class LaneReader:
             reads.append(Read(unblocked, values, [lane], marks, many=many))
         return reads
 
+    def _late_reads(
+        self,
+        limits: Mapping[int, int],
+        in_hand: Mapping[int, Sequence[Claim]],
+        share: int,
+        marks: Marks,
+        common: Mapping[str, Any],
+    ) -> list[Read]:
+        """Return the statements that read late events; starts a sweep of the other lanes if it is time."""
+        swept: dict[int, int] = {}
+        reads = []
+        for lane in limits:
+            state = self._lanes[lane]
+            if not state.late:
+                if marks.above[lane] > LOWEST and not state.found:
+                    swept[lane] = marks.above[lane]
+                continue
+            values = {
+                **common,
+                "lane": lane,
+                "late": array(state.late),
+                "limit": self._rows(lane, limits[lane], share),
+                "left_types": [kind for kind, _ in self.left_out],
+                "left_copies": [copy for _, copy in self.left_out],
+                "copy": DEAD_LETTER,
+            }
+            # Those in hand are not read now, but again if they could not be published.
+            late = set(state.late)
+            last = not any(claim.position in late for claim in in_hand.get(lane, ()))
+            reads.append(Read(self._queries.read_late, values, [lane], marks, late=lane, last=last))
+        self._sweep.begin(swept, self.left_out)
+        return reads
+
     def _rows(self, lane: int, limit: int, share: int) -> int:
         """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
         size = self._lanes[lane].row_bytes
@@ -204,47 +275,65 @@ class LaneReader:
         Without the events of lanes in which a key has been freed: they are read again, from a lower mark.
         """
         claims: list[Claim] = []
-        due: set[int] = set()
+        first: set[int] = set()
+        retried: set[int] = set()
         for read in reads:
-            rows = read.rows
-            if read.due is not None:
-                self._lanes[read.due].reading_due = bool(rows)
-                self._lanes[read.due].due_next = not rows
-                if rows:
-                    due.add(read.due)
-                    claims += rows
+            if read.late is not None or read.due is not None:
+                found = self._collect_first(read, first)
+                if read.due is not None and found:
+                    retried.add(read.due)
+                claims += found
                 continue
-            full: set[int] = set()
+            rows, full = read.rows, set[int]()
             if rows and not rows[-1].position:
                 no_room = [row.lane for row in rows if not row.position]
                 full, self._first = set(no_room), no_room[0]
                 rows = rows[: -len(no_room)]
             for lane in read.lanes:
-                if self._lanes[lane].failures and lane not in due:
+                if self._lanes[lane].failures and lane not in first:
                     self._lanes[lane].due_next = True
                     self._lanes[lane].reading_due = False
-            rows = [row for row in rows if row.lane not in due] if due else rows
+            rows = [row for row in rows if row.lane not in first] if first else rows
             lowest: dict[int, int] = {}
             for row in reversed(rows):
                 lowest[row.lane] = row.position
             for lane in read.lanes:
                 # Rows must not wait below the mark for a failure that is not known.
                 complete = self._counts or not self._lanes[lane].failures
-                if complete and lane not in due and lane not in full:
+                if complete and lane not in first and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
-        freed = self._freed(claims, due)
+        freed = self._freed(claims, retried)
         return [claim for claim in claims if claim.lane not in freed] if freed else claims
 
-    def _freed(self, claims: Sequence[Claim], due: Collection[int]) -> set[int]:
-        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
+    def _freed(self, claims: Sequence[Claim], retried: Collection[int]) -> set[int]:
+        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone.
+
+        Not those of ``retried``, whose events are failures themselves.
+        """
         freed: set[int] = set()
         for claim in claims:
             state = self._lanes[claim.lane]
-            if state.failures and claim.lane not in due and (gone := state.failures.before(claim)):
+            if state.failures and claim.lane not in retried and (gone := state.failures.before(claim)):
                 state.unsure |= gone
                 freed.add(claim.lane)
         return freed
+
+    def _collect_first(self, read: Read, first: set[int]) -> Sequence[Claim]:
+        """Return late or due events, which go before all others of their lane; adds the lane to ``first``."""
+        (lane,) = read.lanes
+        state = self._lanes[lane]
+        if read.late is None:
+            if lane in first:
+                return ()
+            state.reading_due, state.due_next = bool(read.rows), not read.rows
+        elif read.rows:
+            state.reading_due = False
+        elif read.last:
+            state.late = ()
+        if read.rows:
+            first.add(lane)
+        return read.rows
 
     def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
         """Record the sizes of a turn's events, and which lanes had some."""
@@ -291,6 +380,8 @@ class LaneReader:
         if not self._counts:
             return ()
         self._looked_at = time.monotonic()
+        for lane, found in self._sweep.take(self._lanes).items():
+            self._lanes[lane].found = found
         return list(self._lanes)
 
     def must_look(self) -> bool:
@@ -302,6 +393,8 @@ class LaneReader:
 
         While events wait, also read the lanes' last ids, to which the marks may rise.
         """
+        if self._kept.lanes:
+            self._take_kept()
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         unsure = [(lane, id_) for lane, state in self._lanes.items() if state.known for id_ in state.unsure]
         if unknown:
@@ -322,7 +415,11 @@ class LaneReader:
         """Record the number of failures of each lane, and the sum of their ids, as they were after the read."""
         for lane, count, total in rows or ():
             state = self._lanes.get(lane)
-            if state is not None and not state.failures.matches(count, int(total)):
+            if state is None:
+                continue
+            if state.failures.matches(count, int(total)):
+                self._accept_found(lane)
+            else:
                 state.known = False
 
     def _note(self, lanes: Collection[int], rows: Sequence[Any]) -> None:
@@ -332,19 +429,59 @@ class LaneReader:
         for lane, failures in found.items():
             state = self._lanes[lane]
             asked = state.unsure if state.known else None
-            self._lower(lane, state.failures.replace(failures, asked))
+            freed = state.failures.replace(failures, asked)
+            self._lower(lane, freed)
+            if asked is None and freed is None:
+                self._accept_found(lane)
             state.known, state.unsure = True, set()
 
     def _lower(self, lane: int, freed: int | None) -> None:
-        """Make the next read start no higher than the failure that is gone: rows that waited for it may go now."""
+        """Make the next read start no higher than the failure that is gone: rows that waited for it may go now.
+
+        What a sweep has found may be behind them, and is read with them.
+        """
         if freed is not None:
-            self._marks.lower(lane, freed)
+            state = self._lanes[lane]
+            self._marks.lower(lane, min([freed, *(id_ - 1 for id_ in (*state.late, *state.found))]))
+            state.late = state.found = ()
+
+    def _accept_found(self, lane: int) -> None:
+        """Read what a sweep has found: a look that was sent after it has shown that no failure is gone."""
+        state = self._lanes[lane]
+        if state.found:
+            # Unless it is read from the mark anyway.
+            mark = self._marks.above(lane)
+            state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
+            state.found = ()
 
     def _rows_of(self, query: sql.Composed, **values: Any) -> list[Any]:
         return self._session.connection.execute(query, values).fetchall()
 
+    def _take_kept(self) -> None:
+        """Take over the marks that the source before has left, where they hold on this server."""
+        row = self._session.connection.execute(SERVER).fetchone()
+        assert row is not None
+        kept, server = self._kept, Server(*row)
+        lanes, kept.lanes = kept.lanes, {}
+        if kept.server is None or not kept.server.has_become(server) or not kept.left_out <= self.left_out:
+            return
+        self._server = server
+        for lane, left in lanes.items():
+            state = self._lanes.get(lane)
+            if state is not None and state.epoch == left.epoch:
+                self._marks.keep(lane, left.mark)
+                self._sweep.due_at[lane] = left.sweep_at
+                # They count once the look that follows has found the same failures.
+                state.failures, state.known, state.late = left.failures, False, left.late
+
     def _draw_xid(self) -> int:
-        return self._session.number(DRAW_XID)
+        row = self._session.connection.execute(DRAW_XID).fetchone()
+        assert row is not None
+        self._server = Server(*row[1:])
+        return int(row[0])
 
     def _xmin(self) -> int:
-        return self._session.number(XMIN)
+        assert self._server is not None
+        row = self._session.connection.execute(XMIN, {"wal_position": self._server.wal_position}).fetchone()
+        assert row is not None
+        return int(row[0])

@@ -28,7 +28,8 @@ from relay.statements import KEEP_TO_THE_INDEX
 
 @dataclass(slots=True)
 class Read:
-    """One reading statement. ``due`` is the lane whose due events it reads, if it does.
+    """One reading statement. ``due`` is the lane whose due events it reads, if it does; ``late`` that of events which a
+    sweep has found, and ``last``: if it finds none, none is left.
 
     ``many``: the list of events in hand is long. Only a custom plan looks up rows in the list by hash; a generic plan
     compares each row with the whole list.
@@ -39,6 +40,8 @@ class Read:
     lanes: Collection[int]
     marks: Marks
     due: int | None = None
+    late: int | None = None
+    last: bool = False
     many: bool = False
     cursor: psycopg.Cursor[Claim] | None = None
     rows: Sequence[Claim] = ()

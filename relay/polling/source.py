@@ -39,9 +39,11 @@ from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
+from relay.polling.kept_marks import KeptMarks
 from relay.polling.queries import Queries
 from relay.polling.reader import LaneReader
 from relay.polling.session import ReadAhead, Session, receive
+from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
 from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, Published, Receipt, Refused
 from relay.retries import Failures
@@ -74,7 +76,8 @@ class PollingSource:
 
     ``connect`` opens a new connection. With ``archive`` published events are kept in ``published``. ``watch_seconds``
     is how often an idle worker's statement checks, inside the server, whether anything was committed; with 0 the client
-    polls instead, as it does behind PgBouncer in transaction mode.
+    polls instead, as it does behind PgBouncer in transaction mode. ``kept``: what one source of a worker leaves to the
+    next; see kept_marks.py.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class PollingSource:
         watch_seconds: float = 0.003,
         turn_bytes: int = TURN_BYTES,
         overlap: bool = True,
+        kept: KeptMarks | None = None,
     ) -> None:
         self._failures = failures
         self._on_dead = on_dead
@@ -101,7 +105,9 @@ class PollingSource:
         )
         self._connection = self.session.connection
         self.settlement: Settlement = self.session.settlement
-        self.reader = LaneReader(self.session, self._queries, turn_bytes)
+        self.reader = LaneReader(
+            self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept or KeptMarks()
+        )
         self.store = RowTakeover(self.session, self._queries, failures)
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
         self._overlaps = overlap and not self.session.pooled
@@ -118,7 +124,7 @@ class PollingSource:
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
         self.settlement.hold(lease)
-        self.reader.hold(lease.lane)
+        self.reader.hold(lease)
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
@@ -234,7 +240,8 @@ class PollingSource:
         return self.reader.must_look()
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
+        self.reader.close(self._in_hand())
         self.session.close()
 
     # One turn

@@ -107,6 +107,30 @@ def test_reading_around_failures_follows_the_index_and_stops(statistics, name, p
 
 
 @pytest.mark.parametrize("plans", PLANS)
+def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics, plans):
+    _, admin = statistics
+    values = read_values(admin, 0, lane=1, window=5000, most=500, upto=1 << 40)
+    values["above"] = before_the_first(admin)
+    plan = explain(admin, Queries("outbox").sweep, values, plans=plans, to_the_index=True)
+    scans = [node for node in nodes(plan) if node.get("Relation Name") == "events"]
+    assert [(scan["Node Type"], scan["Actual Rows"]) for scan in scans] == [("Index Scan", 5000)], scans
+    # Index pages, and heap pages of 5,000 rows of one of four lanes.
+    assert sum(blocks(scan) for scan in scans) < 6000
+
+
+@pytest.mark.parametrize("plans", PLANS)
+def test_late_events_are_read_by_their_ids(statistics, plans):
+    _, admin = statistics
+    query = "SELECT id FROM outbox.events WHERE lane = 1 AND id > %s ORDER BY id OFFSET 20000 LIMIT 500"
+    late = "{" + ",".join(str(id_) for (id_,) in admin.execute(query, (DEAD,))) + "}"
+    values = read_values(admin, 0, lane=1, late=late, limit=2000)
+    plan = explain(admin, Queries("outbox").read_late, values, plans=plans, to_the_index=True)
+    assert plan["Actual Rows"] == 500
+    by_index_only(plan)
+    assert blocks(plan) < 6000, plan
+
+
+@pytest.mark.parametrize("plans", PLANS)
 @pytest.mark.parametrize("name", ["read_skip_blocked", "read_due", "read_some_skip_blocked", "read_some_due"])
 def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, request):
     """Among thousands of failed events, for each event that is read."""

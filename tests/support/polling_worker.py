@@ -17,7 +17,7 @@ from outbox._app import migrate as db
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
-from relay.polling import low_water_mark
+from relay.polling import low_water_mark, sweep
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Claim, Receipt
 from relay.retries import FailurePolicy, Failures
@@ -90,10 +90,10 @@ def workers(outbox_postgres):
 
 @pytest.fixture
 def quick_marks(monkeypatch):
-    """The waits between the steps of a low-water mark are left out, and no full sweep comes in between."""
+    """The waits between the steps of a low-water mark are left out, and no sweep comes in between."""
     monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(low_water_mark, "_SWEEP_SECONDS", 3600.0)
+    monkeypatch.setattr(sweep, "_SWEEP_SECONDS", 3600.0)
 
 
 def published(claims: Sequence[Claim]) -> Receipt:

@@ -1,0 +1,57 @@
+"""What a worker's next source may take over from the one before: where to read its lanes from. No I/O.
+
+A source is replaced after every failure. If each began with a lane's lowest id, it would walk again over all rows
+behind a blocked key, and a statement that takes too long for that would fail for ever. A mark says that no transaction
+can commit an id up to it any more, and that rows up to it wait for failures or for topics that are left out. For the
+next source that holds
+
+- on the same server, which has not lost anything: same identity and timeline, and the WAL is at least as long. What the
+  mark rests on was flushed before it rose.
+- while the lease is the same: another holder may have changed what waits.
+- above rows that were published and may not be settled: the mark is kept below them.
+- with the failures that were known, so that those that are gone by now lower the mark.
+- while the topics of that time are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from relay.ports import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Which server it is, and the position up to which its WAL was written."""
+
+    system_identifier: str
+    timeline: int
+    wal_position: int
+
+    def has_become(self, now: Server) -> bool:
+        """Return whether ``now`` is this server, later."""
+        return (self.system_identifier, self.timeline) == (now.system_identifier, now.timeline) and (
+            self.wal_position <= now.wal_position
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLane:
+    """A lane's epoch and mark, the failures and late events that were known, and when its next sweep is due."""
+
+    epoch: int
+    mark: int
+    failures: Any
+    late: Sequence[int]
+    sweep_at: float
+
+
+@dataclass(slots=True)
+class KeptMarks:
+    """The marks that a source leaves to the next one of the same worker. Marks that a source takes are gone from it."""
+
+    server: Server | None = None
+    left_out: frozenset[Kind] = frozenset()
+    lanes: dict[int, KeptLane] = field(default_factory=dict)

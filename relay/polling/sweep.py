@@ -1,0 +1,170 @@
+"""Finds events below the low-water marks that are free to go, beside the turns.
+
+A mark may pass by the row of an INSERT that took very long between drawing its id and writing (see low_water_mark.py).
+So each lane is swept once a minute, from its lowest id to its mark. Behind a blocked key there may be millions of rows,
+and below them as many dead index entries: a turn must not wait for them. A thread with a connection of its own, open
+only for the sweep, walks them in windows, and rests after each window as long as it took.
+
+A sweep only names events. The reader checks them, and reads them by their ids before anything else of their lane:
+
+| what happens                               | what follows                                                            |
+|--------------------------------------------|-------------------------------------------------------------------------|
+| the row is committed behind the window     | the next sweep finds it                                                 |
+| a key is freed in the middle of a sweep    | windows from then on name its rows, though lower ones wait. A name      |
+|                                            | counts only if the failures that the lane had are still there in a look |
+|                                            | that is sent after the window; a freed key lowers the mark instead      |
+| the event is published, or its key blocked,| the read does not return it                                             |
+| before the read                            |                                                                         |
+| very many events are named                 | the sweep of the lane ends, and begins again when they are published    |
+| the sweep fails, or takes longer than a    | turns go on; the lane is swept again a minute after the end. A window   |
+| minute                                     | is one statement, so no size of the range exceeds the statement limit   |
+| the source is closed                       | its statement is interrupted, and the thread ends                       |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final
+
+import psycopg
+import structlog
+
+from outbox.errors import OutboxError
+from outbox.event import DEAD_LETTER
+from relay.database import begin_session, unavailable_on_error
+from relay.polling.low_water_mark import LOWEST
+from relay.polling.queries import Queries
+from relay.ports import Kind
+from relay.statements import KEEP_TO_THE_INDEX
+
+log = structlog.get_logger("relay")
+
+_SWEEP_SECONDS: Final = 60.0
+_AGAIN_SECONDS: Final = 1.0
+# Rows in a window: some 20 ms of the server's time behind a blocked key.
+_WINDOW: Final = 5000
+# Names in the hands of the reader, for each lane.
+_MOST: Final = 500
+
+
+class Sweep:
+    """The sweeps of a worker's lanes, one at a time. ``connect`` opens a connection."""
+
+    def __init__(
+        self,
+        connect: Callable[[], psycopg.Connection[Any]],
+        queries: Queries,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._connect = connect
+        self._queries = queries
+        self._clock = clock
+        self.due_at: dict[int, float] = {}
+        """When the next sweep of a lane is due, by the clock."""
+        self._lock = threading.Lock()
+        self._found: dict[int, list[int]] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._connection: psycopg.Connection[Any] | None = None
+
+    def hold(self, lane: int) -> None:
+        """Start with a lane, whose next reads start from its lowest id."""
+        self.due_at[lane] = self._clock() + _SWEEP_SECONDS
+
+    def begin(self, above: Mapping[int, int], left_out: Collection[Kind]) -> None:
+        """Start to sweep the lanes that are due, up to these marks, unless a sweep is in progress."""
+        now = self._clock()
+        if (self._thread is not None and self._thread.is_alive()) or all(self.due_at[lane] > now for lane in above):
+            return
+        # With those that are due soon: a connection for each lane would cost more.
+        lanes = {lane: mark for lane, mark in above.items() if self.due_at[lane] <= now + _SWEEP_SECONDS / 2}
+        self._thread = threading.Thread(target=self._run, args=(lanes, left_out), name="sweep", daemon=True)
+        self._thread.start()
+
+    def take(self, lanes: Collection[int]) -> dict[int, list[int]]:
+        """Return the ids that were found in these lanes, in order, once."""
+        if not self._found:
+            return {}
+        with self._lock:
+            return {lane: self._found.pop(lane) for lane in list(self._found) if lane in lanes}
+
+    def close(self) -> None:
+        """End the sweep in progress, if any, at once."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._lock:
+            self._stop.set()
+            if self._connection is not None:
+                # Ends the thread's wait even if the server does not answer.
+                with (
+                    contextlib.suppress(OSError, psycopg.Error),
+                    socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate,
+                ):
+                    duplicate.shutdown(socket.SHUT_RDWR)
+        # One that still connects to a dead host ends by itself.
+        thread.join(1.0)
+
+    # In the thread
+
+    def _run(self, lanes: Mapping[int, int], left_out: Collection[Kind]) -> None:
+        try:
+            with unavailable_on_error("sweeping"), self._connected() as connection:
+                for lane, mark in lanes.items():
+                    self.due_at[lane] = self._clock() + _SWEEP_SECONDS
+                    found = self._sweep(connection, lane, mark, left_out)
+                    if self._stop.is_set():
+                        self.due_at[lane] = self._clock()
+                        return
+                    self.due_at[lane] = self._clock() + (_AGAIN_SECONDS if found else _SWEEP_SECONDS)
+        except OutboxError as error:
+            for lane in lanes:
+                self.due_at[lane] = self._clock() + _SWEEP_SECONDS
+            if not self._stop.is_set():
+                log.warning("lanes could not be swept for late events; they will be a minute later", error=str(error))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection[Any]]:
+        connection = self._connect()
+        try:
+            with self._lock:
+                self._connection = connection
+            if begin_session(connection):
+                connection.execute(KEEP_TO_THE_INDEX, {"local": False})
+            yield connection
+        finally:
+            with self._lock:
+                self._connection = None
+                connection.close()
+
+    def _sweep(
+        self, connection: psycopg.Connection[Any], lane: int, mark: int, left_out: Collection[Kind]
+    ) -> list[int]:
+        """Sweep a lane. Returns the ids that were found."""
+        values: dict[str, Any] = {"lane": lane, "upto": mark, "window": _WINDOW, "most": _MOST, "copy": DEAD_LETTER}
+        values["left_types"] = [kind for kind, _ in left_out]
+        values["left_copies"] = [copy for _, copy in left_out]
+        found: list[int] = []
+        rows, above = _WINDOW, LOWEST
+        while rows == _WINDOW and len(found) < _MOST and not self._stop.is_set():
+            began = self._clock()
+            rows, above, free = self._window(connection, {**values, "above": above})
+            if free:
+                found += free
+                with self._lock:
+                    self._found[lane] = list(found)
+            self._stop.wait(self._clock() - began)
+        return found
+
+    def _window(self, connection: psycopg.Connection[Any], values: Mapping[str, Any]) -> tuple[int, int, list[int]]:
+        with contextlib.nullcontext() if connection.prepare_threshold is not None else connection.transaction():
+            if connection.prepare_threshold is None:
+                connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+            row = connection.execute(self._queries.sweep, values).fetchone()
+        assert row is not None
+        return row[0], row[1], row[2]
