@@ -244,7 +244,7 @@ def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_re
         load.stop()
         with psycopg.connect(database.url, autocommit=True) as connection:
             # A lane that stopped because Postgres went back must not hide what was published before.
-            connection.execute("UPDATE outbox.lanes SET last_batch = NULL")
+            connection.execute("UPDATE outbox.lanes SET last_batch = 0")
         outbox_relay(database_url=database.url, **settings)
         drained(database.url)
     # What is written after the crash takes the numbers of what was lost once more.

@@ -12,6 +12,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 from support import wait_until
 from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -38,7 +39,7 @@ def url(outbox_postgres):
 
 def event(kind: str, name: str, size: int = 0) -> Event:
     """An event called key-number, as in a1; ``size`` bytes of payload that do not compress."""
-    return Event(kind, name[0], name, os.urandom(size) if size else {"n": name})
+    return Event(kind, name[0], name, os.urandom(size) if size else {"n": name}, event_id=uuid7())
 
 
 def add(url: str, *events: Event) -> None:
