@@ -101,8 +101,9 @@ class LockMonitor:
                         connection.close()
                         connection = None
                     if connection is None:
-                        connection = connect(self._url, f"outbox watch {self._group}")
+                        # Counted from before the server has the session.
                         age = Age()
+                        connection = connect(self._url, f"outbox watch {self._group}")
                     found = blockers(connection, self._group)
                 except psycopg.Error:
                     # The driver's own sessions report what is wrong with the server; nothing depends on this one.
