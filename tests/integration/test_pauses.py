@@ -322,8 +322,8 @@ def test_a_pause_between_the_census_and_the_taking_holds_from_the_first_turn_on(
     add(outbox_postgres, *(f"k{number}" for number in range(40)))
     census = LaneTable.distribution
 
-    def then_pause(self: LaneTable) -> Any:
-        found = census(self)
+    def then_pause(self: LaneTable, next_due: Any) -> Any:
+        found = census(self, next_due)
         if not read(url):
             pause(url, LANE, wait=False)
         return found

@@ -367,7 +367,7 @@ def test_the_day_of_an_id_is_that_of_its_time(sink: Sink) -> None:
     for name, day in (
         (event_id(1), "2026-03-04"),
         (event_id(1, dt.datetime(1970, 1, 2, tzinfo=dt.UTC)), "1970-01-02"),
-        ("ffffffff-ffff-7fff-bfff-ffffffffffff", "10889-08-02"),
+        ("ffffffff-ffff-7fff-bfff-ffffffffffff", "1970-01-01"),
         ("00000000-0000-4000-8000-000000000001", "1970-01-01"),
     ):
         query = f"SELECT ({DAY_OF_ID})::text FROM (SELECT '{name}'::uuid AS message_id) AS one"

@@ -425,7 +425,12 @@ def test_the_pages_attributes_are_those_of_the_code():
     text = (DOCS / "operations" / "tracing.md").read_text()
     rows = re.findall(r"^\| ((?:`[a-z_.]+`(?:, )?)+) \|", text, re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z_.]+)`", row)}
-    constants = {value for module in (_trace, tracing) for name, value in vars(module).items() if name.isupper()}
+    constants = {
+        value
+        for module in (_trace, tracing)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str)
+    }
     # Those of every span are in sentences.
     common = {
         messaging.MESSAGING_SYSTEM,
