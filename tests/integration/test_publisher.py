@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 
 import pytest
@@ -13,6 +14,7 @@ from relay.config import load, producer_options
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
+from relay.lease import Lease
 from relay.ports import (
     PUBLISHED,
     BatchRefused,
@@ -201,6 +203,7 @@ def test_what_the_broker_refuses_takes_its_followers_down_but_not_other_topics(o
     outbox_kafka.create_topic(f"{other.lower()}-events", 1)
     # One message a request: followers are requests of their own, which only the gapless guarantee holds back.
     sender = publisher(outbox_kafka, more={"once": once}, **{"batch.num.messages": "1"})
+    assert sender.join([Lease(lane, 1, 600.0, time.monotonic()) for lane in (0, 7)]) == {}
     sender.publish({0: [claim(1, small), claim(2, other)]})
     turn = {
         0: [claim(3, other)],
