@@ -7,6 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from plans import nodes
 
 from outbox._app import migrate
 from spark_jobs.postgres.group_store import Store
@@ -57,10 +58,6 @@ def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
             "WHERE indrelid = 'consumer.dead_letters'::regclass))"
         )
     return waiting
-
-
-def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    return [plan, *(node for child in plan.get("Plans", []) for node in nodes(child))]
 
 
 @pytest.mark.parametrize("plans", PLANS)
