@@ -55,7 +55,7 @@ $(VENV)/.installed $(VENV)-lowest/.installed $(MATRIX:%=%/.installed): %/.instal
 install: $(VENV)/.installed  ## set up .venv from the lock file
 
 demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kill on the way; pass options as ARGS="…"
-	@$(BIN)/outbox demo $(ARGS)
+	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite on real services; TEST_SEED=… repeats the random choices of a run
 	@$(BIN)/python tests/support/class_archives.py
@@ -100,7 +100,7 @@ docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors fr
 
 screenshots: $(VENV)/.installed  ## the page's views as pictures, to docs/images; needs chromium
 	@mkdir -p docs/images
-	TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest -n 0 tests/spark/test_page.py tests/acceptance/test_demo.py -k 'page'
+	TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest -n 0 tests/spark/test_page.py
 
 # Pages as they lie in the repository, and the files that they link to.
 docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from zipfile import ZipFile
 
-_MOVED: Final = {"migrations": "outbox/migrations", "examples/shop": "outbox/examples/shop"}
+_MOVED: Final = {"migrations": "outbox/migrations"}
 """Folders of the repository that have another place in the wheel."""
 
 _PACKAGES: Final = ("outbox", "relay", "spark_jobs")

@@ -118,11 +118,6 @@ class Sandbox:
                 server, cluster = self._found()
             return self._state(server, cluster)
 
-    def stop_kafka(self) -> None:
-        """Stop the brokers alone, and keep their data. ``up`` starts them again."""
-        with self._alone():
-            self._found()[1].stop()
-
     # -- the parts
 
     @contextmanager

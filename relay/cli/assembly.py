@@ -33,7 +33,6 @@ _COMMANDS: Final = {
     "asyncapi": "relay.cli.asyncapi",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",
-    "demo": "relay.cli.demo.run",
 }
 """Commands, each with the module that has a function of that name."""
 

@@ -28,7 +28,6 @@ from relay.pipeline.overview import looking
 
 if TYPE_CHECKING:
     from relay.config import Settings
-    from relay.page.page import Controls
 
 _FOLDER = Path(__file__).parent
 _VIEWS = (overview, topics, events, dead_letters, relays, consumers, system, audit)
@@ -40,7 +39,6 @@ def create_page(
     *,
     sink_url: str | None = None,
     origins: Collection[str] = (),
-    controls: Controls | None = None,
 ) -> Starlette:
     """Return the operations page.
 
@@ -50,7 +48,6 @@ def create_page(
     origins    the addresses that it is reached by, such as http://127.0.0.1:8722; empty: a host application that mounts
                it has checked the host of each request, and is reached as its requests say. Behind a proxy that ends
                TLS they do not say it: then the https address is needed here.
-    controls   what a demo offers to be killed and stopped.
 
     A host application mounts it: ``Mount("/outbox", create_page(Access(authenticate=…)))``, and calls
     ``app.state.page.close()`` when it ends. Each operator's action is written into the audit with the user's name.
@@ -62,7 +59,7 @@ def create_page(
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
     sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
-    page = Page(settings, outbox, consumers_side, sampler, controls, sink_url)
+    page = Page(settings, outbox, consumers_side, sampler, sink_url)
     page.on_close(sink.close)
     page.on_close(outbox.close)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import orjson
@@ -54,22 +54,6 @@ NAVIGATION: Final = (
 )
 
 
-class Controls(Protocol):
-    """What a demo offers to be done to it. Each method returns what it did."""
-
-    def actions(self) -> Sequence[tuple[str, str]]:
-        """Return the name and the label of each action."""
-        ...
-
-    def run(self, name: str) -> str:
-        """Do it. Returns what was done, as a sentence."""
-        ...
-
-    def states(self) -> Mapping[str, str]:
-        """Return the state of each process."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """The fields of a form that was sent."""
@@ -109,7 +93,6 @@ class Page:
         outbox: Callable[[], AbstractContextManager[psycopg.Connection[Any]]],
         consumers: Consumers,
         sampler: Sampler,
-        controls: Controls | None,
         sink_url: str | None,
     ) -> None:
         self.sink_url = sink_url
@@ -118,7 +101,6 @@ class Page:
         self.outbox = outbox
         self.consumers = consumers
         self.sampler = sampler
-        self.controls = controls
         self.shows_payloads = settings.web.payloads is Payloads.SHOWN
         self._closing = ExitStack()
         self._pending: OrderedDict[str, tuple[tuple[str, str], Any]] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Serves the page by itself: `outbox web`, and the demo."""
+"""Serves the page by itself: `outbox web`, and ``make demo``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from relay.page.security import Access, Account
 
 if TYPE_CHECKING:
     from relay.config import Settings
-    from relay.page.page import Controls
     from relay.page.sampling import Sampler
 
 _ANY: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  compared with, not listened on
@@ -33,7 +32,7 @@ class PageServer:
     Raises ConfigurationError when it can't listen at the address, or without a usable certificate.
     """
 
-    def __init__(self, settings: Settings, sink_url: str | None = None, controls: Controls | None = None) -> None:
+    def __init__(self, settings: Settings, sink_url: str | None = None) -> None:
         web = settings.web
         token = None if web.users else secrets.token_urlsafe(24)
         self.access = Access(
@@ -46,7 +45,7 @@ class PageServer:
         scheme = "http" if web.tls_certificate is None else "https"
         try:
             origins = _origins(settings, scheme, web.address.rpartition(":")[0], self.port)
-            app = create_page(self.access, settings, sink_url=sink_url, origins=origins, controls=controls)
+            app = create_page(self.access, settings, sink_url=sink_url, origins=origins)
             config = uvicorn.Config(
                 app,
                 log_config=None,

@@ -518,7 +518,7 @@ FIELDS = (
 )
 ACTIONS = (
     *(f"dead-letters/{side}/{what}" for side in ("relay", "consumer") for what in ("retry", "discard")),
-    *("consumers/calls/retry", "consumers/calls/cancel", "demo", "relays/change", "relays/resume"),
+    *("consumers/calls/retry", "consumers/calls/cancel", "relays/change", "relays/resume"),
 )
 
 

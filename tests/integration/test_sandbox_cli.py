@@ -19,10 +19,10 @@ import psutil
 import psycopg
 import pytest
 
+from examples.demo.servers import Servers, find_servers
 from outbox.sandbox._process import alive, psutil_process, send, wait_for
 from outbox.sandbox.sandbox import Sandbox
 from outbox.testing.fixtures import Topics
-from relay.cli.demo.services import Services, find_services
 
 COMMAND = [sys.executable, "-m", "relay.cli", "sandbox"]
 
@@ -118,22 +118,13 @@ def test_what_has_died_is_started_again_on_its_ports_with_its_data() -> None:
     assert Topics(before["bootstrap_servers"]).consume("kept") == []
 
 
-def test_the_demo_stops_a_sandboxs_broker_alone_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Sandbox().status()
+def test_the_demo_takes_the_servers_of_the_environment_or_the_sandboxs(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Sandbox().status()
     for name in ("OUTBOX_DATABASE_URL", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"):
         monkeypatch.delenv(name, raising=False)
-    services = find_services()
-    assert (services.url, services.bootstrap) == (before.database_url, before.bootstrap_servers)
-    assert services.broker is not None
-    services.broker.stop()
-    stopped = Sandbox().status()
-    assert (stopped.postgres_running, stopped.brokers_running) == (True, 0)
-    services.broker.start()
-    assert Sandbox().status() == before
-    assert Topics(before.bootstrap_servers).consume("kept") == []
-
+    assert find_servers() == Servers(state.database_url, state.bootstrap_servers)
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "kafka.example:9092")
-    assert find_services() == Services(before.database_url, "kafka.example:9092", None)
+    assert find_servers() == Servers(state.database_url, "kafka.example:9092")
 
 
 def sandbox_processes() -> list[psutil.Process]:

@@ -48,7 +48,6 @@ def test_what_is_inside(built):
         "outbox/migrations/script.py.mako",
         "outbox/migrations/versions/0001_outbox.py",
         "outbox/migrations/consumer/0001_consumer.py",
-        "outbox/examples/shop/__main__.py",
         "outbox/sandbox/jars.lock",
         "relay/cli/app.py",
         "relay/page/static/page.css",
@@ -206,7 +205,6 @@ def test_the_relays_commands(installed, empty_database):
     ("extra", "command", "status", "missing"),
     [
         ("relay", "sandbox up", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
-        ("relay", "demo --plain", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
         ("relay", "web", 2, "starlette is not installed; run: pip install 'outbox-kafka[web]'"),
         ("relay", f"consume {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
         ("relay", f"spark submit {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),

@@ -40,9 +40,9 @@ class Answer:
 class PageRun:
     """A page that is served until ``close``. Its settings are those of the environment, and ``web``."""
 
-    def __init__(self, sink_url: str | None = None, controls: Any = None, **web: Any) -> None:
+    def __init__(self, sink_url: str | None = None, **web: Any) -> None:
         settings = load(web={"address": "127.0.0.1:0", "refresh_seconds": 0.3, "payloads": "shown"} | web)
-        self.server = PageServer(settings, sink_url, controls)
+        self.server = PageServer(settings, sink_url)
         self.link = self.server.link
         self.port = self.server.port
         self.address = f"127.0.0.1:{self.port}"

@@ -265,7 +265,6 @@ def test_every_pattern_has_words_for_its_error():
         "cdc status",
         "doctor",
         "sandbox status",
-        "demo",
     ],
 )
 def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
@@ -397,7 +396,7 @@ def test_a_relay_starts_without_the_other_commands():
 
 def test_the_command_line_is_whole_where_it_is_not_clear_what_is_needed():
     named = set(get_command(app).commands)
-    assert named >= {"relay", "db", "doctor", "replay", "consume", "demo"}
+    assert named >= {"relay", "db", "doctor", "replay", "consume"}
     for arguments in ([], ["--help"], ["--version"], ["nonsense"]):
         assert set(get_command(assemble(arguments)).commands) == named
     assert all(set(get_command(assemble([name, "--help"])).commands) == {name} for name in named)

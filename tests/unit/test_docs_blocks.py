@@ -29,11 +29,11 @@ from alembic.runtime.environment import EnvironmentContext
 from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
+from examples.demo.ledger import Reconciliation
 from outbox._app.prometheus import Check
 from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
-from relay.cli.demo.ledger import Reconciliation
 from relay.config import Settings, load
 from relay.health import WorkerHealth
 from relay.lease import Lease

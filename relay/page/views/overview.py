@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from relay.page.charts import chart
-from relay.page.page import Form, Page, age
+from relay.page.page import Page, age
 
 
 def routes(page: Page) -> list[Route]:
@@ -48,17 +48,9 @@ def routes(page: Page) -> list[Route]:
             problems=page.problems(overview),
             charts=charts,
             latency=samples[-1].latency if samples else None,
-            controls=page.controls,
         )
 
-    def control(request: Request, form: Form) -> Response:
-        name = form.require("action", "what to do")
-        if page.controls is None or name not in {known for known, _ in page.controls.actions()}:
-            return page.not_found(request)
-        page.audit(request, f"demo: {name}", None, {})
-        return page.done(request, "/", page.controls.run(name))
-
-    return [Route("/", show), Route("/demo", page.action(control), methods=["POST"])]
+    return [Route("/", show)]
 
 
 def _count(value: float) -> str:

@@ -1,49 +1,27 @@
-"""The demo's servers: those in the environment, or the sandbox's. Each run has a database and a topic of its own."""
+"""The demo's servers: those in the environment, or the sandbox's. Each run has its own database and topic."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
 from outbox.urls import libpq_url, with_database
-
-if TYPE_CHECKING:
-    from outbox.sandbox.sandbox import Sandbox
 
 PARTITIONS: Final = 4
 
 
-class Broker(Protocol):
-    """A Kafka that the demo may stop. ``start`` returns when it answers; its data and its address stay."""
-
-    def stop(self) -> None: ...
-    def start(self) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Services:
-    """Where the servers are. ``broker`` is None if Kafka is not ours to stop."""
+class Servers:
+    """The addresses of Postgres and Kafka."""
 
     url: str
     bootstrap: str
-    broker: Broker | None
 
 
-@dataclass(frozen=True, slots=True)
-class _SandboxBroker:
-    sandbox: Sandbox
-
-    def stop(self) -> None:
-        self.sandbox.stop_kafka()
-
-    def start(self) -> object:
-        return self.sandbox.up()
-
-
-def find_services() -> Services:
+def find_servers() -> Servers:
     """Return the servers that the environment names, otherwise the sandbox's, which are started."""
     from relay.config import check_environment
 
@@ -51,16 +29,11 @@ def find_services() -> Services:
     url = os.environ.get("OUTBOX_DATABASE_URL")
     bootstrap = os.environ.get("OUTBOX_KAFKA__BOOTSTRAP_SERVERS")
     if url and bootstrap:
-        return Services(libpq_url(url), bootstrap, None)
+        return Servers(libpq_url(url), bootstrap)
     from outbox.sandbox.sandbox import Sandbox
 
-    sandbox = Sandbox()
-    state = sandbox.up()
-    return Services(
-        libpq_url(url) if url else state.database_url,
-        bootstrap or state.bootstrap_servers,
-        None if bootstrap else _SandboxBroker(sandbox),
-    )
+    state = Sandbox().up()
+    return Servers(libpq_url(url) if url else state.database_url, bootstrap or state.bootstrap_servers)
 
 
 @contextmanager
@@ -84,13 +57,12 @@ def own_database(url: str, name: str) -> Iterator[str]:
 
 
 @contextmanager
-def own_topic(kafka: Mapping[str, str], topic: str) -> Iterator[None]:
+def own_topic(bootstrap: str, topic: str) -> Iterator[None]:
     """Create a topic for this run, deleted at its end."""
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
-    # Without a word about a broker that the demo stops.
-    admin = AdminClient({**kafka, "log_level": 0})
+    admin = AdminClient({"bootstrap.servers": bootstrap})
     admin.create_topics([NewTopic(topic, num_partitions=PARTITIONS)])[topic].result(30)
     try:
         yield

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import psycopg
+from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
-from relay.cli.demo.services import PARTITIONS
+from examples.demo.servers import PARTITIONS
 
 # Business rows on one side, the sink's table on the other. `seq` is how many events an order's transactions committed;
 # the sink counts what it applied, adds up the amounts, and notes every event that did not follow its predecessor.
@@ -82,7 +83,7 @@ SELECT coalesce(sum(next_offset), 0)::bigint, coalesce(sum(duplicates), 0)::bigi
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class Figures:
     """The figures at one moment.
 
     unread      how many messages of the topic the consumer has not read. Like ``published``, it counts a transaction's
@@ -106,32 +107,22 @@ class Sight:
 class Ledger:
     """Reads the figures. ``sink`` is the sink's table as (schema, name)."""
 
-    def __init__(self, url: str, kafka: dict[str, str], topic: str, sink: tuple[str, str]) -> None:
-        from confluent_kafka import Consumer
-
+    def __init__(self, url: str, bootstrap: str, topic: str, sink: tuple[str, str]) -> None:
         self._connection = psycopg.connect(url, autocommit=True)
         self._topic = topic
         self._sink = sql.Identifier(*sink)
         self._consumer = Consumer(
             {
-                **kafka,
+                "bootstrap.servers": bootstrap,
                 "group.id": "outbox-demo-ledger",
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",
-                # Without a word about a broker that the demo stops.
-                "log_level": 0,
             }
         )
-        self._ends: tuple[int, int] = (0, 0)
 
-    def look(self, *, ask_kafka: bool = True) -> Sight:
-        """Return the figures for the panel. A missing table counts as empty.
-
-        Without Kafka's answer, or if it is not asked, its figures are those of the last look.
-        """
-        if ask_kafka:
-            self._ask_kafka(timeout=2)
-        messages, end = self._ends
+    def look(self) -> Figures:
+        """Return the figures for the panel. A missing table counts as empty. Raises KafkaException if Kafka is away."""
+        messages, end = self._topic_size()
         (committed,) = self._sums(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders", 1)
         applied = self._sums(sql.SQL(_APPLIED).format(sink=self._sink), self._sink.as_string(self._connection), 4)
         row = self._connection.execute(
@@ -141,38 +132,28 @@ class Ledger:
         consumed = self._connection.execute(_CONSUMED, (self._topic,)).fetchone()
         assert consumed is not None
         read, duplicates = consumed
-        return Sight(committed, messages, applied[0], row[0], row[1], max(0, end - read), duplicates, *applied[1:])
+        return Figures(committed, messages, applied[0], row[0], row[1], max(0, end - read), duplicates, *applied[1:])
 
     def reconcile(self) -> Reconciliation:
         """Compare source and sink in one statement over one snapshot. Raises KafkaException if Kafka is away."""
-        self._ask_kafka(timeout=10, needed=True)
         row = self._connection.execute(sql.SQL(_RECONCILE).format(sink=self._sink)).fetchone()
         assert row is not None
         committed, applied, lost, twice, disorder, differing, phantom = row
-        return Reconciliation(committed, self._ends[0], applied, lost, twice, disorder, differing, phantom)
+        return Reconciliation(committed, self._topic_size()[0], applied, lost, twice, disorder, differing, phantom)
 
     def close(self) -> None:
         """Disconnect."""
         self._consumer.close()
         self._connection.close()
 
-    def _ask_kafka(self, *, timeout: float, needed: bool = False) -> None:
-        """Note how many messages the topic has, and the sum of its partitions' ends."""
-        from confluent_kafka import KafkaException, TopicPartition
-
+    def _topic_size(self) -> tuple[int, int]:
+        """Return how many messages the topic has, and the sum of its partitions' ends."""
         messages = end = 0
-        try:
-            for partition in range(PARTITIONS):
-                low, high = self._consumer.get_watermark_offsets(
-                    TopicPartition(self._topic, partition), timeout=timeout
-                )
-                messages += high - low
-                end += high
-        except KafkaException:
-            if needed:
-                raise
-            return
-        self._ends = (messages, end)
+        for partition in range(PARTITIONS):
+            low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=10)
+            messages += high - low
+            end += high
+        return messages, end
 
     def _sums(self, query: sql.SQL | sql.Composed, table: str, size: int) -> list[int]:
         exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()

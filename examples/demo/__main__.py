@@ -1,0 +1,306 @@
+"""``make demo``: the whole pipeline on real servers, with two kills.
+
+A shop commits orders and events to Postgres, a relay publishes them to Kafka, a Spark job applies them to a table. Each
+is a process of its own. Midway the Spark driver and the relay are killed (kill -9) and started again. At the end the
+shop's rows are compared with the sink's.
+
+The shop opens when the relay and the Spark job are ready. On a terminal it goes on at a gentle rate after its events,
+with the operations page open, until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Final
+
+import typer
+
+from examples.demo.ledger import Figures, Ledger, Reconciliation
+from examples.demo.panel import Panel, open_panel
+from examples.demo.processes import Child, DemoFailed
+from examples.demo.servers import Servers, find_servers, own_database, own_topic
+from outbox._app.console import failing_clearly, print_json
+from outbox.sandbox._process import patience
+from outbox.urls import sqlalchemy_url
+from relay.cli.browser import open_in_browser
+
+LEASE_SECONDS: Final = 3.0
+# Spark takes the longest to come back, and has time to catch up before the relay is killed.
+KILL_SPARK_AT: Final = 0.2
+KILL_RELAY_AT: Final = 0.75
+GENTLE_RATE: Final = 50.0
+STALL_SECONDS: Final = 90.0
+LOOK_SECONDS: Final = 0.2
+_PAGE_SECONDS: Final = 30.0
+
+
+@failing_clearly
+def demo(
+    events: Annotated[int, typer.Option(min=100, help="About how many events the shop commits.")] = 20_000,
+    rate: Annotated[float, typer.Option(min=0, help="Events per second; 0: as fast as possible.")] = 500.0,
+    leave: Annotated[
+        bool, typer.Option("--exit", help="Exit after these events, as without a terminal, instead of at Ctrl-C.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live panel.")] = False,
+    kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
+) -> None:
+    """Show the whole pipeline on real servers, with a crash of the relay and of the Spark job.
+
+    On a terminal it goes on at 50 events per second until Ctrl-C. Shop and sink are compared at the end.
+    """
+    started = time.monotonic()
+    # The stack below ends the processes and drops what the demo created.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    live = sys.stdout.isatty() and not plain and not as_json
+    endless = live and not leave
+    course = Course(events, rate or None, GENTLE_RATE if endless else None, kill=kill)
+    with ExitStack() as stack:
+        panel = stack.enter_context(open_panel(live=live))
+        panel.say("starting Postgres and Kafka")
+        servers = find_servers()
+        panel.say("creating the tables")
+        run = stack.enter_context(prepare(servers, course, panel))
+        if endless:
+            link = stack.enter_context(_page(run.environment))
+            panel.say(f"your browser shows {link}" if open_in_browser(link) else f"the page is at {link}")
+            stack.enter_context(_closing_at_ctrl_c(run.close_shop))
+            panel.say("Ctrl-C closes the shop")
+        result = run.run()
+        panel.result(result.line(), clean=result.clean, seconds=time.monotonic() - started)
+    if as_json:
+        print_json({**result.as_dict(), "seconds": round(time.monotonic() - started, 1)})
+    else:
+        typer.echo(result.line())
+    if not result.clean:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _page(environment: Mapping[str, str]) -> Iterator[str]:
+    """Serve the operations page in a thread, and yield its link. Raises ConfigurationError when it can't listen."""
+    from relay.config import load
+    from relay.page.server import PageServer
+
+    settings = load(
+        database_url=environment["OUTBOX_DATABASE_URL"],
+        kafka={"bootstrap.servers": environment["OUTBOX_KAFKA__BOOTSTRAP_SERVERS"]},
+        topic_template=environment["OUTBOX_TOPIC_TEMPLATE"],
+        consumer_schema=environment["OUTBOX_CONSUMER_SCHEMA"],
+        web={"address": "127.0.0.1:0", "payloads": "shown", "refresh_seconds": 1.0},
+    )
+    server = PageServer(settings)
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), name="demo page", daemon=True)
+    thread.start()
+    try:
+        ready.wait(_PAGE_SECONDS)
+        yield server.link
+    finally:
+        server.stop()
+        thread.join()
+
+
+@contextmanager
+def _closing_at_ctrl_c(close_shop: Callable[[], None]) -> Iterator[None]:
+    """Close the shop at the first Ctrl-C, and interrupt at the second."""
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        close_shop()
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the demo does.
+
+    events      about how many the shop commits.
+    rate        events per second; None: as fast as possible.
+    afterwards  the rate at which the shop goes on after these events, until it is closed; None: it closes by itself.
+    kill        kill the relay and the Spark job midway.
+    """
+
+    events: int
+    rate: float | None = None
+    afterwards: float | None = None
+    kill: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    """Kill a process once a figure has reached its share of all events."""
+
+    child: Child
+    share: float
+    figure: Callable[[Figures], int]
+
+
+@contextmanager
+def prepare(servers: Servers, course: Course, panel: Panel) -> Iterator[Demo]:
+    """Create a database and a topic for one run, dropped at the end. Its processes end before that."""
+    name = f"demo-{secrets.token_hex(4)}"
+    topic = f"{name}.order-events"
+    with ExitStack() as stack:
+        database = stack.enter_context(own_database(servers.url, name.replace("-", "_")))
+        stack.enter_context(own_topic(servers.bootstrap, topic))
+        ledger = Ledger(database, servers.bootstrap, topic, ("public", "order_totals"))
+        stack.callback(ledger.close)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-demo-")))
+        environment = {
+            "OUTBOX_DATABASE_URL": database,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": servers.bootstrap,
+            "OUTBOX_TOPIC_TEMPLATE": f"{name}.{{aggregate_type}}-events",
+            "OUTBOX_CONSUMER_SCHEMA": "consumer",
+            "OUTBOX_RELAY__LEASE_SECONDS": str(LEASE_SECONDS),
+            # The logs record when the processes are ready.
+            "OUTBOX_LOG_FORMAT": "json",
+            "OUTBOX_LOG_LEVEL": "info",
+        }
+        outbox = [sys.executable, "-m", "relay.cli"]
+        # Small rounds, so that the kill happens between two of many.
+        rounds = ["--max-records", str(max(200, course.events // 20))]
+        consume = [*outbox, "consume", "spark_jobs.order_totals:job", "--continuous", "--topic", topic, *rounds]
+        shop = Child("shop", _shop_command(course, database), environment, folder)
+        relay = Child("relay", [*outbox, "relay", "run"], environment, folder, ready="lanes acquired")
+        # Without the JVM's second compiler, which takes half of the processor time of a short life.
+        java = {"JDK_JAVA_OPTIONS": f"-XX:TieredStopAtLevel=1 {os.environ.get('JDK_JAVA_OPTIONS', '')}"}
+        spark = Child("spark", consume, environment | java, folder, ready="group taken over")
+        for child in (shop, relay, spark):
+            stack.callback(child.finish, 30.0)
+        yield Demo(course, panel, ledger, shop, relay, spark, environment)
+
+
+class Demo:
+    """One run of the shop, the relay and the Spark job. ``close_shop`` may be called from any thread."""
+
+    def __init__(
+        self,
+        course: Course,
+        panel: Panel,
+        ledger: Ledger,
+        shop: Child,
+        relay: Child,
+        spark: Child,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._events = course.events
+        self._panel = panel
+        self._ledger = ledger
+        self._shop = shop
+        self._relay = relay
+        self._spark = spark
+        self.environment = environment
+        self._closing = threading.Event()
+        self._kills: Sequence[_Kill] = (
+            (
+                _Kill(spark, KILL_SPARK_AT, attrgetter("applied")),
+                _Kill(relay, KILL_RELAY_AT, attrgetter("published")),
+            )
+            if course.kill
+            else ()
+        )
+
+    def run(self) -> Reconciliation:
+        """Run until the shop is closed and all events are applied. Return the comparison."""
+        # Spark first: it takes the longest to start.
+        for child in (self._spark, self._relay):
+            child.start()
+        self._panel.say("starting Spark and the relay; the shop opens when both are ready")
+        self._watch(lambda _: self._all_ready)
+        self._shop.start()
+        self._watch(lambda figures: figures.committed > 0)
+        self._panel.say("the shop is open")
+        self._watch(self._is_over)
+        self._panel.say("every event is applied; ending the processes")
+        for child in (self._relay, self._spark):
+            child.finish(30.0)
+        self._panel.update(self._ledger.look(), self._states())
+        return self._ledger.reconcile()
+
+    def close_shop(self) -> None:
+        """Let the shop commit no more events, so that ``run`` returns. A signal handler may call it."""
+        self._closing.set()
+
+    @property
+    def _all_ready(self) -> bool:
+        return all(child.state == "running" for child in (self._relay, self._spark))
+
+    def _states(self) -> dict[str, str]:
+        return {child.name: child.shown for child in (self._shop, self._relay, self._spark)}
+
+    def _watch(self, done: Callable[[Figures], bool]) -> None:
+        """Read the figures, and restart killed processes, until ``done``.
+
+        Raises DemoFailed when a process fails by itself, or when nothing moves.
+        """
+        children = (self._shop, self._relay, self._spark)
+        moved_at, last = time.monotonic(), None
+        while True:
+            figures = self._ledger.look()
+            self._panel.update(figures, self._states())
+            for child in children:
+                if line := child.restart_if_due():
+                    self._panel.say(line)
+            if done(figures):
+                return
+            moving = (figures.committed, figures.published, figures.applied, figures.unread)
+            if moving != last:
+                moved_at, last = time.monotonic(), moving
+            if time.monotonic() - moved_at > STALL_SECONDS * patience():
+                logs = "\n".join(f"--- {child.name}\n{child.tail(12)}" for child in children)
+                raise DemoFailed(f"nothing has moved for {time.monotonic() - moved_at:.0f} s: {figures}\n{logs}")
+            time.sleep(LOOK_SECONDS)
+
+    def _is_over(self, figures: Figures) -> bool:
+        """Close the shop and kill processes when it is time to.
+
+        Returns whether the shop is closed, every killed process is back, and every event is applied.
+        """
+        if self._closing.is_set():
+            self._closing.clear()
+            self._panel.say("closing the shop")
+            self._kills = ()
+            self._shop.stop()
+        # The shop may close early: no more events will follow then.
+        expected = self._events if self._shop.running else figures.committed
+        due = [kill for kill in self._kills if kill.figure(figures) >= kill.share * expected]
+        self._kills = [kill for kill in self._kills if kill not in due]
+        for kill in due:
+            kill.child.crash()
+            self._panel.say(f"kill -9 {kill.child.name}")
+        if self._shop.running or self._kills or not self._all_ready:
+            return False
+        # It may have committed since the figures were read.
+        figures = self._ledger.look()
+        return figures.backlog == 0 and figures.unread == 0 and figures.applied >= figures.committed
+
+
+def _shop_command(course: Course, database: str) -> list[str]:
+    shop = Path(__file__).parents[1] / "shop"
+    command = [sys.executable, str(shop), "--database-url", sqlalchemy_url(database), "--events", str(course.events)]
+    for name, value in (("--rate", course.rate), ("--afterwards", course.afterwards)):
+        if value is not None:
+            command += [name, str(value)]
+    return command
+
+
+if __name__ == "__main__":
+    typer.run(demo)

@@ -1,0 +1,123 @@
+"""The demo's processes: started, killed by SIGKILL, and started again after a moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from outbox.errors import OutboxError
+from outbox.sandbox._process import Supervised
+
+RESTART_SECONDS: Final = 1.0
+"""How long a killed process stays away."""
+
+State = Literal["not started", "starting", "running", "killed", "ended"]
+
+
+class DemoFailed(OutboxError):
+    """A process of the demo failed, or the demo made no progress."""
+
+
+class Child:
+    """One process of the demo, which logs to a file. It ends when the demo does, even by kill -9.
+
+    ready   the text in its log once it is ready for work; None: as soon as it runs.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, ready: str | None = None
+    ) -> None:
+        self.name = name
+        self._command = command
+        self._env = env
+        self._log = folder / f"{name}.log"
+        self._ready_text = ready
+        self._process: Supervised | None = None
+        self._ready = False
+        self._log_start = 0
+        self._restart_at: float | None = None
+        self._kills = 0
+
+    @property
+    def running(self) -> bool:
+        """Return whether it runs now."""
+        return self._process is not None and self._process.running
+
+    @property
+    def state(self) -> State:
+        """Return its current state."""
+        if self._process is None:
+            return "not started"
+        if not self._process.running:
+            return "killed" if self._restart_at is not None else "ended"
+        return "running" if self._is_ready() else "starting"
+
+    @property
+    def shown(self) -> str:
+        """Return its state, and how often it was killed."""
+        return f"{self.state}, killed {self._kills}×" if self._kills else self.state
+
+    def start(self) -> None:
+        """Start it, or start it again."""
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._ready, self._restart_at = False, None
+        self._process = Supervised(self._command, log=self._log, env={**os.environ, **self._env})
+
+    def crash(self) -> None:
+        """Kill it by SIGKILL; ``restart_if_due`` starts it again."""
+        self._kill()
+        self._kills += 1
+        self._restart_at = time.monotonic() + RESTART_SECONDS
+
+    def restart_if_due(self) -> str | None:
+        """Start it again if it is time to. Returns a line of text if it was started.
+
+        Raises DemoFailed with the end of its log if it ended with an error.
+        """
+        if self._restart_at is not None:
+            if time.monotonic() < self._restart_at:
+                return None
+            self.start()
+            return f"{self.name} starts again"
+        if self._process is None or self._process.running:
+            return None
+        self._process.wait(5)
+        if self._process.exit_code:
+            raise DemoFailed(f"{self.name} ended with status {self._process.exit_code}:\n{self.tail()}")
+        return None
+
+    def stop(self) -> None:
+        """Send it SIGTERM."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+
+    def finish(self, seconds: float) -> None:
+        """Send it SIGTERM, and kill it after ``seconds``. It is not started again."""
+        self._restart_at = None
+        if self._process is not None and self._process.running:
+            self.stop()
+            if not self._process.wait(seconds):
+                self._kill()
+
+    def tail(self, lines: int = 25) -> str:
+        """Return the end of its log."""
+        if not self._log.exists():
+            return ""
+        return "\n".join(line[:300] for line in self._log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.signal(signal.SIGKILL)
+        self._process.wait(30)
+
+    def _is_ready(self) -> bool:
+        if not self._ready:
+            with self._log.open("rb") as file:
+                file.seek(self._log_start)
+                logged = file.read().decode(errors="replace")
+            self._ready = self._ready_text is None or self._ready_text in logged
+        return self._ready
