@@ -13,7 +13,7 @@ from outbox.errors import MissingExtra
 
 if TYPE_CHECKING:
     from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
-    from spark_jobs.driver.query import ConsumerQuery, run
+    from spark_jobs.driver.query import RunningConsumer, run
     from spark_jobs.driver.streaming import exactly_once
     from spark_jobs.effects.mapped import Insert, Upsert
     from spark_jobs.effects.produce import Produce, Traced
@@ -41,7 +41,6 @@ __all__ = [
     "CheckpointConflict",
     "ConsumerError",
     "ConsumerJob",
-    "ConsumerQuery",
     "ConsumerUnavailable",
     "DataLost",
     "Dedup",
@@ -62,6 +61,7 @@ __all__ = [
     "Raw",
     "Registry",
     "Reject",
+    "RunningConsumer",
     "TopicRecreated",
     "Traced",
     "Upsert",
@@ -82,7 +82,7 @@ _MODULES: Final = {
     "external.http_call": ("HttpAsk", "HttpCall"),
     "job": ("ConsumerJob",),
     "effects.produce": ("Produce", "Traced"),
-    "driver.query": ("ConsumerQuery", "run"),
+    "driver.query": ("RunningConsumer", "run"),
     "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
     "driver.streaming": ("exactly_once",),
 }

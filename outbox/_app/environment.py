@@ -32,7 +32,6 @@ READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_PATIENCE": "The factor of all time limits of the sandbox and the test fixtures: 3 on a slow machine.",
     "OUTBOX_PG_BIN": "The directory with initdb and postgres that the sandbox uses instead of those installed with it.",
     "OUTBOX_SANDBOX": "Where the sandbox keeps its data. Else in the cache directory.",
-    "OUTBOX_SUBMITTED_PID_FILE": "Set by `outbox spark submit`: where the driver writes its process id.",
     "OUTBOX_TEST_KAFKA": "The Kafka that test fixtures create topics on. Else one of their own.",
     "OUTBOX_TEST_DATABASE_URL": "The Postgres where test fixtures create and drop databases. Else one of their own.",
 }

@@ -1,6 +1,6 @@
 """The file that spark-submit runs on the driver: the ``outbox`` command, with the job's zip on the path.
 
-outbox-kafka[spark] must be installed where the driver runs. ``outbox spark submit`` builds the whole command.
+outbox-kafka[spark] must be installed where the driver runs. ``outbox spark package`` prints the whole command.
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Final
-
-PID_FILE: Final = "OUTBOX_SUBMITTED_PID_FILE"
-"""Environment variable: the file for the driver's process id, so that it can be signalled to end."""
 
 
 def run() -> None:
@@ -27,8 +23,6 @@ def run() -> None:
         sys.exit(f"outbox: {error.name} is not installed on the driver; run: pip install 'outbox-kafka[spark]'")
     _check_zip()
     threading.Thread(target=_end_with_spark, args=(os.getppid(),), name="end-with-spark", daemon=True).start()
-    if path := os.environ.get(PID_FILE):
-        Path(path).write_text(str(os.getpid()))
     main()
 
 

@@ -213,7 +213,6 @@ class Runner:
         self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
-        self._span: Span | None = None
         self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
         self._behind = behind or (lambda _: None)
@@ -242,11 +241,6 @@ class Runner:
     def pinned(self) -> Mapping[Partition, int]:
         """How many offsets wait behind an open transaction in each partition that has some; a few seconds old."""
         return self._pinned
-
-    @property
-    def span(self) -> Span | None:
-        """The ranges of the round that was reported last; None if it retried dead letters."""
-        return self._span
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
@@ -368,7 +362,6 @@ class Runner:
             at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
             self._behind({partition: offset for partition, offset in at.items() if offset < known[partition].end})
         began = time.monotonic()
-        self._span = None
         retried = Counts()
         if state.retry_waits:
             try:
@@ -388,7 +381,6 @@ class Runner:
     def _apply(self, span: Span, generation: int) -> None:
         """Apply the ranges of a round, and record the result."""
         began = time.monotonic()
-        self._span = span
         try:
             counts = self._rounds.apply(span, generation)
         except BaseException as error:

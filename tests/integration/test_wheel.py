@@ -207,7 +207,6 @@ def test_the_relays_commands(installed, empty_database):
         ("relay", "sandbox up", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
         ("relay", "web", 2, "starlette is not installed; run: pip install 'outbox-kafka[web]'"),
         ("relay", f"consume {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
-        ("relay", f"spark submit {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
     ],
 )
 def test_a_command_names_the_extra_that_it_lacks(installed, extra, command, status, missing):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import psycopg
+import pyspark
 import pytest
 from bench import Bench
 from spark_cluster import Cluster
@@ -19,6 +21,8 @@ from support import wait_until
 from uuid_utils.compat import uuid7
 
 pytestmark = pytest.mark.spark
+
+SPARK_HOME = Path(pyspark.__file__).parent
 
 # A project as users have it: a package with local imports, here with places to stall at that the test controls.
 PROJECT = {
@@ -122,32 +126,29 @@ def project(tmp_path) -> Project:
 def submitted(
     project: Project, cluster: Cluster, bench: Bench, *options: str, job: str = "jobs.orders:job", most: int = 1500
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``outbox spark submit --continuous`` from the user's folder."""
-    settings = {"spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1", "spark.ui.enabled": "false"}
-    conf = [word for item in settings.items() for word in ("--conf", "=".join(item))]
-    consume = ["--", "--topic", bench.topic, "--max-records", str(most), "--json"]
-    where = ["--master", cluster.url, "--python", cluster.python]
+    """Run the command that ``outbox spark package`` prints, with the cluster's options, from the user's folder."""
     env = os.environ | {
         "OUTBOX_DATABASE_URL": bench.database.url,
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
         "OUTBOX_CONSUMER__DRIVER_RECORDS": "0",
         "SPARK_LOCAL_IP": "127.0.0.1",
+        "PATH": f"{SPARK_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
+    packaging = [sys.executable, "-m", "relay.cli", "spark", "package", job]
+    packaged = subprocess.run(packaging, env=env, cwd=project.folder, capture_output=True, text=True, check=True)
+    command = shlex.split(packaged.stdout[packaged.stdout.index("spark-submit") :].replace("\\\n", " "))
+    assert command[-1] == "--once"
+    settings = {
+        "spark.executor.memory": "512m",
+        "spark.driver.host": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.pyspark.python": cluster.python,
+    }
+    conf = [word for item in settings.items() for word in ("--conf", "=".join(item))]
+    consume = ["--continuous", "--topic", bench.topic, "--max-records", str(most), "--json"]
     with project.log.open("ab") as log:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "relay.cli",
-                "spark",
-                "submit",
-                job,
-                "--continuous",
-                *where,
-                *conf,
-                *options,
-                *consume,
-            ],
+            [command[0], "--master", cluster.url, *conf, *options, *command[1:-1], *consume],
             env=env,
             cwd=project.folder,
             stdout=log,
@@ -159,12 +160,21 @@ def submitted(
         print(project.log.read_text()[-20_000:])
         raise
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        end(process)
         try:
             process.wait(60)
         finally:
             process.kill()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Let the driver end its round and exit. spark-submit, its parent, would end it at once."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "submitted.py" in " ".join(child.cmdline()):
+                child.terminate()
+                return
+        process.terminate()
 
 
 def waiting(process: subprocess.Popen[bytes], condition: Callable[[], object], seconds: float, what: str) -> None:
@@ -247,7 +257,7 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
         waiting(process, lambda: project.attempts("killed") >= 2, 240, "another attempt, in another JVM")
         total = 60 * len(orders) + 22
         waiting(process, lambda: applied(bench) >= total, 240, "everything to be applied")
-        process.terminate()
+        end(process)
         assert process.wait(120) == 0
     figures = json.loads(next(line for line in reversed(project.log.read_text().splitlines()) if line[:1] == "{"))
     assert figures["group"] == "order-totals"
@@ -295,7 +305,7 @@ def test_tasks_that_read_kafka_themselves_lose_their_executors(cluster, project,
         assert bench.rows("SELECT count(*) FROM seen WHERE part = 0") == [(0,)]
         connection.rollback()
         waiting(process, lambda: sum(bench.positions().values()) == 3 * each, 240, "everything to be applied")
-        process.terminate()
+        end(process)
         assert process.wait(120) == 0
     assert bench.rows("SELECT n, part, at FROM seen ORDER BY n") == [
         (part * each + at, part, at) for part in range(3) for at in range(each)

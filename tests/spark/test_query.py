@@ -1,4 +1,4 @@
-"""run(job): consumers in threads of their own, with handles like those of Spark's streaming queries."""
+"""run(job): consumers in threads of their own, and their handles."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from bench import Bench
 from uuid_utils.compat import uuid7
 
 from outbox.errors import ConfigurationError
-from spark_jobs import ConsumerJob, run
-from spark_jobs.driver import query
+from spark_jobs import ConsumerJob, RunningConsumer, run
 from spark_jobs.errors import EffectFailed, Fenced, JobError
 from spark_jobs.spark import session
 
@@ -55,9 +54,9 @@ def start(bench, monkeypatch):
     """Start consumers as a notebook does, with the settings in the environment; stop them in the end."""
     monkeypatch.setenv("OUTBOX_DATABASE_URL", bench.database.url)
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", bench.topics.bootstrap_servers)
-    started: list[query.ConsumerQuery] = []
+    started: list[RunningConsumer] = []
 
-    def starting(*arguments: Any, **options: Any) -> query.ConsumerQuery:
+    def starting(*arguments: Any, **options: Any) -> RunningConsumer:
         started.append(run(*arguments, **options))
         return started[-1]
 
@@ -71,90 +70,67 @@ def test_once_ends_by_itself_and_shows_what_it_did(bench, start):
     send(bench, [5, 6], partition=1)
     bench.send_raw(b"no JSON", [("ce_id", str(uuid7()).encode())], partition=1)
     handle = start(job(bench), bench.spark)
-    assert handle.awaitTermination() is None
+    assert handle.wait()
     assert seen(bench) == list(range(7))
-    assert (handle.id, handle.name, handle.isActive, handle.exception()) == ("one", "one", False, None)
-    assert handle.status == {"message": "Stopped", "isDataAvailable": False, "isTriggerActive": False}
-    progress = handle.lastProgress
-    assert [progress] == handle.recentProgress
-    assert progress["id"] == progress["name"] == "one"
-    assert progress["runId"] == handle.runId
-    assert progress["batchId"] == 0
-    assert {name: progress[name] for name in ("numInputRows", "applied", "duplicates", "dead")} == {
-        "numInputRows": 8,
-        "applied": 7,
-        "duplicates": 0,
-        "dead": 1,
-    }
-    assert progress["timestamp"].endswith("Z")
-    assert progress["durationMs"] == {"triggerExecution": progress["batchDuration"]}
-    assert progress["processedRowsPerSecond"] > 0
-    assert progress["inputRowsPerSecond"] > 0
-    (source,) = progress["sources"]
-    assert source["description"] == f"Kafka[{bench.topic}]"
-    assert json.loads(source["startOffset"]) == {bench.topic: {"0": 0, "1": 0}}
-    assert json.loads(source["endOffset"]) == json.loads(source["latestOffset"]) == {bench.topic: {"0": 5, "1": 3}}
-    assert progress["sink"]["numOutputRows"] == 7
-    json.dumps(progress)
-    # A handle of Spark's has these, and code that shows progress looks for them.
-    assert {"id", "runId", "name", "timestamp", "batchId", "numInputRows", "sources", "sink"} <= progress.keys()
+    assert (handle.group, handle.running, handle.error) == ("one", False, None)
+    totals = handle.totals
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead, totals.rounds) == (8, 7, 0, 1, 1)
+    assert repr(handle) == "<RunningConsumer 'one': stopped>"
 
 
 def test_continuous_goes_on_until_it_is_stopped(bench, start):
     handle = start(job(bench), bench.spark, "continuous")
-    handle.processAllAvailable()
-    assert (handle.isActive, handle.lastProgress, handle.awaitTermination(0.01)) == (True, None, False)
+    assert handle.wait_until_caught_up()
+    assert (handle.running, handle.wait(0.01)) == (True, False)
     for numbers in (range(3), range(3, 10)):
         send(bench, numbers)
-        handle.processAllAvailable()
+        assert handle.wait_until_caught_up()
         assert seen(bench) == list(range(numbers.stop))
-    assert handle.status["message"] == "Waiting for data to arrive"
-    assert [one["batchId"] for one in handle.recentProgress] == list(range(len(handle.recentProgress)))
-    assert sum(one["numInputRows"] for one in handle.recentProgress) == handle.totals.read == 10
+    assert handle.totals.read == 10
     handle.stop()
-    assert (handle.isActive, handle.awaitTermination(), handle.exception()) == (False, None, None)
+    assert (handle.running, handle.wait(), handle.error) == (False, True, None)
     send(bench, [10])
     # Where it was left.
-    start(job(bench), bench.spark).awaitTermination()
+    start(job(bench), bench.spark).wait()
     assert seen(bench) == list(range(11))
 
 
 def test_seconds_are_how_often_a_round_begins(bench, start):
-    rounds: list[float] = []
+    rounds: list[tuple[float, float]] = []
     every = 1.5
-    handle = start(
-        job(bench),
-        bench.spark,
-        every,
-        report=lambda text, _: rounds.append(time.monotonic()) if text == "round" else None,
-    )
+
+    def report(text: str, figures: Any) -> None:
+        if text == "round":
+            rounds.append((time.monotonic(), figures["round_seconds"]))
+
+    handle = start(job(bench), bench.spark, every, report=report)
     for n in range(3):
         send(bench, [n])
-        handle.processAllAvailable()
+        handle.wait_until_caught_up()
         assert seen(bench) == list(range(n + 1))
     handle.stop()
     assert len(rounds) == 3
     # A report comes at the end of a round: its length may differ from the next one's.
-    longest = max(one["batchDuration"] for one in handle.recentProgress) / 1000
-    assert all(later - earlier > every - longest for earlier, later in itertools.pairwise(rounds))
+    longest = max(seconds for _, seconds in rounds)
+    assert all(later - earlier > every - longest for (earlier, _), (later, _) in itertools.pairwise(rounds))
 
 
 def test_a_round_that_runs_is_ended_before_stop_returns(bench, start):
     """The effect waits for a lock; stop() waits for the effect."""
-    start(job(bench), bench.spark).awaitTermination()
+    start(job(bench), bench.spark).wait()
     send(bench, range(5))
     with psycopg.connect(bench.database.url) as connection:
         connection.execute("LOCK TABLE seen IN EXCLUSIVE MODE")
         handle = start(job(bench), bench.spark, "continuous")
         waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
         while bench.rows(waiting) == [(0,)]:
-            assert handle.isActive, handle.exception()
+            assert handle.running, handle.error
         stopping = threading.Thread(target=handle.stop)
         stopping.start()
         assert not handle._thread.join(0.3)
-        assert handle.isActive
+        assert handle.running
     stopping.join(60)
-    assert not handle.isActive
+    assert not handle.running
     assert seen(bench) == list(range(5))
 
 
@@ -162,12 +138,12 @@ def test_an_error_is_the_jobs_own(bench, start):
     send(bench, [1])
     handle = start(job(bench, effect="INSERT INTO nowhere SELECT n FROM batch"), bench.spark, "continuous")
     with pytest.raises(EffectFailed, match="nowhere") as caught:
-        handle.awaitTermination(60)
-    assert handle.exception() is caught.value
-    assert not handle.isActive
-    assert "nowhere" in handle.status["message"]
+        handle.wait(60)
+    assert handle.error is caught.value
+    assert not handle.running
+    assert "nowhere" in repr(handle)
     with pytest.raises(EffectFailed):
-        handle.processAllAvailable()
+        handle.wait_until_caught_up()
     handle.stop()
 
 
@@ -178,27 +154,27 @@ def test_two_groups_beside_each_other(bench, start):
     first = start(job(bench, "one"), bench.spark, "continuous", driver_records=100_000, max_records=500)
     second = start(job(bench, "two", transform=lambda rows: rows.filter("n >= 0")), bench.spark, "continuous")
     for handle in (first, second):
-        handle.processAllAvailable()
-        assert handle.isActive
+        handle.wait_until_caught_up()
+        assert handle.running
     assert seen(bench, "one") == seen(bench, "two") == list(range(4_000))
-    assert len(first.recentProgress) >= 8
+    assert first.totals.rounds >= 8
     first.stop()
     send(bench, range(4_000, 4_010))
-    second.processAllAvailable()
+    second.wait_until_caught_up()
     assert len(seen(bench, "two")) == 4_010
     assert len(seen(bench, "one")) == 4_000
 
 
 def test_the_younger_of_one_group_takes_it_over(bench, start):
     first = start(job(bench), bench.spark, "continuous")
-    first.processAllAvailable()
+    first.wait_until_caught_up()
     second = start(job(bench), bench.spark, "continuous")
     with pytest.raises(Fenced, match="taken over from generation 1: generation 2 now"):
-        first.awaitTermination(60)
-    assert isinstance(first.exception(), Fenced)
+        first.wait(60)
+    assert isinstance(first.error, Fenced)
     send(bench, [1])
-    second.processAllAvailable()
-    assert (second.isActive, seen(bench)) == (True, [1])
+    second.wait_until_caught_up()
+    assert (second.running, seen(bench)) == (True, [1])
 
 
 def test_views_and_settings_of_the_users_session(bench, start):
@@ -215,7 +191,7 @@ def test_views_and_settings_of_the_users_session(bench, start):
     context = spark.sparkContext
     context.setJobGroup("mine", "my work")
     try:
-        start(job(bench, effect=effect, transform=transform, atomic="batch"), spark).awaitTermination()
+        start(job(bench, effect=effect, transform=transform, atomic="batch"), spark).wait()
         assert seen(bench) == [10, 20]
         assert spark.conf.get("spark.sql.session.timeZone") == "America/New_York"
         assert context.getLocalProperty("spark.jobGroup.id") == "mine"
@@ -239,7 +215,7 @@ def test_sparks_jobs_say_whose_they_are(bench, start):
         shown.append(tuple(context.getLocalProperty(name) for name in names))
         return rows
 
-    start(job(bench, transform=transform), bench.spark).awaitTermination()
+    start(job(bench, transform=transform), bench.spark).wait()
     assert shown == [("outbox one", f"outbox one: {bench.topic}-0 0–6", "false")]
     tracker = bench.spark.sparkContext.statusTracker()
     assert tracker.getJobIdsForGroup("outbox one")
@@ -273,7 +249,7 @@ def test_arguments_win_over_the_environment_and_the_session_is_found(bench, star
     monkeypatch.setenv("OUTBOX_CONSUMER__KEEP_DAYS", "3")
     send(bench, [1])
     handle = start(job(bench), database_url=bench.database.url)
-    handle.awaitTermination()
+    handle.wait()
     assert seen(bench) == [1]
     assert handle._runner._options.keep_days == 3
 
@@ -311,11 +287,11 @@ import sys
 setup = "CREATE TABLE IF NOT EXISTS seen (n int)"
 job = ConsumerJob("program", [sys.argv[1]], Insert("seen"), schema="n long", setup=setup)
 query = run(job)
-query.awaitTermination()
-print(query.totals.applied, query.isActive)
+query.wait()
+print(query.totals.applied, query.running)
 left_running = run(job, trigger="continuous")
-left_running.processAllAvailable()
-print(left_running.isActive)
+left_running.wait_until_caught_up()
+print(left_running.running)
 """
 
 

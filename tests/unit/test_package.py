@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from relay.cli.app import app
 from spark_jobs.errors import JobError
 from spark_jobs.spark.package import EXECUTORS_NEED, MANIFEST, collect
-from spark_jobs.spark.submit import Submission, installed_spark, properties
 
 JOB = """
 from spark_jobs.job import ConsumerJob
@@ -179,58 +178,6 @@ def test_what_can_not_go_into_a_zip(folder):
         collect("spark_jobs.order_totals:job").write(folder / "nowhere" / "jobs.zip")
 
 
-def submission(**changes: object) -> Submission:
-    given = {"program": "spark-submit", "entry": "/x/submitted.py", "zip": "my jobs.zip", "name": "outbox a:b"}
-    return Submission(**(given | {"arguments": ["consume", "a:b", "--once"]} | changes))
-
-
-def test_the_command_is_quoted_and_an_option_a_line():
-    made = submission(master="spark://h:1", packages="g:a:1", conf={"spark.b": "x y", "spark.a": "1"})
-    assert made.shown().splitlines() == [
-        "spark-submit \\",
-        "  --master spark://h:1 \\",
-        "  --name 'outbox a:b' \\",
-        "  --packages g:a:1 \\",
-        "  --py-files 'my jobs.zip' \\",
-        "  --conf spark.a=1 \\",
-        "  --conf 'spark.b=x y' \\",
-        "  /x/submitted.py \\",
-        "  consume a:b --once",
-    ]
-    assert shlex.split(made.shown().replace("\\\n", " ")) == made.command()
-    jars = submission(packages="g:a:1", jars=["/a.jar", "/b.jar"]).command()
-    assert jars[jars.index("--jars") + 1] == "/a.jar,/b.jar"
-    assert "--packages" not in jars
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("spark.hadoop.fs.s3a.secret.key", "x"),
-        ("spark.ssl.keyPassword", "x"),
-        ("spark.yarn.appMasterEnv.OUTBOX_DATABASE_URL", "postgresql://h/db"),
-        ("spark.executorEnv.A", "postgresql://u:p@h/db"),
-        ("spark.x.sasl.jaas.config", "x"),
-    ],
-)
-def test_a_secret_does_not_get_onto_the_command_line(name, value):
-    with pytest.raises(JobError, match="--properties-file") as caught:
-        submission(conf={name: value})
-    assert value not in str(caught.value).replace(name, "")
-
-
-def test_what_else_is_refused_and_what_is_not():
-    submission(conf={"spark.kubernetes.driver.secretKeyRef.OUTBOX_DATABASE_URL": "sink:url"})
-    submission(conf={"spark.authenticate.secret.file": "/etc/secret"})
-    for arguments in (["--database-url", "postgresql://h/db"], ["--x", "postgresql://u:p@h/db"]):
-        with pytest.raises(JobError, match="OUTBOX_DATABASE_URL"):
-            submission(arguments=arguments)
-    assert properties(["spark.a=b=c"]) == {"spark.a": "b=c"}
-    for wrong in ("a=b", "spark.a"):
-        with pytest.raises(JobError, match=r"spark\.NAME=VALUE"):
-            properties([wrong])
-
-
 def command(*arguments: str, **env: str) -> tuple[int, str, str]:
     """``outbox spark …``: exit status, output, errors."""
     done = CliRunner().invoke(app, ["spark", *arguments], env=env)
@@ -238,55 +185,34 @@ def command(*arguments: str, **env: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_commands(folder, monkeypatch):
+def test_the_zip_and_the_command_that_runs_it(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.delenv("SPARK_HOME", raising=False)
     write(folder, {"one.py": JOB.format(more="", effect="'SELECT 1'")})
-    status, output, _ = command("package", "one:job", "-o", "my jobs.zip")
-    assert (status, "my jobs.zip" in output, "uuid-utils" in output) == (0, True, True)
-    assert "one.py" in zipfile.ZipFile(folder / "my jobs.zip").namelist()
-    secret = "postgresql://u:hidden@h/db"
-    options = ["--once", "--master", "spark://h:1", "--zip", "my jobs.zip", "--conf", "spark.x=y", "--print"]
     status, output, errors = command(
-        "submit", "one:job", *options, "--", "--max-records", "5", OUTBOX_DATABASE_URL=secret
+        "package", "one:job", "-o", "my jobs.zip", OUTBOX_DATABASE_URL="postgresql://u:hidden@h/db"
     )
-    assert (status, errors) == (0, "")
-    words = shlex.split(output.replace("\\\n", " "))
-    assert Path(words[0]).name == "spark-submit"
-    assert Path(words[0]).is_file()
-    assert not {"--packages", "--jars"} & set(words)
-    assert words[words.index("--py-files") + 1] == "my jobs.zip"
-    assert {"spark.x=y", "spark.sql.session.timeZone=UTC", "spark.sql.adaptive.enabled=false"} <= set(words)
-    assert words[-5:] == ["consume", "one:job", "--once", "--max-records", "5"]
-    assert Path(words[-6]).name == "submitted.py"
-    assert "hidden" not in output
-    _, output, errors = command("submit", "one:job", "--once", "--print", OUTBOX_SPARK_PACKAGES="g:a:1")
-    assert ("--packages g:a:1" in output, "outbox spark package one:job" in errors) == (True, True)
-    assert not (folder / "jobs.zip").exists()
+    assert (status, errors, "hidden" in output) == (0, "", False)
+    assert "uuid-utils" in output
+    assert "one.py" in zipfile.ZipFile(folder / "my jobs.zip").namelist()
+    shown = output[output.index("spark-submit") :]
+    words = shlex.split(shown.replace("\\\n", " "))
+    assert words[:5] == ["spark-submit", "--name", "outbox one:job", "--py-files", "my jobs.zip"]
+    assert words[words.index("--conf") + 1] == f"spark.pyspark.driver.python={sys.executable}"
+    assert "--packages" not in words
+    assert words[-3:] == ["consume", "one:job", "--once"]
+    assert Path(words[-4]).name == "submitted.py"
+    assert Path(words[-4]).is_file()
+    _, output, _ = command("package", "one:job", OUTBOX_SPARK_PACKAGES="g:a:1")
+    assert "--packages g:a:1 \\\n" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "env", "status", "shown"),
-    [
-        (["submit", "spark_jobs.order_totals:job"], {}, 2, "--once or --continuous"),
-        (["submit", "spark_jobs.order_totals:job", "--once"], {}, 2, "OUTBOX_DATABASE_URL"),
-        (["submit", "spark_jobs.order_totals:job", "--once", "--deploy-mode", "x"], {}, 2, "client or cluster"),
-        (["submit", "spark_jobs.order_totals:job", "--once", "--conf", "spark.x.password=1"], {}, 1, "properties-file"),
-        (["submit", "spark_jobs.order_totals:job", "--once"], {"SPARK_HOME": "/nowhere"}, 1, "holds no Spark"),
-        (["submit", "nowhere:job", "--once"], {}, 2, "no module nowhere"),
-        (["package", "__main__:job"], {}, 1, "can't import __main__"),
-    ],
+    ("job", "status", "shown"),
+    [("nowhere:job", 2, "no module nowhere"), ("__main__:job", 1, "can't import __main__")],
 )
-def test_what_the_commands_refuse(folder, monkeypatch, arguments, env, status, shown):
+def test_what_the_command_refuses(folder, monkeypatch, job, status, shown):
     monkeypatch.chdir(folder)
-    found = command(*arguments, **env)
+    found = command("package", job)
     assert (found[0], found[1]) == (status, "")
     assert shown in found[2]
     assert found[2].count("\n") == 1
-
-
-def test_a_spark_of_another_version_is_refused(folder, monkeypatch):
-    write(folder, {"bin/spark-submit": "", "jars/spark-core_2.13-3.5.0.jar": ""})
-    monkeypatch.setenv("SPARK_HOME", str(folder))
-    with pytest.raises(JobError, match=r"is Spark 3\.5\.0, but pyspark .* is installed"):
-        installed_spark()
