@@ -9,26 +9,17 @@
 
 | crash point                         | result                                                                         |
 |-------------------------------------|--------------------------------------------------------------------------------|
-| a task before or after its COMMIT   | Spark retries it under another name; the first attempt's rows are never read   |
-| an abandoned task writes            | into a table that is never read; once that is dropped, its COPY fails          |
 | the driver before COMMIT            | rolled back, offsets too; the next one stages again and drops what is left     |
 | COMMIT sent, answer lost            | the next round reads the offsets, which have moved                             |
-| the driver before it drops tables   | the next driver drops them in its first round                                  |
-| a table is locked (pg_dump, a task) | it is left to the next round, or to the next driver                            |
-| Postgres crashes                    | staging tables are unlogged, so they are empty; the count differs: tried again |
 | the group was taken over            | before a table is created: Fenced; after that no offset moves: Fenced          |
-| a newer driver drops it meanwhile   | the tasks' COPY fails, or the count differs; then the next attempt is Fenced   |
 
-Each round has its own table. In a shared one, deleted rows would stay until VACUUM removes them, which it can't while
-any old transaction is open, so each round would read past the rows of all earlier rounds. A new table costs some 30
-rows in the catalogs instead, as does the temporary table ``batch`` of each transaction, and autovacuum keeps up.
+The staging tables have a crash table of their own (postgres/staging.py).
 The first table is created in a transaction that holds the group's row, the second while the round's transaction holds
 the offsets, so a superseded driver leaves no table that its successor does not find.
 """
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +42,7 @@ from spark_jobs.postgres.batch_table import Applying, textual, without_unfit
 from spark_jobs.postgres.copying import copy_csv
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
+from spark_jobs.postgres.staging import StagePlan, StagingTables, named
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
@@ -63,8 +55,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _REPORT: Final = "staged_by string, rows long, size long, culprits string, broken string"
-# Each table belongs to one round: what holds a lock on it is an abandoned task, or reads all tables, as pg_dump does.
-_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
 # Each message is one row here, because the transform has not run yet.
 _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
@@ -76,23 +66,6 @@ SELECT message_topic, message_part, pg_catalog.array_agg(message_offset ORDER BY
        SELECT FROM batch WHERE (batch.message_topic, batch.message_part, batch.message_offset)
                              = (r.message_topic, r.message_part, r.message_offset))
  GROUP BY 1, 2"""
-_OLDER: Final = r"""
-SELECT relname FROM pg_class
- WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
-   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
-
-
-@dataclass(frozen=True, slots=True)
-class _StagePlan:
-    """What an executor needs to stage rows."""
-
-    url: str
-    schema: str
-    table: str
-    group: str
-    columns: tuple[str, ...]
-    required: tuple[str, ...]
-    max_dead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +90,9 @@ class BatchAttempts:
     def __init__(self, context: RoundContext, store: Store, sinks: PostgresSinks) -> None:
         self._context = context
         self._job = context.job
-        self._url = sinks.url
-        self._schema = sinks.schema
         self._postgres = store
         self._sinks = sinks
-        self._prepared: int | None = None
-        self._made: list[sql.Identifier] = []
-        """The staging tables that this driver has made and not dropped yet."""
+        self._tables = StagingTables(store, sinks.url, sinks.schema, context.job.group)
 
     def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         """Apply the ranges once; see Attempts."""
@@ -163,11 +132,11 @@ class BatchAttempts:
         retried: Mapping[Place, Wish],
     ) -> dict[Partition, Told]:
         """Stage, then apply. Returns the report on each partition. Raises Stop."""
-        self._prepare(generation)
+        self._tables.drop_older(generation)
         try:
             return self._staged_and_applied(rows, span, state, generation, retried)
         finally:
-            self._drop_made()
+            self._tables.drop_made()
 
     def _staged_and_applied(
         self,
@@ -200,7 +169,7 @@ class BatchAttempts:
             if retried and not into.hold(retried):
                 return {}
             applying = sink.applying(cursor, most)
-            self._take(applying, staged)
+            applying.take(staged.table, staged.names, staged.rows)
             read = applying.per_partition()
             before = applying.places() if retried else set()
             if shuffled:
@@ -241,7 +210,7 @@ class BatchAttempts:
         with_effect = replace(sink, columns=columns, effect=self._effect_after(columns), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)
-        self._take(applying, staged)
+        applying.take(staged.table, staged.names, staged.rows)
         if upsert and (lost := upsert.missed(cursor, tuple(columns), self._postgres.column_types(upsert.table))):
             raise Broken(
                 f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
@@ -284,14 +253,6 @@ class BatchAttempts:
             self._context.require_decoded(messages)
         return staged
 
-    def _take(self, applying: Applying, staged: _Staged) -> None:
-        taken = applying.take(staged.table, staged.names)
-        if taken != staged.rows:
-            raise ConsumerUnavailable(
-                f"{staged.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties "
-                "a staging table"
-            )
-
     def _stage(
         self,
         rows: DataFrame,
@@ -304,27 +265,12 @@ class BatchAttempts:
     ) -> _Staged:
         """Stage rows. Raises Culprits for messages that can't be applied, and Broken for rows of no single message.
 
-        ask  whether to raise Fenced, and create no table, if the group has been taken over. Must be False while the
-             round's transaction holds the offsets: this is another session, and it would wait for a driver that takes
-             the group over, which holds the group's row and waits for the offsets.
+        ask  raise Fenced if the group has been taken over; see StagingTables.create.
         """
-        table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
-        fields = sql.SQL(", ").join(
-            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in textual(columns).items()
-        )
-        named = sql.Identifier(self._schema, table)
-        # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
-        self._made.append(named)
-        with self._postgres.transaction() as connection:
-            if ask:
-                self._postgres.require(connection, generation)
-            connection.execute(
-                sql.SQL(
-                    "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, outbox_batch_staged_at bigint)"
-                ).format(named, fields)
-            )
-        plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required, max_dead)
-        reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
+        plan = self._tables.create(textual(columns), generation, check=ask)
+        reports = spark.in_tasks(
+            rows, lambda batches: _stage(plan, required, max_dead, task_input.from_spark(batches)), _REPORT
+        ).collect()
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise Broken(broken[0])
@@ -332,43 +278,11 @@ class BatchAttempts:
         if culprits:
             raise Culprits(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
         return _Staged(
-            named,
+            plan.identifier,
             [row.staged_by for row in reports],
             sum(row.rows for row in reports),
             sum(row.size for row in reports),
         )
-
-    def _prepare(self, generation: int) -> None:
-        """Drop the staging tables that older generations of the group have left."""
-        if self._prepared == generation:
-            return
-        with self._postgres.transaction() as connection:
-            values = {
-                "schema": sql.Identifier(self._schema).as_string(connection),
-                "like": f"{self._stem()}\\_%",
-                "generation": generation,
-            }
-            older = [sql.Identifier(self._schema, name) for (name,) in connection.execute(_OLDER, values)]
-        if not [table for table in older if not self._drop(table)]:
-            self._prepared = generation
-
-    def _drop_made(self) -> None:
-        """Drop the tables that this driver has staged, whatever the outcome of the round."""
-        self._made[:] = [table for table in self._made if not self._drop(table)]
-
-    def _drop(self, table: sql.Identifier) -> bool:
-        """Drop a staging table. False if that must be tried again: a round does not fail because of it."""
-        try:
-            with self._postgres.transaction() as connection:
-                connection.execute(_PATIENCE)
-                # The driver that created it may be dropping it at the same time.
-                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
-        except (psycopg.Error, ConsumerUnavailable):
-            return False
-        return True
-
-    def _stem(self) -> str:
-        return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
 
 
 def _count(
@@ -402,29 +316,21 @@ def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Pl
     return repeated | (messages if applying.count() else set())
 
 
-def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _stage(
+    plan: StagePlan, required: tuple[str, ...], max_dead: int, batches: TaskInput[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
     """COPY one partition's rows under a name that only this attempt uses; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex
-    feed = Feed(plan.required, batches, plan.max_dead)
+    feed = Feed(required, batches, max_dead)
     found: list[Culprit] = []
-    texts = [name for name, kind in textual(dict.fromkeys(plan.columns, "text")).items() if kind == "text"]
-    table = sql.Identifier(plan.schema, plan.table)
-
-    def named() -> Iterator[pa.RecordBatch]:
-        rows = 0
-        for batch in without_unfit(feed, texts, found, plan.max_dead):
-            order = pa.array(range(rows, rows + batch.num_rows), pa.int64())
-            rows += batch.num_rows
-            yield batch.append_column(
-                "outbox_batch_staged_by", pa.array([name] * batch.num_rows, pa.string())
-            ).append_column("outbox_batch_staged_at", order)
-
+    texts = [name for name, kind in plan.columns.items() if kind == "text"]
     broken = ""
     try:
         with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
-            copy_csv(cursor, table, [*plan.columns, "outbox_batch_staged_by", "outbox_batch_staged_at"], named())
+            fit = without_unfit(feed, texts, found, max_dead)
+            copy_csv(cursor, plan.identifier, list(plan.staged_columns), named(name, fit))
             found += feed.found
             if found:
                 cursor.connection.rollback()
@@ -441,7 +347,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
             "staged_by": [name],
             "rows": pa.array([0 if found else feed.rows], pa.int64()),
             "size": pa.array([feed.size], pa.int64()),
-            "culprits": [culprits_text(found[: plan.max_dead + 1])],
+            "culprits": [culprits_text(found[: max_dead + 1])],
             "broken": [broken],
         }
     )

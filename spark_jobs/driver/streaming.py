@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import copy
 import datetime as dt
-import hashlib
 import logging
 import random
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -53,6 +52,7 @@ from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import transaction
+from spark_jobs.postgres.staging import StagePlan, StagingTables, named
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.errors import MAY_PASS, first_line, understood
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _LOG: Final = logging.getLogger(__name__)
-_STAGED_BY: Final = "outbox_batch_staged_by"
-_STAGED_AT: Final = "outbox_batch_staged_at"
 _REPORT: Final = "staged_by string, rows long, broken string"
 _MAX_BACKOFF: Final = 5.0
 # What the form of the rows depends on; set for the batch, whatever the user's session has.
@@ -92,10 +90,6 @@ UPDATE {checkpoints} SET applied = applied + %(applied)s, duplicates = duplicate
 _ACCEPTED: Final = """
 INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', pg_catalog.jsonb_build_object('group', %(grp)s::text,
     'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
-_OLDER: Final = r"""
-SELECT relname FROM pg_class
- WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
-   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
 _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
 # In the order of days and ids, like all other writers of this table, so that none wait for each other in a circle.
 _FRESH: Final = """
@@ -245,12 +239,16 @@ class ExactlyOnce:
             return
         generation = self._begin(batch)
         effect = self._effect(columns)
-        with self._staging(columns, generation) as table:
-            staged = _stage_all(rows, _StagePlan(self._url, self._schema, table, self._job.group, columns))
-            try:
-                self._commit(batch, generation, _Staged(sql.Identifier(self._schema, table), columns, effect, *staged))
-            except (Broken, JobError) as error:
-                raise EffectFailed(f"batch {batch.batch_id}: {error}") from error
+        tables = self._staging_tables()
+        try:
+            plan = tables.create(columns, generation, check=True)
+            names, count = _stage_all(rows, plan)
+            self._commit(batch, generation, _Staged(plan.identifier, columns, effect, names, count))
+        except (Broken, JobError) as error:
+            raise EffectFailed(f"batch {batch.batch_id}: {error}") from error
+        finally:
+            # What can't be dropped now is dropped by the next run of the group.
+            tables.drop_made()
 
     def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
         """Apply what is staged and move to the batch, in one transaction."""
@@ -275,7 +273,7 @@ class ExactlyOnce:
                 bisect=False,
                 max_dead=0,
             )
-            staged.fill(cursor)
+            applying.take(staged.table, staged.names, staged.rows)
             if ids:
                 self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
@@ -322,7 +320,7 @@ class ExactlyOnce:
                 self._store.require_utf8()
                 self._store.setup(self._job.setup)
                 generation = self._generations[batch.run_id] = self._store.take_over(STREAM, "batch")
-                self._drop_older(generation)
+                self._staging_tables().drop_older(generation)
             # A query may run for weeks, and partitions are created for a few days ahead only.
             hour = self._store.hour()
             if hour != self._maintained_in:
@@ -355,48 +353,8 @@ class ExactlyOnce:
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
             )
 
-    # Staging.
-
-    @contextmanager
-    def _staging(self, columns: Mapping[str, str], generation: int) -> Iterator[str]:
-        """Create a table for a batch's rows, and drop it at the end."""
-        name = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
-        table = sql.Identifier(self._schema, name)
-        with self._store.transaction() as connection:
-            # A superseded driver must not create a table that its successor no longer looks for.
-            self._require(connection, generation)
-            fields = sql.SQL(", ").join(
-                sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind))
-                for column, kind in _staged(columns).items()
-            )
-            connection.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(table, fields))
-        try:
-            yield name
-        finally:
-            # If this fails, the next run of the group drops the table.
-            with suppress(psycopg.Error):
-                self._drop(table)
-
-    def _drop(self, table: sql.Identifier) -> None:
-        with self._store.transaction() as connection:
-            # Only this batch uses the table. A lock is held by an abandoned task, or by a reader such as pg_dump.
-            connection.execute("SET LOCAL lock_timeout = '200ms'")
-            connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
-
-    def _drop_older(self, generation: int) -> None:
-        with self._store.transaction() as connection:
-            values = {
-                "schema": sql.Identifier(self._schema).as_string(connection),
-                "like": f"{self._stem()}\\_%",
-                "generation": generation,
-            }
-            names = [name for (name,) in connection.execute(_OLDER, values)]
-        for name in names:
-            with suppress(psycopg.Error):
-                self._drop(sql.Identifier(self._schema, name))
-
-    def _stem(self) -> str:
-        return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
+    def _staging_tables(self) -> StagingTables:
+        return StagingTables(self._store, self._url, self._schema, self._job.group, _ONE_QUERY)
 
     def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return cursor.execute(sql.SQL(query).format(**self._names), {"grp": self._job.group, **values})
@@ -412,45 +370,8 @@ class _Staged:
     names: list[str]
     rows: int
 
-    def fill(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Fill ``batch`` in the order of the stream's tasks. Raises ConsumerUnavailable when rows are missing."""
-        listed = sql.SQL(", ").join(map(sql.Identifier, self.columns))
-        query = sql.SQL(
-            "INSERT INTO batch ({listed}) SELECT {listed} FROM {table} WHERE {by} = ANY({names}::text[]) "
-            "ORDER BY pg_catalog.array_position({names}::text[], {by}), {at}"
-        ).format(
-            listed=listed,
-            table=self.table,
-            by=sql.Identifier(_STAGED_BY),
-            at=sql.Identifier(_STAGED_AT),
-            names=sql.Literal(self.names),
-        )
-        taken = cursor.execute(query).rowcount
-        if taken != self.rows:
-            raise ConsumerUnavailable(
-                f"{self.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
-                "staging table"
-            )
-        if taken > 1000:
-            cursor.execute("ANALYZE batch")
 
-
-@dataclass(frozen=True, slots=True)
-class _StagePlan:
-    """The arguments that an executor needs to stage rows."""
-
-    url: str = field(repr=False)
-    schema: str
-    table: str
-    group: str
-    columns: Mapping[str, str]
-
-
-def _staged(columns: Mapping[str, str]) -> dict[str, str]:
-    return {**columns, _STAGED_BY: "text", _STAGED_AT: "bigint"}
-
-
-def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
+def _stage_all(rows: DataFrame, plan: StagePlan) -> tuple[list[str], int]:
     """Stage rows. Returns the names of the tasks and the number of rows. Raises EffectFailed for an unusable value."""
     reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
     if broken := [row.broken for row in reports if row.broken]:
@@ -458,27 +379,24 @@ def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
     return [row.staged_by for row in reports], sum(row.rows for row in reports)
 
 
-def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _stage(plan: StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """COPY one task's rows under a name that is unique to this attempt; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex
     rows = 0
 
-    def named() -> Iterator[pa.RecordBatch]:
+    def counted() -> Iterator[pa.RecordBatch]:
         nonlocal rows
         for batch in batches:
-            size = batch.num_rows
-            if size:
-                numbers = pa.array(range(rows, rows + size), pa.int64())
-                named = batch.append_column(_STAGED_BY, pa.array([name] * size, pa.string()))
-                yield named.append_column(_STAGED_AT, numbers)
-            rows += size
+            rows += batch.num_rows
+            if batch.num_rows:
+                yield batch
 
     broken = ""
     try:
         with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
-            copy_rows(cursor, sql.Identifier(plan.schema, plan.table), _staged(plan.columns), named())
+            copy_rows(cursor, plan.identifier, plan.staged_columns, named(name, counted()))
     except Unfit as error:
         broken = str(error)
     except psycopg.DataError as error:

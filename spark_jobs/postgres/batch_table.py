@@ -27,7 +27,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs.dedup.strategies import Book, Strategy
-from spark_jobs.errors import Reject, shown
+from spark_jobs.errors import ConsumerUnavailable, Reject, shown
 from spark_jobs.model import META_PLACE, Place, places_of
 from spark_jobs.outcomes import Broken, Culprit, Culprits, Uncopyable
 from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
     from spark_jobs.ids import Ids
     from spark_jobs.job import PythonEffect
+
+STAGED_BY: Final = "outbox_batch_staged_by"
+STAGED_AT: Final = "outbox_batch_staged_at"
+"""Columns of a staging table: which attempt of a task staged a row, and in which order."""
 
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _PLACE: Final = "message_topic, message_part, message_offset"
@@ -107,11 +111,11 @@ class Applying:
         if found:
             raise Culprits(found)
 
-    def take(self, staged: sql.Identifier, names: Sequence[str]) -> int:
-        """Fill ``batch`` from a staging table of text columns, with the rows staged under ``names``. Returns their
-        number.
+    def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
+        """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
 
-        Raises Culprits for messages with values that do not fit; Broken if the rows do not identify messages.
+        Raises Culprits for messages with values that do not fit; Broken if the rows do not identify messages;
+        ConsumerUnavailable if rows are missing.
         """
         self._staged = staged, list(names)
         source, order = self._taken()
@@ -128,9 +132,13 @@ class Applying:
             if found:
                 raise Culprits(found) from error
             taken = self.count()
+        if taken != rows:
+            raise ConsumerUnavailable(
+                f"{rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
+                "staging table"
+            )
         if taken > 1000:
             self._cursor.execute("ANALYZE batch")
-        return taken
 
     def _taken(self) -> tuple[sql.Composable, sql.Composable]:
         """Return the staged rows as a SQL source, and their order.
@@ -139,16 +147,12 @@ class Applying:
         """
         assert self._staged is not None
         staged, names = self._staged
-        mine = sql.Literal(names)
-        source = sql.SQL("(SELECT * FROM {} WHERE outbox_batch_staged_by = ANY({}::text[])) AS staged").format(
-            staged, mine
-        )
+        mine, by = sql.Literal(names), sql.Identifier(STAGED_BY)
+        source = sql.SQL("(SELECT * FROM {} WHERE {} = ANY({}::text[])) AS staged").format(staged, by, mine)
         first = (
-            sql.SQL(_PLACE)
-            if self.placed
-            else sql.SQL("pg_catalog.array_position({}::text[], outbox_batch_staged_by)").format(mine)
+            sql.SQL(_PLACE) if self.placed else sql.SQL("pg_catalog.array_position({}::text[], {})").format(mine, by)
         )
-        return source, first + sql.SQL(", outbox_batch_staged_at")
+        return source, first + sql.SQL(", {}").format(sql.Identifier(STAGED_AT))
 
     def places(self) -> set[Place]:
         """Return the places of the messages in ``batch``."""

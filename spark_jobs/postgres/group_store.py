@@ -111,7 +111,7 @@ _NEWEST: Final = 100
 _OTHERS: Final = 150
 _HOUR: Final = "SELECT pg_catalog.date_trunc('hour', pg_catalog.now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
-_ONE_CONSUMER: Final = (
+ONE_CONSUMER: Final = (
     "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
     "again"
 )
@@ -346,14 +346,14 @@ class Store:
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
 
-    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = _ONE_CONSUMER) -> None:
+    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = ONE_CONSUMER) -> None:
         """Raise Fenced, with this advice, unless the group is still in this generation.
 
         The row lock prevents a take-over until the transaction ends.
         """
         self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
 
-    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = _ONE_CONSUMER) -> None:
+    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = ONE_CONSUMER) -> None:
         if row is None or row[0] != generation:
             now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
             raise Fenced(f"group {self._group} was taken over from generation {generation}: {now}. {advice}")

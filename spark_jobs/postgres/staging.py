@@ -1,0 +1,141 @@
+"""Staging tables: rows that Spark's tasks copy, for one transaction of the driver to apply.
+
+Each round, or batch of a stream, has its own unlogged table. In a shared one, deleted rows would stay until VACUUM
+removes them, which it can't while any old transaction is open, so each round would read past the rows of all earlier
+rounds. A new table costs some 30 rows in the catalogs instead, and autovacuum keeps up.
+
+| crash point                         | result                                                                         |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| a task before or after its COMMIT   | Spark retries it under another name; the first attempt's rows are never read   |
+| an abandoned task writes            | into a table that is never read; once that is dropped, its COPY fails          |
+| the driver before it drops tables   | the next driver drops them                                                     |
+| a table is locked (pg_dump, a task) | it is left to the next round, or to the next driver                            |
+| Postgres crashes                    | the tables are unlogged, so they are empty; the count differs: tried again     |
+| a newer driver drops it meanwhile   | the tasks' COPY fails, or the count differs; then the next attempt is Fenced   |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.postgres.batch_table import STAGED_AT, STAGED_BY
+from spark_jobs.postgres.group_store import ONE_CONSUMER, Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_OWN: Final = {STAGED_BY: "text", STAGED_AT: "bigint"}
+# Each table belongs to one round: what holds a lock on it is an abandoned task, or reads all tables, as pg_dump does.
+_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+_OLDER: Final = r"""
+SELECT relname FROM pg_class
+ WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
+   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a task needs to stage rows: the sink's URL, the table, the group, and the columns with their types."""
+
+    url: str = field(repr=False)
+    schema: str
+    table: str
+    group: str
+    columns: Mapping[str, str]
+
+    @property
+    def identifier(self) -> sql.Identifier:
+        """Return the table's quoted name."""
+        return sql.Identifier(self.schema, self.table)
+
+    @property
+    def staged_columns(self) -> dict[str, str]:
+        """Return the table's columns with their types."""
+        return {**self.columns, **_OWN}
+
+
+class StagingTables:
+    """The staging tables of a group. ``advice`` is part of the error that is raised if the group was taken over."""
+
+    def __init__(self, store: Store, url: str, schema: str, group: str, advice: str = ONE_CONSUMER) -> None:
+        self._advice = advice
+        self._store = store
+        self._url = url
+        self._schema = schema
+        self._group = group
+        self._made: list[sql.Identifier] = []
+        """The tables that this driver has created and not dropped yet."""
+        self._cleaned: int | None = None
+
+    def create(self, columns: Mapping[str, str], generation: int, *, check: bool) -> StagePlan:
+        """Create a table.
+
+        check  whether to raise Fenced, and create no table, if the group has been taken over: its new driver would not
+               look for the table. Must be False while a transaction of ours holds the offsets: this is another session,
+               and it would wait for a driver that takes the group over, which holds the group's row and waits for the
+               offsets.
+        """
+        table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
+        plan = StagePlan(self._url, self._schema, table, self._group, columns)
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in plan.staged_columns.items()
+        )
+        # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
+        self._made.append(plan.identifier)
+        with self._store.transaction() as connection:
+            if check:
+                self._store.require(connection, generation, advice=self._advice)
+            connection.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(plan.identifier, fields))
+        return plan
+
+    def drop_made(self) -> None:
+        """Drop the tables that this driver has created, whatever the outcome of the round."""
+        self._made[:] = [table for table in self._made if not self._drop(table)]
+
+    def drop_older(self, generation: int) -> None:
+        """Drop the tables that older generations of the group have left; once for each generation."""
+        if self._cleaned == generation:
+            return
+        with self._store.transaction() as connection:
+            values = {
+                "schema": sql.Identifier(self._schema).as_string(connection),
+                "like": f"{self._stem()}\\_%",
+                "generation": generation,
+            }
+            older = [sql.Identifier(self._schema, name) for (name,) in connection.execute(_OLDER, values)]
+        if not [table for table in older if not self._drop(table)]:
+            self._cleaned = generation
+
+    def _drop(self, table: sql.Identifier) -> bool:
+        """Drop a table. Returns False if that must be tried again: a round does not fail because of it."""
+        try:
+            with self._store.transaction() as connection:
+                connection.execute(_PATIENCE)
+                # The driver that created it may be dropping it at the same time.
+                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
+        except (psycopg.Error, ConsumerUnavailable):
+            return False
+        return True
+
+    def _stem(self) -> str:
+        return f"staged_{hashlib.sha256(self._group.encode()).hexdigest()[:12]}"
+
+
+def named(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches with the name of the attempt that stages them, and their rows numbered."""
+    import pyarrow as pa
+
+    rows = 0
+    for batch in batches:
+        numbers = pa.array(range(rows, rows + batch.num_rows), pa.int64())
+        rows += batch.num_rows
+        with_name = batch.append_column(STAGED_BY, pa.array([name] * batch.num_rows, pa.string()))
+        yield with_name.append_column(STAGED_AT, numbers)
