@@ -78,7 +78,7 @@ test-lowest: $(VENV)-lowest/.installed  ## test-fast with the oldest versions th
 test-dist: $(VENV)/.installed  ## each extra of the wheel from the package index into an empty environment, and README's commands there
 	$(BIN)/python -m pytest -n 0 tests/release $(ARGS)
 
-chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute with operators, to docs/explanation/chaos.md
+chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute with operators, summed up in docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
 
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
