@@ -197,12 +197,14 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply:
             f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
-        if not apply:
-            say(
-                "  abort it, and publish them again"
-                if part.held == part.events
-                else f"  to abort it loses the others; it is left alone. {part.way_out}"
-            )
+        if apply:
+            continue
+        if part.events == 0:
+            say(f"  another program's, and left alone. If that does not need its records, end it: {part.command}")
+        elif part.held == part.events:
+            say("  abort it, and publish them again")
+        else:
+            say(f"  to abort it loses the others; it is left alone. {part.way_out}")
     for state in repaired:
         say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
     if (findings.problems or findings.hanging) and not apply:

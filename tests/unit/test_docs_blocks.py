@@ -100,7 +100,7 @@ PLACEHOLDERS = {
 
 COMMANDS = {
     *("cd", "curl", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make"),
-    *("xargs", "opentelemetry-instrument", "docker", "kubectl"),
+    *("xargs", "opentelemetry-instrument", "docker", "kubectl", "kafka-transactions.sh"),
 }
 
 READERS = {"shop.py", "manage.py"}
