@@ -24,7 +24,7 @@ from alerting import RULES, Samples, collected, firing, scraped
 from external_support import payments, provider, sink
 from failing_relays import let_pass
 from offsets_driver import GROUP, Driver, driver, without_spark
-from pause_support import drain, pause
+from pause_support import pause
 from prometheus_client import CollectorRegistry
 from proxy import TcpProxy
 from psycopg import sql
@@ -409,9 +409,9 @@ def test_a_drain_that_does_not_end_and_a_relay_that_does_not_obey(operator, orde
     asleep.pause()
     written = f"INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('{orders.kind}', '1', 'T')"
     with forgotten(url, written) as pid:
-        drain(url, ALL)
         shown = operator.act("outbox relay drain", status=1)
         assert f"open: session {pid} of" in shown
+    pause(url, ALL, wait=False)
     assert "asleep" in operator.look("outbox status").text
     asleep.kill()
     end_leases(url, "asleep")

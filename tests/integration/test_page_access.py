@@ -185,7 +185,7 @@ def test_what_was_shown_is_what_is_done(serve, environment):
     assert key is not None
     # The answer to a question is none to another one.
     for other in ("/dead-letters/relay/retry", "/dead-letters/consumer/discard", "/relays/change"):
-        also = {"action": "pause", "scope": "all"}
+        also = {"scope": "all"}
         assert page.ask(other, fields | also | {"confirmed": key[1]}).status == 400, other
     found = page.ask(path, fields | {"confirmed": key[1]})
     assert "2 events were discarded" in page.ask(found.headers["location"]).text
@@ -233,7 +233,7 @@ def test_a_lock_keeps_no_other_view_from_being_shown(serve, environment):
 
 def test_a_pause_is_asked_about_and_says_which(serve, environment):
     page = serve().sign_in()
-    fields = {"form_token": page.form_token(), "action": "pause", "reason": "why"}
+    fields = {"form_token": page.form_token(), "reason": "why"}
     for wrong in (
         {},
         {"scope": ""},
@@ -472,7 +472,6 @@ VIEWS = (
 PARTS = ("/events/", "/dead-letters/relay/", "/dead-letters/consumer/", "/consumers/groups/", "/static/")
 NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "before", "side", "note", "cause", "group")
 FIELDS = (
-    "action",
     "scope",
     "lanes",
     "topic",
