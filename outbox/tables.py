@@ -293,24 +293,13 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("requested_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("requested_by", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
         sa.Column("reason", sa.Text),
-        # A drain: events of transactions with a lower id are published first. NULL: a pause at once.
-        sa.Column("drain_xid", sa.BigInteger),
-        # When these transactions have ended: the position that the slot must pass (source wal), and the highest id.
-        sa.Column("wal_lsn", sa.BigInteger),
-        sa.Column("last_id", sa.BigInteger),
-        # From then on the drain is a pause.
-        sa.Column("drained_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("number", name="pauses_pkey"),
         sa.UniqueConstraint("scope", "name", name="pauses_scope_name"),
         sa.CheckConstraint("scope IN ('all', 'lane', 'topic')", name="pauses_scope"),
         sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
         sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
-        sa.CheckConstraint(
-            "drain_xid IS NOT NULL OR pg_catalog.num_nonnulls(wal_lsn, last_id, drained_at) = 0",
-            name="pauses_drain",
-        ),
         schema=schema,
-        comment="What relays must not publish for now; with drain_xid, once what was written before it is published.",
+        comment="What relays must not publish for now.",
     )
     scheduled = sa.Table(
         "scheduled",

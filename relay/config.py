@@ -128,31 +128,11 @@ class FailureSettings(BaseModel):
     """The topic for a copy of each dead letter, with the error in its headers."""
 
 
-class Role(StrEnum):
-    """What a user of the page may do."""
-
-    READ_ONLY = "read-only"
-    """See everything that the page shows."""
-    ADMIN = "admin"
-    """Also retry, discard, pause and resume."""
-
-
 class Payloads(StrEnum):
     """Whether the page shows payloads and headers."""
 
     HIDDEN = "hidden"
     SHOWN = "shown"
-
-
-class WebUserSettings(BaseModel):
-    """A user of the page."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    password_hash: str = Field(repr=False)
-    """What `outbox web --hash-password` prints."""
-    role: Role = Role.READ_ONLY
-    """``admin`` may also retry, discard, pause and resume."""
 
 
 class WebSettings(BaseModel):
@@ -161,17 +141,18 @@ class WebSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     address: str = Field("127.0.0.1:8722", pattern=r"^\S+:\d{1,5}$", description="host:port, such as 127.0.0.1:8722")
-    """Where the page is served. Any address but a loopback one needs users and TLS."""
+    """Where the page is served. Any address but a loopback one needs a proxy's secret."""
+    proxy_secret: str | None = Field(
+        None, pattern=r"^[!-~]{16,}$", repr=False, description="16 or more letters, digits or signs"
+    )
+    """What a proxy sends in the header ``X-Outbox-Proxy-Secret``. Requests without it are refused; the proxy
+    authenticates its users."""
+    user_header: str = Field("X-Forwarded-User", pattern=r"^[A-Za-z0-9-]+$", description="the name of a header")
+    """The header in which the proxy names the user. It has to replace one that a client sends."""
     origin: str | None = Field(
         None, pattern=r"^https://[^/\s]+$", description="https:// and a host, such as https://outbox.example.com"
     )
-    """The address that a proxy on this machine makes the page known by. Needs users."""
-    users: dict[str, WebUserSettings] = Field(default_factory=dict, repr=False)
-    """By name. Without any, the page is for whoever opens the link that is printed at the start."""
-    tls_certificate: str | None = None
-    """File of the certificate chain, in PEM."""
-    tls_key: str | None = None
-    """File of its private key, in PEM."""
+    """The address that the proxy makes the page known by. Needed with a proxy's secret."""
     payloads: Payloads = Payloads.HIDDEN
     """Whether the page shows payloads and headers of events and messages."""
     read_only: bool = False
@@ -181,16 +162,12 @@ class WebSettings(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
-        for given, missing in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
-            if getattr(self, given) is not None and getattr(self, missing) is None:
-                raise conflict(("web", given), f"needs {missing} too")
-        if self.origin is not None and not self.users:
-            raise conflict(("web", "origin"), "makes the page known to others, so it needs web.users")
-        if not is_loopback(self.address) and not (self.users and self.tls_certificate):
+        if (self.origin is None) != (self.proxy_secret is None):
+            given, missing = ("proxy_secret", "origin") if self.origin is None else ("origin", "proxy_secret")
+            raise conflict(("web", given), f"needs web.{missing} too: the page is behind a proxy, or it is not")
+        if not is_loopback(self.address) and self.proxy_secret is None:
             raise conflict(
-                ("web", "address"),
-                f"must be a loopback address unless web.users, web.tls_certificate and web.tls_key are set; got "
-                f"{self.address!r}",
+                ("web", "address"), f"must be a loopback address unless web.proxy_secret is set; got {self.address!r}"
             )
         return self
 

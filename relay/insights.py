@@ -69,8 +69,7 @@ SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS s
        {next_due} AS next_due_seconds"""
 
 _PAUSES: Final = """
-SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason, p.drain_xid IS NOT NULL AS drains,
-       p.drained_at,
+SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
        ARRAY(SELECT r.instance FROM {relays} AS r
               WHERE r.alive_until >= clock_timestamp() AND NOT p.number = ANY(r.obeys)
               ORDER BY r.instance) AS unconfirmed
@@ -147,7 +146,7 @@ class OutboxState:
     scheduled       events that wait for their time, counted up to COUNTED too; ``next_due_seconds`` is the time until
                     the first of them is due, negative if it is; None without any.
     slot            None if the outbox has none.
-    pauses          the pauses and drains that operators have requested.
+    pauses          the pauses that operators have requested.
     hidden          the tables that the role can't read, each with the grant that is missing.
     """
 
@@ -185,7 +184,7 @@ class OutboxState:
         waiting = [lane.lane for lane in idle if lane.events]
         all_paused = bool(self.lanes) and all(lane.paused for lane in self.lanes)
         # A pause explains the age of what waits; which events go to a paused topic is not known here.
-        topics = any(one.scope.kind is ScopeKind.TOPIC and not one.draining for one in self.pauses)
+        topics = any(one.scope.kind is ScopeKind.TOPIC for one in self.pauses)
         if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
             waits = self.backlog and not all_paused
             found.append("no relay is running" + (f", and {self.backlog:,} events wait" if waits else ""))
@@ -271,7 +270,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             pauses: Sequence[Paused] = ()
             with visible.reading("pauses", "relays"):
                 pauses = _paused(read(_PAUSES))
-            now = Pauses.of((one.number, one.scope.kind, one.scope.name, one.draining) for one in pauses)
+            now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             with visible.reading("relays"):
@@ -323,7 +322,7 @@ def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]
 
 
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:
-    """Return all pauses and drains. Raises Unavailable, or SchemaError without the table or a right."""
+    """Return all pauses. Raises Unavailable, or SchemaError without the table or a right."""
     with unavailable_on_error("reading the pauses"), connection.cursor(row_factory=dict_row) as cursor:
         return _paused(cursor.execute(sql.SQL(_PAUSES).format(**names_of(schema))).fetchall())
 
@@ -339,7 +338,7 @@ def _paused(rows: Sequence[dict[str, Any]]) -> list[Paused]:
 
 def _explained(paused: Paused) -> str:
     text = f"{paused}; `outbox relay resume` ends it"
-    if paused.unconfirmed and not paused.draining:
+    if paused.unconfirmed:
         text += f". Running relays that do not obey it yet: {', '.join(paused.unconfirmed)}"
     return text
 

@@ -40,8 +40,7 @@ from relay.scheduled import NextDue, next_due
 from relay.statements import lease_values, names_of
 
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
-_PAUSES: Final = """(SELECT coalesce(json_agg(json_build_array(
-           number, scope, name, drain_xid IS NOT NULL AND drained_at IS NULL)), '[]') FROM {pauses})"""
+_PAUSES: Final = "(SELECT coalesce(json_agg(json_build_array(number, scope, name)), '[]') FROM {pauses})"
 
 # Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """

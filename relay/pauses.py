@@ -6,8 +6,6 @@ the pauses before its first turn. The worker's loop obeys from its next turn on:
 flight, keeps the leases, and reads nothing of paused lanes. Events of a paused topic stay in the table, as those of a
 topic that can't be written to; no attempt of theirs is counted.
 
-A drain is a pause that begins later: when everything that was written before it is published; see drains.py.
-
 | what happens                              | what follows                                                             |
 |-------------------------------------------|--------------------------------------------------------------------------|
 | a pause is committed during a turn        | the turn ends as usual; the next one obeys, at most one tick later       |
@@ -70,59 +68,40 @@ def scopes_of(lanes: Sequence[int], topics: Sequence[str]) -> list[Scope]:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """One pause or drain. ``unconfirmed`` are the running relays that do not obey it yet."""
+    """One pause. ``unconfirmed`` are the running relays that do not obey it yet."""
 
     number: int
     scope: Scope
     requested_at: dt.datetime
     requested_by: str
     reason: str | None
-    drains: bool
-    drained_at: dt.datetime | None
     unconfirmed: Sequence[str] = ()
-
-    @property
-    def draining(self) -> bool:
-        """Return whether events are still published until it is drained."""
-        return self.drains and self.drained_at is None
-
-    @property
-    def state(self) -> str:
-        """Return ``paused``, ``draining`` or ``drained``."""
-        if not self.drains:
-            return "paused"
-        return "draining" if self.drained_at is None else "drained"
 
     def __str__(self) -> str:
         when = f"{self.requested_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        text = (
-            f"{self.scope} {'are' if self.scope.kind is ScopeKind.ALL else 'is'} {self.state}, by {self.requested_by} "
-        )
-        text += f"since {when}"
+        verb = "are" if self.scope.kind is ScopeKind.ALL else "is"
+        text = f"{self.scope} {verb} paused, by {self.requested_by} since {when}"
         return text if self.reason is None else f"{text}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """The pauses at one moment. ``numbers`` are those in effect, ``drains`` those that begin when they are drained."""
+    """The pauses at one moment."""
 
     numbers: frozenset[int] = frozenset()
-    drains: frozenset[int] = frozenset()
     every_lane: bool = False
     lanes: frozenset[int] = frozenset()
     topics: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any]]) -> Pauses:
-        """Return the pauses in these rows: number, scope, name, and whether it is still being drained."""
-        rows = list(rows)
-        effective = [(number, ScopeKind(kind), name) for number, kind, name, draining in rows if not draining]
+        """Return the pauses in these rows: number, scope and name."""
+        found = [(number, ScopeKind(kind), name) for number, kind, name in rows]
         return cls(
-            numbers=frozenset(number for number, _, _ in effective),
-            drains=frozenset(number for number, _, _, draining in rows if draining),
-            every_lane=any(kind is ScopeKind.ALL for _, kind, _ in effective),
-            lanes=frozenset(int(name) for _, kind, name in effective if kind is ScopeKind.LANE),
-            topics=frozenset(name for _, kind, name in effective if kind is ScopeKind.TOPIC),
+            numbers=frozenset(number for number, _, _ in found),
+            every_lane=any(kind is ScopeKind.ALL for _, kind, _ in found),
+            lanes=frozenset(int(name) for _, kind, name in found if kind is ScopeKind.LANE),
+            topics=frozenset(name for _, kind, name in found if kind is ScopeKind.TOPIC),
         )
 
     def holds(self, lane: int) -> bool:

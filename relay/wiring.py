@@ -21,7 +21,6 @@ from outbox.urls import display_url
 from relay.archive import Retention
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.database import Connector
-from relay.drains import Drains
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
@@ -55,7 +54,6 @@ from relay.web.outbox_metrics import OutboxWatch, TurnMetrics
 log = structlog.get_logger("relay")
 
 _WATCH_SECONDS: Final = 10.0
-_DRAIN_SECONDS: Final = 0.5
 # Without a statement while nothing is due.
 _SCHEDULED_SECONDS: Final = 0.2
 _ARCHIVE_SECONDS: Final = 60.0
@@ -94,8 +92,6 @@ def build(settings: Settings) -> Supervisor:
         meter = TurnMetrics(registry)
         outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
-    drains = Drains(connect, slot_names(settings), build_router(settings), pauses, wal=wal is not None)
-    upkeep.append(MaintenanceTask("drain", drains.look, _DRAIN_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))

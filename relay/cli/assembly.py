@@ -28,7 +28,6 @@ _COMMANDS: Final = {
     "top": "relay.cli.status",
     "trace": "relay.cli.trace",
     "web": "relay.cli.web",
-    "transactions": "relay.cli.transactions",
     "doctor": "relay.cli.doctor",
     "asyncapi": "relay.cli.asyncapi",
     "replay": "relay.cli.failures",

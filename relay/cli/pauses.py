@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     import psycopg
 
     from relay.kafka.routing import Router
-    from relay.operations.pauses import Change, Left
-    from relay.pauses import Paused
+    from relay.operations.drain import Drain, Left
+    from relay.operations.pauses import Change
+    from relay.pauses import Paused, Scope
 
 
 _LOOK_SECONDS: Final = 0.5
 _SAY_SECONDS: Final = 5.0
+_LOOKING: Final = 1 / 5
+"""The part of the time that looks may take: those at a topic read all events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,47 +93,51 @@ def drain(
     topics: Sequence[str],
     reason: str | None,
     *,
-    wait: bool,
     timeout: float,
     database_url: str | None,
     as_json: bool,
 ) -> None:
-    """Drain, and wait until it is complete."""
+    """Wait until all is published that is written by now, then pause."""
     from relay.operations import pauses
+    from relay.operations.drain import Drain
     from relay.pauses import scopes_of
 
     scopes = scopes_of(lanes, topics)
+    changes: Sequence[Change] = ()
+    missing: Sequence[str] = ()
     with _place(database_url) as place:
         deadline = time.monotonic() + timeout
-        changes = pauses.drain(place.connection, place.schema, scopes, reason, may_write=place.router.may_write)
-        _print_changes(changes, as_json=as_json)
-        drains = [change.after for change in changes if change.after is not None]
-        left = _await_drained(place, drains, deadline, quiet=as_json) if wait else {}
-        missing: Sequence[str] = ()
-        if wait and all(one.drained for one in left.values()):
-            # As a pause it has to be confirmed, too.
-            numbers = [one.number for one in drains]
+        pauses.require_scopes(place.connection, place.schema, scopes, place.router.may_write)
+        left = _await_drained(Drain(place.connection, place.schema, place.router), scopes, deadline, quiet=as_json)
+        open_now = {scope: one for scope, one in left.items() if not one.drained}
+        if not open_now:
+            changes = pauses.pause(
+                place.connection, place.schema, scopes, reason, may_write=place.router.may_write, what="drain"
+            )
+            _print_changes(changes, as_json=as_json)
+            numbers = [change.after.number for change in changes if change.after is not None]
             missing = pauses.unconfirmed(place.connection, place.schema, numbers, max(deadline - time.monotonic(), 5.0))
-    open_now = {scope: one for scope, one in left.items() if not one.drained}
     if as_json:
-        shown = [{"scope": scope, "events": one.events, "causes": list(one.causes)} for scope, one in open_now.items()]
+        shown = [
+            {"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in open_now.items()
+        ]
         print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
-    elif wait and not open_now and not missing:
+    elif not open_now and not missing:
         typer.echo("Drained: nothing is published any more.")
     for scope, one in open_now.items():
-        typer.echo(f"outbox: {printable(scope)} not drained after {timeout:g} s: {_explained(one)}", err=True)
+        text = f"{scope} not drained after {timeout:g} s, and not paused: {_explained(one)}"
+        typer.echo(f"outbox: {printable(text)}", err=True)
     if open_now:
         raise typer.Exit(1)
     _fail_unconfirmed(missing, timeout)
 
 
-def _await_drained(place: _Place, drains: Sequence[Paused], deadline: float, *, quiet: bool) -> dict[str, Left]:
+def _await_drained(drain: Drain, scopes: Sequence[Scope], deadline: float, *, quiet: bool) -> dict[Scope, Left]:
     """Wait until these are drained, showing what is left from time to time. Returns what is left of each."""
-    from relay.operations import pauses
-
     said_at, said = time.monotonic(), ""
     while True:
-        left = {str(one.scope): pauses.left(place.connection, place.schema, one, place.router) for one in drains}
+        began = time.monotonic()
+        left = drain.look(scopes)
         now = time.monotonic()
         if all(one.drained for one in left.values()) or now >= deadline:
             return left
@@ -139,7 +146,7 @@ def _await_drained(place: _Place, drains: Sequence[Paused], deadline: float, *, 
             if shown != said:
                 sys.stderr.write(printable(shown) + "\n")
             said_at, said = now, shown
-        time.sleep(min(_LOOK_SECONDS, max(deadline - now, 0.0)))
+        time.sleep(min(max(_LOOK_SECONDS, (now - began) * (1 / _LOOKING - 1)), max(deadline - now, 0.0)))
 
 
 def _explained(left: Left) -> str:
@@ -152,8 +159,6 @@ def _print_changes(changes: Sequence[Change], *, as_json: bool) -> None:
         assert change.after is not None
         if not change.changed:
             typer.echo(f"Nothing was changed: {printable(str(change.after))}.")
-        elif change.before is not None:
-            typer.echo(f"{printable(str(change.after))} (before: {change.before.state}).")
         else:
             typer.echo(f"{printable(str(change.after))}.")
 
@@ -178,11 +183,9 @@ def _shown(one: Paused) -> dict[str, Any]:
     return {
         "scope": str(one.scope.kind),
         "name": one.scope.name,
-        "state": one.state,
         "requested_by": one.requested_by,
         "requested_at": one.requested_at,
         "reason": one.reason,
-        "drained_at": one.drained_at,
     }
 
 

@@ -197,12 +197,14 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply:
             f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
-        if not apply:
-            say(
-                "  abort it, and publish them again"
-                if part.held == part.events
-                else f"  to abort it loses the others; it is left alone. {part.way_out}"
-            )
+        if apply:
+            continue
+        if part.events == 0:
+            say(f"  another program's, and left alone. If that does not need its records, end it: {part.command}")
+        elif part.held == part.events:
+            say("  abort it, and publish them again")
+        else:
+            say(f"  to abort it loses the others; it is left alone. {part.way_out}")
     for state in repaired:
         say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
     if (findings.problems or findings.hanging) and not apply:
@@ -328,7 +330,7 @@ def resume(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """End the pauses or drains of exactly these lanes and topics; without any, the one of all lanes.
+    """End the pauses of exactly these lanes and topics; without any, the one of all lanes.
 
     What has waited is published in order. Other pauses stay, and are named.
     """
@@ -343,18 +345,15 @@ def drain(
     lane: _Lanes = None,
     topic: _Topics = None,
     reason: _Reason = None,
-    wait: _Wait = True,
     timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait at most.")] = 300.0,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Publish what is written by now in these lanes or topics, or in all lanes; then pause.
+    """Wait until what is written by now in these lanes or topics, or in all lanes, is published; then pause them.
 
-    Written by now: by every transaction that has a transaction id, committed or not. With --wait, shows what is left
-    and what holds it. Exit status 1 when it is not drained in time; it goes on all the same.
+    Written by now: by every transaction that has a transaction id, committed or not. Shows what is left and what holds
+    it. Exit status 1 when it is not drained in time: then nothing is paused.
     """
     from relay.cli import pauses
 
-    pauses.drain(
-        lane or (), topic or (), reason, wait=wait, timeout=timeout, database_url=database_url, as_json=as_json
-    )
+    pauses.drain(lane or (), topic or (), reason, timeout=timeout, database_url=database_url, as_json=as_json)

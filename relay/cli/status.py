@@ -192,10 +192,10 @@ def _pauses(outbox: OutboxState) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("paused", "state", "since", "by", "reason", box=None, pad_edge=False)
+    table = Table("paused", "since", "by", "reason", box=None, pad_edge=False)
     for one in outbox.pauses:
         since = f"{one.requested_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        cells = (str(one.scope), one.state, since, one.requested_by, one.reason or "-")
+        cells = (str(one.scope), since, one.requested_by, one.reason or "-")
         table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 

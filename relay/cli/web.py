@@ -18,27 +18,20 @@ def web(
     sink_url: SinkOption = None,
     address: Annotated[str | None, typer.Option("--address", help="OUTBOX_WEB__ADDRESS")] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-    hash_password: Annotated[
-        bool, typer.Option("--hash-password", help="Ask for a password and print its hash for OUTBOX_WEB__USERS.")
-    ] = False,
 ) -> None:
     """Serve a page that shows the pipeline and lets an operator retry, discard, pause and resume.
 
     On a loopback address it is for whoever opens the link that is printed, with a token in it. Any other address needs
-    users and TLS; see docs/operations/page.md.
+    a proxy that authenticates its users and shares a secret with the page; see docs/operations/page.md.
     """
     try:
-        from relay.page.security import hash_password as hashed
+        from relay.page.server import PageServer
     except ModuleNotFoundError as error:
         raise MissingExtra("web", error.name or "starlette") from error
-    if hash_password:
-        typer.echo(hashed(typer.prompt("Password", hide_input=True, confirmation_prompt=True)))
-        return
     given: dict[str, Any] = {"database_url": database_url}
     if address is not None:
         given["web"] = {"address": address}
     from outbox._app import logs
-    from relay.page.server import PageServer
 
     settings = load(**given)
     logs.configure(settings.log_level, settings.log_format)

@@ -91,8 +91,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("INSERT", ("published",)),
         ("SELECT, INSERT", ("dead_letters",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("failures", "relays")),
-        ("SELECT", ("streams",)),
-        ("SELECT, UPDATE (wal_lsn, last_id, drained_at)", ("pauses",)),
+        ("SELECT", ("streams", "pauses")),
         # UPDATE to lock them; it changes none.
         ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
     ),
@@ -104,7 +103,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT", ("published", "lanes", "relays", "streams")),
         ("SELECT, INSERT (what, why, details)", ("audit",)),
         # Not requested_by and requested_at: the server sets them.
-        ("SELECT, INSERT (scope, name, reason, drain_xid), DELETE", ("pauses",)),
+        ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
         ("SELECT, DELETE", ("scheduled",)),
     ),
     Kind.PAGE: (

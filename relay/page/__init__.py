@@ -3,8 +3,7 @@
 ``outbox web`` serves it; ``create_page`` returns it as an ASGI application, for a host that mounts it.
 """
 
-from relay.config import Role
 from relay.page.app import create_page
-from relay.page.security import Access, Account, User
+from relay.page.security import Access, Role, User
 
-__all__ = ["Access", "Account", "Role", "User", "create_page"]
+__all__ = ["Access", "Role", "User", "create_page"]

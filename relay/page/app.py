@@ -21,7 +21,7 @@ from relay.database import Connector
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
 from relay.page.security import Access, Guard, hosts_of
-from relay.page.sessions import Sessions
+from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
 from relay.pipeline.consumers import Consumers
 from relay.pipeline.overview import looking
@@ -54,14 +54,12 @@ def create_page(
     Raises ConfigurationError.
     """
     settings = load() if settings is None else settings
-    outbox = Sessions(Connector(settings.require_database(), "outbox web"))
-    sink = Sessions(Consumers.connector(settings, sink_url))
+    outbox = limited(Connector(settings.require_database(), "outbox web"))
+    sink = limited(Consumers.connector(settings, sink_url))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
     sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
     page = Page(settings, outbox, consumers_side, sampler, sink_url)
-    page.on_close(sink.close)
-    page.on_close(outbox.close)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,11 +25,11 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from outbox import __version__
 from outbox._app.console import printable
 from outbox.errors import ConfigurationError, NotFound, OutboxError
-from relay.config import Payloads, Role, Settings
+from relay.config import Payloads, Settings
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.page.sampling import Sampler
-from relay.page.security import User, fields_of
+from relay.page.security import Role, User, fields_of
 from relay.pipeline.consumers import Consumers
 from relay.pipeline.overview import Overview
 from relay.statements import names_of
@@ -102,7 +102,6 @@ class Page:
         self.consumers = consumers
         self.sampler = sampler
         self.shows_payloads = settings.web.payloads is Payloads.SHOWN
-        self._closing = ExitStack()
         self._pending: OrderedDict[str, tuple[tuple[str, str], Any]] = OrderedDict()
         self._lock = threading.Lock()
         self._templates = Environment(
@@ -117,13 +116,8 @@ class Page:
         )
 
     def close(self) -> None:
-        """End the thread that reads the figures, and close the connections."""
+        """End the thread that reads the figures."""
         self.sampler.close()
-        self._closing.close()
-
-    def on_close(self, close: Callable[[], None]) -> None:
-        """Call this when the page is closed."""
-        self._closing.callback(close)
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
         """Return a view as HTML."""

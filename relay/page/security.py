@@ -5,10 +5,9 @@ the page through an operator's browser (DNS rebinding). Then it has to come from
 
 | set-up                                   | who somebody is                                                        |
 |------------------------------------------|------------------------------------------------------------------------|
-| a loopback address, no users (default)   | who has the link that is printed at the start: its token becomes a     |
+| a loopback address (default)             | who has the link that is printed at the start: its token becomes a     |
 |                                          | cookie, as other users of the machine can reach the port too           |
-| users                                    | HTTP Basic (RFC 7617), over TLS only; passwords are kept as scrypt     |
-|                                          | hashes (RFC 7914)                                                      |
+| a proxy that shares a secret with us     | whom the proxy names in a header, next to the secret in another        |
 | a host application mounts the page       | whoever the host says                                                  |
 
 An action is a POST by an admin, with our form's token and from our own origin: a form on another site can't send it.
@@ -16,41 +15,33 @@ An action is a POST by an admin, with our form's token and from our own origin: 
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
 import hmac
 import inspect
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outbox.errors import ConfigurationError
-from relay.config import Role
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _COOKIE: Final = "outbox_page"
-_GUESSES: Final = 4
-"""Passwords that are tried at the same time; a further one is refused at once."""
+SECRET_HEADER: Final = "X-Outbox-Proxy-Secret"  # noqa: S105
+"""Where a proxy shows the secret that it shares with the page."""
 _ENTER: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>outbox</title><link rel="icon" href="{0}static/icon.svg">
 <meta http-equiv="refresh" content="0;url={0}"></head><body><p><a href="{0}">The operations page</a></p></body></html>
 """
 _MAX_BODY: Final = 256 << 10
 _MAX_FIELDS: Final = 5_000
-# RFC 7914: about 50 ms and 16 MiB for each password that is tried.
-_SCRYPT: Final = {"n": 1 << 14, "r": 8, "p": 1}
-_HASH_PREFIX: Final = "scrypt"
 
 _POLICY: Final = (
     "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -69,6 +60,15 @@ _HEADERS: Final[Mapping[str, str]] = {
 }
 
 
+class Role(StrEnum):
+    """What a user of the page may do."""
+
+    READ_ONLY = "read-only"
+    """See everything that the page shows."""
+    ADMIN = "admin"
+    """Also retry, discard, pause and resume."""
+
+
 @dataclass(frozen=True, slots=True)
 class User:
     """Somebody who uses the page. ``name`` is written into the audit with each action."""
@@ -81,71 +81,44 @@ Authenticate = Callable[[Request], "User | Awaitable[User | None] | None"]
 """How a host application says who sends a request; None: nobody who may see the page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """A user with a password. ``password_hash`` is what ``hash_password`` returns."""
+def from_proxy(secret: str, user_header: str) -> Authenticate:
+    """Return the function that knows a user by a proxy's headers: the shared secret, and the user's name in another.
 
-    password_hash: str
-    role: Role = Role.READ_ONLY
+    Whoever the proxy lets in is an admin. None unless each of the headers is there exactly once: a proxy that adds its
+    own to what the client has sent proves nothing.
+    """
 
-    def __post_init__(self) -> None:
-        _parts(self.password_hash)
+    def authenticate(request: Request) -> User | None:
+        shown, names = request.headers.getlist(SECRET_HEADER), request.headers.getlist(user_header)
+        if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), secret.encode()):
+            return None
+        return User(names[0], Role.ADMIN) if len(names) == 1 and names[0] else None
+
+    return authenticate
 
 
 @dataclass(slots=True)
 class Access:
-    """How the page knows its users; exactly one of the three.
+    """How the page knows its users: a token or ``authenticate``.
 
-    accounts       by name.
     token          a secret: whoever opens ``/?token=…`` is an admin.
-    authenticate   a function of the host application.
+    authenticate   a function of the host application, or ``from_proxy``.
     read_only      nobody is an admin.
     secret         signs the forms; a host application with several processes gives all of them the same.
     """
 
-    accounts: Mapping[str, Account] = field(default_factory=dict)
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     authenticate: Authenticate | None = None
     read_only: bool = False
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    _known: dict[tuple[str, bytes], Account] = field(default_factory=dict, repr=False)
-    # One at a time: passwords that are guessed may not take all of the processor and memory.
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _guesses: threading.BoundedSemaphore = field(
-        default_factory=lambda: threading.BoundedSemaphore(_GUESSES), repr=False
-    )
 
     def __post_init__(self) -> None:
-        if sum(map(bool, (self.accounts, self.token, self.authenticate))) != 1:
-            raise ConfigurationError("the page needs exactly one way to know its users: accounts, a token, or a host's")
+        if bool(self.token) == bool(self.authenticate):
+            raise ConfigurationError("the page needs exactly one way to know its users: a token, or a host's function")
 
     def limited(self, user: User) -> User:
         """Return the user with the rights that the page gives."""
         return User(user.name, Role.READ_ONLY) if self.read_only else user
-
-    def by_known_password(self, name: str, password: str) -> User | None:
-        """Return the user of a name and password that were right before, without the cost of a hash; or None."""
-        account = self._known.get((name, self._digest(name, password)))
-        return None if account is None else self.limited(User(name, account.role))
-
-    def by_password(self, name: str, password: str) -> User | None:
-        """Return the user of this name and password, or None. Raises Busy while too many others are tried."""
-        if not self._guesses.acquire(blocking=False):
-            raise Busy
-        try:
-            with self._lock:
-                account = self.accounts.get(name)
-                # As long for a name that is unknown: the time must not tell which there are.
-                matches = verify_password(password, _NOBODY if account is None else account.password_hash)
-        finally:
-            self._guesses.release()
-        if account is None or not matches:
-            return None
-        self._known[name, self._digest(name, password)] = account
-        return self.limited(User(name, account.role))
-
-    def _digest(self, name: str, password: str) -> bytes:
-        return hmac.digest(self.secret, f"{name}\0{password}".encode(), "sha256")
 
     def by_cookie(self, cookie: str | None) -> User | None:
         """Return the user of a cookie that the token was exchanged for, or None."""
@@ -165,41 +138,6 @@ class Access:
     def form_token(self, user: User) -> str:
         """Return the token that a user's forms carry."""
         return hmac.digest(self.secret, f"form\0{user.name}".encode(), "sha256").hex()
-
-
-class Busy(Exception):
-    """Too many passwords are tried at the same time."""
-
-
-def hash_password(password: str) -> str:
-    """Return a password's hash, with a salt, for the settings."""
-    salt = secrets.token_bytes(16)
-    return f"{_HASH_PREFIX}${base64.b64encode(salt).decode()}${base64.b64encode(_scrypt(password, salt)).decode()}"
-
-
-def verify_password(password: str, password_hash: str) -> bool:
-    """Return whether a password has this hash. Raises ConfigurationError for text that is no hash."""
-    salt, wanted = _parts(password_hash)
-    return hmac.compare_digest(_scrypt(password, salt), wanted)
-
-
-def _scrypt(password: str, salt: bytes) -> bytes:
-    return hashlib.scrypt(password.encode(), salt=salt, dklen=32, **_SCRYPT)
-
-
-def _parts(password_hash: str) -> tuple[bytes, bytes]:
-    prefix, _, rest = password_hash.partition("$")
-    salt, _, digest = rest.partition("$")
-    try:
-        found = base64.b64decode(salt, validate=True), base64.b64decode(digest, validate=True)
-    except (binascii.Error, ValueError):
-        found = b"", b""
-    if prefix != _HASH_PREFIX or len(found[0]) < 8 or len(found[1]) != 32:
-        raise ConfigurationError("a password's hash must be one that `outbox web --hash-password` prints")
-    return found
-
-
-_NOBODY: Final = hash_password(secrets.token_hex(16))
 
 
 class Guard:
@@ -267,7 +205,7 @@ class Guard:
         if self._hosts and host not in self._hosts:
             return PlainTextResponse(
                 "This page does not answer for the host that was asked for. Use the address that `outbox web` prints, "
-                "or set OUTBOX_WEB__ORIGIN to the address that a proxy makes it known by.\n",
+                "or that of the proxy in OUTBOX_WEB__ORIGIN, which has to pass on the header Host.\n",
                 421,
             )
         return None
@@ -277,11 +215,7 @@ class Guard:
         shown = request.query_params.get("token")
         if self._access.token is not None and shown is not None and request.method == "GET":
             return self._exchange(request, shown), None
-        try:
-            user = await self._user(request)
-        except Busy:
-            text = "too many passwords are tried at the same time: try again\n"
-            return PlainTextResponse(text, 429, {"Retry-After": "1"}), None
+        user = await self._user(request)
         if user is None:
             return self._ask(), None
         request.scope["outbox.user"] = user
@@ -300,13 +234,7 @@ class Guard:
             found = access.authenticate(request)
             user = await found if inspect.isawaitable(found) else found
             return None if user is None else access.limited(user)
-        if access.token is not None:
-            return access.by_cookie(request.cookies.get(_cookie_name(request)))
-        credentials = _basic(request.headers)
-        if credentials is None:
-            return None
-        known = access.by_known_password(*credentials)
-        return known or await run_in_threadpool(access.by_password, *credentials)
+        return access.by_cookie(request.cookies.get(_cookie_name(request)))
 
     def _exchange(self, request: Request, shown: str) -> Response:
         assert self._access.token is not None
@@ -325,12 +253,9 @@ class Guard:
         return answer
 
     def _ask(self) -> Response:
-        if self._access.accounts:
-            challenge = {"WWW-Authenticate": 'Basic realm="outbox", charset="UTF-8"'}
-            return PlainTextResponse("name and password, please\n", 401, challenge)
         if self._access.token is not None:
             return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
-        return PlainTextResponse("you may not see this page\n", 403)
+        return PlainTextResponse("you may not see this page: sign in where it is linked from\n", 403)
 
     def _refused_action(self, request: Request, user: User, body: bytes) -> Response | None:
         origin = request.headers.get("origin", "").lower()
@@ -382,17 +307,6 @@ def _without_nul() -> Response:
 def hosts_of(origins: Collection[str]) -> list[str]:
     """Return the values of ``Host`` that requests to these origins have."""
     return [urlsplit(origin).netloc for origin in origins]
-
-
-def _basic(headers: Headers) -> tuple[str, str] | None:
-    scheme, _, encoded = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "basic":
-        return None
-    try:
-        name, colon, password = base64.b64decode(encoded, validate=True).decode().partition(":")
-    except (binascii.Error, ValueError):
-        return None
-    return (name, password) if colon else None
 
 
 async def _body(request: Request) -> bytes | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import ssl
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Final
@@ -12,39 +11,34 @@ from typing import TYPE_CHECKING, Final
 import uvicorn
 
 from outbox.errors import ConfigurationError
-from relay.config import is_loopback
 from relay.page.app import create_page
-from relay.page.security import Access, Account
+from relay.page.security import Access, from_proxy
 
 if TYPE_CHECKING:
     from relay.config import Settings
     from relay.page.sampling import Sampler
 
-_ANY: Final = frozenset({"0.0.0.0", "::", ""})  # noqa: S104  compared with, not listened on
 # Requests that are still answered when it stops; live connections end by themselves.
 _GRACE_SECONDS: Final = 5
 _BACKLOG: Final = 128
+_HTTP: Final = 80
 
 
 class PageServer:
     """Listens from the beginning, so that ``link`` can be given out; answers while ``run`` runs.
 
-    Raises ConfigurationError when it can't listen at the address, or without a usable certificate.
+    Raises ConfigurationError when it can't listen at the address.
     """
 
     def __init__(self, settings: Settings, sink_url: str | None = None) -> None:
         web = settings.web
-        token = None if web.users else secrets.token_urlsafe(24)
-        self.access = Access(
-            accounts={name: Account(user.password_hash, user.role) for name, user in web.users.items()},
-            token=token,
-            read_only=web.read_only,
-        )
+        token = None if web.proxy_secret else secrets.token_urlsafe(24)
+        proxy = from_proxy(web.proxy_secret, web.user_header) if web.proxy_secret else None
+        self.access = Access(token=token, authenticate=proxy, read_only=web.read_only)
         self._socket = _listen(web.address)
         self.port: int = self._socket.getsockname()[1]
-        scheme = "http" if web.tls_certificate is None else "https"
         try:
-            origins = _origins(settings, scheme, web.address.rpartition(":")[0], self.port)
+            origins = _origins(settings, self.port)
             app = create_page(self.access, settings, sink_url=sink_url, origins=origins)
             config = uvicorn.Config(
                 app,
@@ -55,14 +49,9 @@ class PageServer:
                 # Only we say where a request comes from; a header of the client's would be believed otherwise.
                 proxy_headers=False,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
-                ssl_certfile=web.tls_certificate,
-                ssl_keyfile=web.tls_key,
                 lifespan="on",
             )
             config.load()
-        except (OSError, ssl.SSLError) as error:
-            self._socket.close()
-            raise ConfigurationError(f"OUTBOX_WEB__TLS_CERTIFICATE and OUTBOX_WEB__TLS_KEY: {error}") from error
         except BaseException:
             self._socket.close()
             raise
@@ -102,22 +91,14 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _origins(settings: Settings, scheme: str, host: str, port: int) -> list[str]:
-    default = {"https": 443, "http": 80}[scheme]
-    suffix = "" if port == default else f":{port}"
-    found = []
-    if host.strip("[]") not in _ANY:
-        found.append(f"{scheme}://{host}{suffix}")
-    if is_loopback(settings.web.address):
-        found += [f"{scheme}://{name}{suffix}" for name in ("127.0.0.1", "localhost", "[::1]")]
-    if settings.web.origin is not None:
-        found.append(settings.web.origin)
-    if not found:
-        raise ConfigurationError(
-            f"OUTBOX_WEB__ADDRESS={settings.web.address} is every address of this machine: set OUTBOX_WEB__ORIGIN to "
-            "the one that the page is opened by, such as https://outbox.example.com"
-        )
-    return list(dict.fromkeys(found))
+def _origins(settings: Settings, port: int) -> list[str]:
+    """Return the addresses that browsers open the page by."""
+    web = settings.web
+    # Behind a proxy there is no other way in, whatever the address is.
+    if web.origin is not None:
+        return [web.origin]
+    hosts = [web.address.rpartition(":")[0], "127.0.0.1", "localhost", "[::1]"]
+    return list(dict.fromkeys(f"http://{host}" if port == _HTTP else f"http://{host}:{port}" for host in hosts))
 
 
 def _listen(address: str) -> socket.socket:

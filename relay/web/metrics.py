@@ -183,7 +183,7 @@ class RelayMetrics:
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
             "How long a task besides publishing has been failing: slot (its check), slot_repair (the repair of a lost "
-            "slot), backlog (its count), archive, drain (the look whether one is complete), transactions (the search "
+            "slot), backlog (its count), archive, transactions (the search "
             "for hanging ones), partitions (the count of topics' partitions).",
             labels=["task"],
         )

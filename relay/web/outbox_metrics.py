@@ -104,7 +104,7 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
     paused = GaugeMetricFamily(
-        "outbox_pauses", "Pauses and drains that operators have requested, by what they cover.", labels=["scope"]
+        "outbox_pauses", "Pauses that operators have requested, by what they cover.", labels=["scope"]
     )
     for kind in ScopeKind:
         paused.add_metric([kind], sum(one.scope.kind is kind for one in state.pauses))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psycopg
 import pytest
 from pause_support import (
     WAYS,
+    Draining,
     Published,
     TwoKinds,
-    drain,
-    is_drained,
-    left,
     obeyed,
     pause,
     read,
@@ -154,10 +154,10 @@ def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, 
 
 @pytest.mark.parametrize(("place", "which"), [*LANES, *TOPICS, *EVERYTHING], indirect=["place"])
 def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
-    """The event of a transaction that was open when the drain was requested, too."""
+    """The event of a transaction that was open when the drain began, too."""
     url, scope = place.url, scope_named(which, place.topics)
     outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
-    with place.load() as load, psycopg.connect(url) as old:
+    with place.load() as load, psycopg.connect(url) as old, contextlib.ExitStack() as stack:
         outbox_relay(**place.settings)
         published = place.published(load)
         wait_until(lambda: published.of(scope) > 20, what="some load")
@@ -165,14 +165,16 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         key = next(f"k9-{n}" for n in range(0, 100, 2) if published.lane(f"k9-{n}") == 1)
         old.execute("INSERT INTO business VALUES (%s, 1)", (key,))
         committed = load.committed()
-        drain(url, scope)
+        draining = stack.enter_context(Draining(url, scope))
         more(load, 100)
-        assert not is_drained(url, scope)
-        assert any("a transaction from before the drain is open" in cause for cause in left(url, scope).causes)
+        (left,) = draining.look().values()
+        assert not left.drained
+        assert any("a transaction from before the drain is open" in cause for cause in left.causes)
         # It writes its event only now.
         outbox.add(old, Event(place.kinds[0], key, "Counted", {"seq": 1}))
         old.commit()
-        wait_until(lambda: is_drained(url, scope), 60, "the drain")
+        wait_until(draining.drained, 60, "the drain")
+        draining.pause()
         obeyed(url, [scope])
         before = published.messages()
         assert key in {message.key().decode() for message in before}
@@ -186,7 +188,7 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
 
 
 def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
-    """At the 3rd of its batches; another relay completes the drain, and nothing that came later is published."""
+    """At the 3rd of its batches; another relay publishes the rest, and nothing that came later is published."""
     url, count = place.url, 25_000
     outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
     point = "txn.committed" if place.settings["delivery"] == "exactly-once" else "batch.acknowledged"
@@ -201,14 +203,16 @@ def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
                 for key in (f"k0-{n}" for n in range(100))
             ],
         )
-    drain(url, ALL)
+    draining = Draining(url, ALL)
     settings = place.settings | {"relay__batch_size": 1000}
     victim = outbox_relay(env={VARIABLE: f"{point}=kill@3"}, **settings)
     assert victim.wait(60) < 0
-    assert not is_drained(url, ALL)
+    assert not draining.drained()
     end_leases(url)
     outbox_relay(**settings)
-    wait_until(lambda: is_drained(url, ALL), 120, "the drain")
+    with draining:
+        wait_until(draining.drained, 120, "the drain")
+        draining.pause()
     obeyed(url, [ALL])
     with psycopg.connect(url) as connection:
         outbox.add(connection, Event(place.kinds[0], "later", "Counted", {"seq": 1}))

@@ -24,10 +24,11 @@ from alerting import RULES, Samples, collected, firing, scraped
 from external_support import payments, provider, sink
 from failing_relays import let_pass
 from offsets_driver import GROUP, Driver, driver, without_spark
-from pause_support import drain, pause
+from pause_support import pause
 from prometheus_client import CollectorRegistry
 from proxy import TcpProxy
 from psycopg import sql
+from raw_kafka import HangingTransaction
 from reconcile_support import hanging, unverified
 from runbooks import PLACEHOLDERS, SECTIONS, Operator, Section, placeholders
 from support import drained, end_leases, logged, look_up, owners, wait_until
@@ -43,7 +44,6 @@ from outbox.testing.fixtures import RelayProcess, Topics, token
 from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
-from relay.operations import transactions
 from relay.pauses import ALL, scopes_of
 from spark_jobs import letters
 from spark_jobs.driver.poison_search import Search
@@ -62,6 +62,7 @@ __all__ = ["driver", "hanging", "provider", "sink", "unverified", "without_spark
 
 IMPATIENT = (str(Path(__file__).parents[1] / "support" / "impatient.py"),)
 LEASE = 1.0
+FIND_HANGING = "kafka-transactions.sh --bootstrap-server BROKERS find-hanging"
 TYPED: dict[str, set[str]] = {}
 """By the title of a section, what its tests have typed of it."""
 
@@ -408,9 +409,9 @@ def test_a_drain_that_does_not_end_and_a_relay_that_does_not_obey(operator, orde
     asleep.pause()
     written = f"INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('{orders.kind}', '1', 'T')"
     with forgotten(url, written) as pid:
-        drain(url, ALL)
         shown = operator.act("outbox relay drain", status=1)
         assert f"open: session {pid} of" in shown
+    pause(url, ALL, wait=False)
     assert "asleep" in operator.look("outbox status").text
     asleep.kill()
     end_leases(url, "asleep")
@@ -564,7 +565,7 @@ def test_kafka_does_not_acknowledge_what_is_deleted(operator, outbox_postgres, u
 
 
 @of("A transaction is undecided")
-def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres):
+def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, settings):
     url = orders.url
     relay = operator.start(
         delivery="exactly-once",
@@ -578,16 +579,19 @@ def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres):
     registry = CollectorRegistry()
     registry.register(metrics)
     wait_until(lambda: "ConsumerPinned" in firing(collected(registry)), what="the alert")
-    shown = operator.look("outbox transactions").text
-    assert "do not abort" in shown
-    (id_,) = re.findall(r"^(\S+): Ongoing", shown, re.MULTILINE)
+    shown = operator.look("outbox doctor").text
+    assert f"topic {orders.topic} partition 0, transaction" in shown
+    servers = {"BROKERS": orders.kafka.bootstrap_servers}
+    shown = operator.look("kafka-transactions.sh --bootstrap-server BROKERS list", **servers).text
+    (id_,) = re.findall(rf"^({settings['name']}\.relay\.\S+)\s.*\sOngoing", shown, re.MULTILINE)
+    tool = "kafka-transactions.sh --bootstrap-server BROKERS describe"
+    shown = operator.look(tool, **servers, TRANSACTIONAL_ID=id_).text
+    assert f"{orders.topic}-0" in shown
+    assert "90000" in shown
     relay.kill()
     end_leases(url)
-    assert f"{orders.topic}-0 from offset 0, readers wait at 0 with 3 records behind" in shown
-    assert "safe to abort" in operator.look("outbox transactions").text
-    operator.own("outbox transactions --abort", TRANSACTIONAL_ID=id_)
-    assert "ConsumerPinned" not in firing(collected(registry))
     operator.start(delivery="exactly-once")
+    wait_until(lambda: "ConsumerPinned" not in firing(collected(registry)), what="its heir to fence it")
     orders.published(3)
 
 
@@ -597,7 +601,6 @@ def test_a_transaction_hangs(operator, hanging, address, settings, monkeypatch):
     defaults = StateTopic.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "decide_seconds", 0.5)
-    monkeypatch.setattr(transactions, "_DECIDE_SECONDS", 0.5)
     hanging.hang()
     settings |= {
         "kafka__bootstrap_servers": hanging.kafka.bootstrap_servers,
@@ -607,14 +610,37 @@ def test_a_transaction_hangs(operator, hanging, address, settings, monkeypatch):
     }
     operator.start()
     alarmed(address, "OutboxTransactionHangs", "OutboxRelayNotReady")
-    shown = operator.look("outbox transactions")
-    assert (shown.status, f"{hanging.id}: Hanging" in shown.text) == (1, True), shown.text
+    topic = hanging.topics[0]
+    shown = operator.look(FIND_HANGING, BROKERS=hanging.kafka.bootstrap_servers, TOPIC=topic, MINUTES=0)
+    assert re.search(rf"^{topic}\s+1\s", shown.text, re.MULTILINE), shown.text
     shown = operator.own("outbox relay reconcile", status=1)
     assert re.search(r"(\d+) events may be in it; the outbox still has the rows of \1", shown)
     operator.own("outbox relay reconcile --apply")
     wait_until(lambda: hanging.left() == 0, what="the events to be published")
     assert set(hanging.published().values()) == {1}
     alarmed(address)
+
+
+@of("A transaction is undecided")
+def test_a_transaction_of_another_program_hangs(operator, hanging, settings):
+    """Nothing of the outbox ends it."""
+    topic = hanging.topics[0]
+    stranger = HangingTransaction(hanging.kafka.bootstrap_servers, hanging.kafka.name("stranger"))
+    stranger.write(topic, 1, [(b"k", b"{}", {})])
+    settings |= {
+        "kafka__bootstrap_servers": hanging.kafka.bootstrap_servers,
+        "name": hanging.name,
+        "delivery": "exactly-once",
+    }
+    servers = {"BROKERS": hanging.kafka.bootstrap_servers, "TOPIC": topic}
+    shown = operator.look(FIND_HANGING, **servers, MINUTES=0).text
+    assert re.search(rf"^{topic}\s+1\s.*\s0\s", shown, re.MULTILINE), shown
+    shown = operator.own("outbox relay reconcile", status=1)
+    assert f"abort --topic {topic} --partition 1 --start-offset 0" in shown
+    assert hanging.undecided() == {(topic, 1)}
+    tool = "kafka-transactions.sh --bootstrap-server BROKERS abort"
+    operator.own(tool, **servers, PARTITION=1, STABLE=0)
+    assert hanging.undecided() == set()
 
 
 @of("Upkeep fails")

@@ -16,7 +16,7 @@ import credential_provider
 import psycopg
 import pytest
 import schema_registry
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceType
 from psycopg import sql
 from secured import PASSWORD, Certificates, allow, secured_kafka, secured_postgres, set_password
@@ -35,10 +35,8 @@ from relay.cli.app import app
 from relay.config import load
 from relay.database import Connector
 from relay.kafka.client import Admin
-from relay.kafka.wire import Brokers
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
-from relay.ports import BrokerUnavailable
 from relay.wal.replication import Replication
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.model import Range
@@ -376,37 +374,6 @@ def test_a_reason_explains_the_failures_of_its_own_client_alone(servers):
     with pytest.raises(KafkaException) as caught, client.explaining():
         client.list_topics(timeout=0.0001)
     assert "a connection failed" not in str(caught.value)
-
-
-@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
-def test_transactions_are_listed_with_scram_over_tls(servers, mechanism):
-    """By a client of our own, which speaks TLS and SCRAM itself."""
-    id_, topic, address = f"id-{token()}", servers.topic(), ("127.0.0.1", servers.kafka_port)
-    allow(servers.admin, ResourceType.TRANSACTIONAL_ID, id_, AclOperation.DESCRIBE)
-    producer = Producer({"bootstrap.servers": servers.plain_kafka, "transactional.id": id_})
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    producer.produce(topic, b"{}")
-    producer.flush(30)
-    options = servers.kafka | {"sasl.mechanism": mechanism}
-    [listed] = Brokers(options).list_transactions(address, ["Ongoing"])
-    assert listed.transactional_id == id_
-    producer.abort_transaction(30)
-    wrong: dict[str, tuple[dict[str, str], str, str]] = {
-        "password": ({"sasl.password": "incorrect"}, "127.0.0.1", "the user name or the password is refused"),
-        "user": ({"sasl.username": "nobody"}, "127.0.0.1", "the user name or the password is refused"),
-        "mechanism": ({"sasl.mechanism": "PLAIN"}, "127.0.0.1", "does not enable this sasl.mechanism"),
-        "authority": (
-            {"ssl.ca.location": str(servers.certificates.stranger)},
-            "127.0.0.1",
-            "certificate verify failed: unable to get local issuer certificate",
-        ),
-        "host name": ({}, "localhost", "certificate verify failed: Hostname mismatch, certificate is not valid for"),
-    }
-    for what, (changes, host, text) in wrong.items():
-        with pytest.raises(BrokerUnavailable, match=f"Kafka at {host}:.*{text}") as caught:
-            Brokers(options | changes).list_transactions((host, address[1]))
-        assert PASSWORD not in str(caught.value), what
 
 
 UNTRUSTED = {

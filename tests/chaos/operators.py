@@ -32,6 +32,8 @@ from outbox.sandbox.errors import ServiceError
 _AGAIN_SECONDS: Final = 20.0
 _STEP_SECONDS: Final = 0.5
 _CONFIRM_SECONDS: Final = 4
+# The command waits itself; what it does not reach in this time, it leaves as it was.
+_DRAIN_SECONDS: Final = 10
 _REASON: Final = "chaos"
 
 _AUDIT: Final = "SELECT what, details FROM outbox.audit WHERE what IN ('discard', 'retry', 'replay')"
@@ -106,7 +108,7 @@ class OperatorHand(Hand[Act]):
                 wait = ("--timeout", str(_CONFIRM_SECONDS)) if planned.seconds > 2 else ("--no-wait",)
                 effect = self._give("relay", "pause", *_scope(planned, self._stage), "--reason", _REASON, *wait)
             case "drain":
-                limit = ("--timeout", str(_CONFIRM_SECONDS))
+                limit = ("--timeout", str(_DRAIN_SECONDS))
                 effect = self._give("relay", "drain", *_scope(planned, self._stage), "--reason", _REASON, *limit)
             case "replay":
                 effect = self._replay(planned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import html
 import json
@@ -10,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -28,7 +26,6 @@ from docs_support import blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from page_support import Answer, PageRun
-from secured import Certificates
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Mount
@@ -36,11 +33,9 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import ConfigurationError
-from relay.config import Role, load
-from relay.page import Access, User, create_page
-from relay.page.security import hash_password
+from relay.config import load
+from relay.page import Access, Role, User, create_page
 
-PASSWORD = "pässwörd: with a colon"
 SECRET = "s3cret-in-a-payload"
 
 
@@ -61,14 +56,6 @@ def serve(environment) -> Iterator[Any]:
             return run
 
         yield start
-
-
-def users(role: str = "admin") -> dict[str, Any]:
-    return {"ann": {"password_hash": hash_password(PASSWORD), "role": role}}
-
-
-def basic(name: str, password: str) -> dict[str, str]:
-    return {"Authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
 
 
 def audit(url: str) -> list[Any]:
@@ -198,7 +185,7 @@ def test_what_was_shown_is_what_is_done(serve, environment):
     assert key is not None
     # The answer to a question is none to another one.
     for other in ("/dead-letters/relay/retry", "/dead-letters/consumer/discard", "/relays/change"):
-        also = {"action": "pause", "scope": "all"}
+        also = {"scope": "all"}
         assert page.ask(other, fields | also | {"confirmed": key[1]}).status == 400, other
     found = page.ask(path, fields | {"confirmed": key[1]})
     assert "2 events were discarded" in page.ask(found.headers["location"]).text
@@ -230,22 +217,6 @@ def test_what_was_shown_is_what_is_done(serve, environment):
     assert remaining(environment) == {}
 
 
-def test_after_a_restart_of_postgres_the_first_request_is_answered(serve, environment):
-    page = serve().sign_in()
-    assert page.ask("/events").status == 200
-    with psycopg.connect(environment, autocommit=True) as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'outbox web'"
-        )
-        wait_until(
-            lambda: (
-                not connection.execute("SELECT FROM pg_stat_activity WHERE application_name = 'outbox web'").fetchall()
-            ),
-            what="the sessions to end",
-        )
-    assert page.ask("/events").status == 200
-
-
 def test_a_lock_keeps_no_other_view_from_being_shown(serve, environment):
     page = serve().sign_in()
     assert page.ask("/relays").status == 200
@@ -260,20 +231,9 @@ def test_a_lock_keeps_no_other_view_from_being_shown(serve, environment):
     assert answers == {200, 503}
 
 
-def test_passwords_that_are_guessed_hold_up_nobody(serve):
-    page = serve(users=users())
-    ann = basic("ann", PASSWORD)
-    assert page.ask("/static/page.css", headers=ann).status == 200
-    with ThreadPoolExecutor(60) as pool:
-        guesses = [pool.submit(page.ask, "/", headers=basic("ann", f"guess {n}")) for n in range(300)]
-        wait_until(lambda: any(one.done() for one in guesses), what="the first answers")
-        assert page.ask("/static/page.css", headers=ann).status == 200
-        assert {one.result().status for one in guesses} == {401, 429}
-
-
 def test_a_pause_is_asked_about_and_says_which(serve, environment):
     page = serve().sign_in()
-    fields = {"form_token": page.form_token(), "action": "pause", "reason": "why"}
+    fields = {"form_token": page.form_token(), "reason": "why"}
     for wrong in (
         {},
         {"scope": ""},
@@ -288,40 +248,68 @@ def test_a_pause_is_asked_about_and_says_which(serve, environment):
     wait_until(lambda: "<h2>Paused</h2>" in page.ask("/relays").text, what="the pause to be shown")
 
 
-def test_users_have_names_passwords_and_roles(serve, environment):
-    page = serve(users=users() | {"bob": {"password_hash": hash_password("b")}})
-    found = page.ask("/")
-    assert (found.status, "token" in page.link) == (401, False)
-    assert found.headers["www-authenticate"].startswith("Basic ")
-    for wrong in (
-        basic("ann", "wrong"),
-        basic("ann", ""),
-        basic("nobody", PASSWORD),
-        basic("bob", PASSWORD),
-        {"Authorization": "Basic ///"},
-        {"Authorization": "Basic " + base64.b64encode(b"\xff\xfe").decode()},
-        {"Authorization": "Bearer " + PASSWORD.encode().hex()},
-        {"Cookie": "outbox_page=" + "0" * 64},
-    ):
-        assert page.ask("/", headers=wrong).status == 401, wrong
-    ann, bob = basic("ann", PASSWORD), basic("bob", "b")
-    assert "ann · admin" in page.ask("/", headers=ann).text
-    assert "bob · read-only" in page.ask("/", headers=bob).text
-    event_id = failure(environment)
-    shown = page.ask(f"/dead-letters/relay/{event_id}", headers=bob)
-    assert "Discard" not in shown.text
-    access = page.server.access
-    tokens = {
-        name: access.form_token(User(name, role)) for name, role in (("ann", Role.ADMIN), ("bob", Role.READ_ONLY))
+PROXY = {"proxy_secret": "s3cret-of-the-proxy", "origin": "https://outbox.example.com"}
+
+
+def through_proxy(user: str, secret: str = PROXY["proxy_secret"]) -> dict[str, str]:
+    """Return the headers of a request as a proxy passes it on."""
+    return {
+        "Host": "outbox.example.com",
+        "Origin": PROXY["origin"],
+        "X-Outbox-Proxy-Secret": secret,
+        "X-Forwarded-User": user,
     }
-    path = "/dead-letters/relay/retry"
-    fields = {"event_id": event_id}
-    assert "role admin" in page.ask(path, fields | {"form_token": tokens["bob"]}, bob).text
-    # A form of one user is none of another's.
-    assert page.ask(path, fields | {"form_token": tokens["bob"]}, ann).status == 403
+
+
+def test_behind_a_proxy_only_its_requests_are_answered(serve, environment):
+    page = serve(**PROXY)
+    assert page.link == "https://outbox.example.com/"
+    ann = through_proxy("ann")
+    found = page.ask("/", headers=ann)
+    assert (found.status, "ann · admin" in found.text) == (200, True)
+    for wrong in (
+        {"X-Outbox-Proxy-Secret": ""},
+        {"X-Outbox-Proxy-Secret": "s3cret"},
+        {"X-Outbox-Proxy-Secret": "s3cret-of-the-prüxy"},
+        {"X-Forwarded-User": ""},
+        {"X-Outbox-Proxy-Secret": "", "Cookie": f"outbox_page_{page.port}=" + "0" * 64},
+    ):
+        assert page.ask("/", headers=ann | wrong).status == 403, wrong
+    # There is no token.
+    assert page.ask("/?token=", headers=ann | {"X-Outbox-Proxy-Secret": ""}).status == 403
+    # Not past the proxy, under the address that it listens at.
+    assert page.ask("/", headers=ann | {"Host": page.address}).status == 421
+    assert PROXY["proxy_secret"] not in page.ask("/system", headers=ann).text
+
+
+@pytest.mark.parametrize("twice", ["X-Forwarded-User: root", "X-Outbox-Proxy-Secret: guess"])
+def test_a_proxy_that_keeps_what_a_client_has_sent_proves_nothing(serve, twice):
+    page = serve(**PROXY)
+    lines = [f"{name}: {value}" for name, value in through_proxy("ann").items()]
+
+    def status(*sent: str) -> int:
+        with socket.create_connection(("127.0.0.1", page.port), 30) as connection:
+            connection.sendall("\r\n".join(["GET / HTTP/1.1", *sent, "Connection: close", "", ""]).encode())
+            return int(connection.makefile().readline().split()[1])
+
+    assert (status(*lines), status(twice, *lines), status(*lines, twice)) == (200, 403, 403)
+
+
+def test_what_a_proxys_user_does_is_audited_under_the_users_name(serve, environment):
+    page = serve(**PROXY, user_header="X-Auth-Request-Email")
+    event_id = failure(environment)
+    ann, bob = (through_proxy("?") | {"X-Auth-Request-Email": name} for name in ("ann@example.com", "bob@example.com"))
+    path = f"/dead-letters/relay/{event_id}"
+    fields = {"event_id": event_id, "form_token": page.ask(path, headers=bob).form_token}
+    # A form of one user is none of another's; and the page has one origin.
+    assert page.ask("/dead-letters/relay/retry", fields, ann).status == 403
+    assert page.ask("/dead-letters/relay/retry", fields, bob | {"Origin": f"http://{page.address}"}).status == 403
     assert audit(environment) == []
-    assert page.ask(path, fields | {"form_token": tokens["ann"], "user": "bob", "who": "bob"}, ann).status == 303
-    assert [row[2].get("user") for row in audit(environment)] == ["ann", None]
+    fields = {"event_id": event_id, "form_token": page.ask(path, headers=ann).form_token, "user": "bob", "who": "bob"}
+    assert page.ask("/dead-letters/relay/retry", fields, ann).status == 303
+    assert [row[2].get("user") for row in audit(environment)] == ["ann@example.com", None]
+    looks = serve(**PROXY, read_only=True)
+    assert "ann · read-only" in looks.ask("/", headers=through_proxy("ann")).text
 
 
 def test_read_only_for_everybody(serve, environment):
@@ -349,30 +337,23 @@ def test_payloads_are_hidden_unless_somebody_wants_them(serve, environment):
     assert SECRET in shown.ask("/audit").text
 
 
-def test_what_an_address_needs(environment, tmp_path):
-    hashed = hash_password("p")
-    one = {"ann": {"password_hash": hashed}}
-    pem = {"tls_certificate": "c.pem", "tls_key": "k.pem"}
+def test_what_an_address_needs(environment):
+    secret, origin = {"proxy_secret": PROXY["proxy_secret"]}, {"origin": PROXY["origin"]}
     for web, problem in (
-        ({"address": "0.0.0.0:8722"}, "must be a loopback address unless"),
-        ({"address": "192.0.2.1:8722", "users": one}, "must be a loopback address unless"),
-        ({"address": "10.0.0.1:1", **pem}, "must be a loopback address unless"),
-        ({"origin": "https://outbox.example.com"}, "needs web.users"),
-        ({"origin": "http://outbox.example.com", "users": one}, "must be https"),
-        ({"tls_certificate": "c.pem"}, "needs tls_key too"),
+        ({"address": "0.0.0.0:8722"}, "must be a loopback address unless web.proxy_secret is set"),
+        ({"address": "192.0.2.1:8722"}, "must be a loopback address unless"),
+        ({"address": "[::]:8722"}, "must be a loopback address unless"),
+        ({"address": "0.0.0.0:8722", **secret}, "needs web.origin too"),
+        (secret, "needs web.origin too"),
+        (origin, "needs web.proxy_secret too"),
+        (secret | {"origin": "http://outbox.example.com"}, "must be https"),
+        ({"proxy_secret": "short", **origin}, "16 or more"),
         ({"address": "localhost"}, "must be host:port"),
-        ({"users": {"ann": {"password_hash": "x", "role": "root"}}}, "read-only or admin"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
             load(web=web)
-    for web, problem in (
-        ({"users": {"ann": {"password_hash": "plain text"}}}, "--hash-password"),
-        ({"users": one, **pem}, "TLS_CERTIFICATE"),
-        ({"users": one, **pem, "address": "nowhere.invalid:1"}, "OUTBOX_WEB__ADDRESS=nowhere.invalid:1"),
-        ({"address": "0.0.0.0:0", "users": one, **pem}, "OUTBOX_WEB__ORIGIN"),
-    ):
-        with pytest.raises(ConfigurationError, match=problem):
-            PageRun(**web)
+    with pytest.raises(ConfigurationError, match=r"OUTBOX_WEB__ADDRESS=nowhere\.invalid:1"):
+        PageRun(**PROXY, address="nowhere.invalid:1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -380,20 +361,11 @@ def test_what_an_address_needs(environment, tmp_path):
             PageRun(address=f"127.0.0.1:{taken.getsockname()[1]}")
 
 
-def test_over_tls_with_a_name_of_a_proxy(serve, environment, tmp_path):
-    made = Certificates.made(tmp_path)
-    page = serve(
-        users=users(), tls_certificate=str(made.certificate), tls_key=str(made.key), origin="https://outbox.example.com"
-    )
-    assert page.link == "https://outbox.example.com/"
-    port = page.port
-    context = ssl.create_default_context(cafile=str(made.authority))
-    asked = urllib.request.Request(f"https://127.0.0.1:{port}/", headers=basic("ann", PASSWORD))
-    with urllib.request.urlopen(asked, context=context, timeout=30) as answer:
-        assert answer.headers["strict-transport-security"].startswith("max-age=")
-    asked.add_header("Host", "outbox.example.com")
-    with urllib.request.urlopen(asked, context=context, timeout=30) as answer:
-        assert answer.status == 200
+def test_any_address_with_a_proxy(serve):
+    page = serve(**PROXY, address="0.0.0.0:0")
+    assert page.ask("/").status == 421
+    assert page.ask("/", headers={"Host": "outbox.example.com"}).status == 403
+    assert page.ask("/", headers=through_proxy("ann")).status == 200
 
 
 class Host:
@@ -500,7 +472,6 @@ VIEWS = (
 PARTS = ("/events/", "/dead-letters/relay/", "/dead-letters/consumer/", "/consumers/groups/", "/static/")
 NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "before", "side", "note", "cause", "group")
 FIELDS = (
-    "action",
     "scope",
     "lanes",
     "topic",

@@ -1,8 +1,9 @@
-"""Pauses in the database: who may set them, what a relay reads of them and when, and when a drain is complete."""
+"""Pauses in the database: who may set them, what a relay reads of them and when, and when an outbox is drained."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from contextlib import closing
@@ -12,7 +13,7 @@ import psycopg
 import pytest
 from counting import Counting
 from loop_fakes import Broker, Watcher, all_of
-from pause_support import drain, left, pause, read, resume
+from pause_support import Draining, pause, read, resume
 from polling_support import add, source, table, taken
 from psycopg import sql
 from support import look_up, wait_until
@@ -23,7 +24,6 @@ from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
 from relay.database import Connector
-from relay.drains import Drains
 from relay.insights import look_at_tables
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
@@ -31,6 +31,7 @@ from relay.lease import HeldLanes
 from relay.loop import LoopSettings, WorkerLoop
 from relay.operations import pauses
 from relay.operations.doctor import examine
+from relay.operations.drain import Drain, Left
 from relay.operations.findings import Level
 from relay.pauses import ALL, CurrentPauses, Pauses, Scope, ScopeKind, scopes_of
 from relay.polling import low_water_mark, reader
@@ -38,11 +39,9 @@ from relay.polling.source import PollingSource
 from relay.retries import FailurePolicy, Failures
 from relay.supervisor import Components, Supervisor
 from relay.wal.lane_hash import lane_of
-from relay.wal.slot import SlotNames
 
 LANE, OTHER_LANE = scopes_of([1, 2], [])
 ORDERS = Scope(ScopeKind.TOPIC, "order-events")
-NAMES = SlotNames("outbox", "none", "none")
 
 
 @pytest.fixture
@@ -82,17 +81,6 @@ def test_who_waits_for_what_is_paused_is_sent_to_where_it_is_shown(url):
     assert "1 event is not published after 0 s. See `outbox status` for relays and pauses" in done.output
 
 
-def test_a_pause_becomes_a_drain_and_a_drain_a_pause(url):
-    pause(url, LANE)
-    assert [change.changed for change in drain(url, LANE)] == [True]
-    assert [change.changed for change in drain(url, LANE)] == [False]
-    assert read(url)[LANE].state == "draining"
-    assert [change.changed for change in pause(url, LANE)] == [True]
-    assert read(url)[LANE].state == "paused"
-    replaced = look_up(url, "SELECT what, details -> 'replaced' ->> 'state' FROM outbox.audit ORDER BY id")
-    assert replaced == [("pause", None), ("drain", "paused"), ("pause", "draining")]
-
-
 @pytest.mark.parametrize(
     ("scope", "said"),
     [
@@ -102,9 +90,10 @@ def test_a_pause_becomes_a_drain_and_a_drain_a_pause(url):
     ],
 )
 def test_what_there_is_not_changes_nothing(url, scope, said):
-    for change in (pause, drain):
-        with pytest.raises(ConfigurationError, match=said):
-            change(url, LANE, scope)
+    with pytest.raises(ConfigurationError, match=said):
+        pause(url, LANE, scope)
+    code, text = outbox(url, "drain", f"--{scope.kind}", scope.name, "--lane", "1")
+    assert (code, re.search(said, text) is not None) == (2, True)
     assert (read(url), audit(url)) == ({}, [])
 
 
@@ -121,8 +110,20 @@ def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
             with psycopg.connect(url, user=name, autocommit=True) as mine:
                 may_write = Router().may_write
                 pauses.pause(mine, "outbox", [ALL], "mine", may_write=may_write)
-                pauses.drain(mine, "outbox", [LANE], "mine", may_write=may_write)
-                assert pauses.left(mine, "outbox", read(url)[LANE], Router()).causes[0] == "no relay is running"
+                pauses.pause(mine, "outbox", [LANE], "mine", may_write=may_write, what="drain")
+                (left,) = Drain(mine, "outbox", Router()).look([LANE]).values()
+                assert left.drained
+                # Without the right to write a heartbeat, the relay's own ones let the slot move.
+                for (function,) in admin.execute(
+                    "SELECT oid::regprocedure::text FROM pg_proc WHERE proname = 'pg_logical_emit_message'"
+                ).fetchall():
+                    admin.execute(f"REVOKE EXECUTE ON FUNCTION {function} FROM PUBLIC")
+                admin.execute("UPDATE outbox.lanes SET source = 'wal'")
+                waiting = Drain(mine, "outbox", Router())
+                for _ in range(2):
+                    (left,) = waiting.look([LANE]).values()
+                    assert "the replication slot has not passed" in left.causes[-1]
+                admin.execute("UPDATE outbox.lanes SET source = 'polling'")
                 for values in ("(requested_by) VALUES ('somebody')", "(requested_at) VALUES ('2020-01-01')"):
                     with pytest.raises(psycopg.errors.InsufficientPrivilege):
                         mine.execute(f"INSERT INTO outbox.pauses {values}")
@@ -171,17 +172,17 @@ def test_the_commands(outbox_postgres, url):
     code, text = outbox(url, "drain", "--timeout", "0")
     assert code == 1
     assert (
-        "all lanes not drained after 0 s: 1 events left; no relay is running; lane 1 is paused; topic order-events"
-        in text
+        "all lanes not drained after 0 s, and not paused: 1 events left; no relay is running; lane 1 is paused; "
+        "topic order-events" in text
     )
-    code, text = outbox(url, "drain", "--no-wait", "--json")
-    assert code == 0
-    [one] = json.loads(text)["pauses"]
-    assert (one["scope"], one["state"], one["changed"]) == ("all", "draining", False)
+    code, text = outbox(url, "drain", "--timeout", "0", "--json")
+    assert code == 1
+    shown = json.loads(text.splitlines()[0])
+    assert (shown["pauses"], shown["left"][0]["events"]) == ([], 1)
     code, text = outbox(url, "pause", "--lane", "9")
     assert (code, "no lane 9" in text) == (2, True)
     code, text = outbox(url, "resume", "--lane", "1", "--json")
-    assert [one["name"] for one in json.loads(text)["left"]] == ["", "order-events"]
+    assert [one["name"] for one in json.loads(text)["left"]] == ["order-events"]
 
 
 def test_the_status_says_paused_and_not_that_nobody_publishes(url, outbox_postgres):
@@ -253,14 +254,13 @@ def test_a_relay_reads_them_with_its_census_and_with_the_lanes_it_takes(outbox_p
     relay.distribution()
     assert relay.pauses == Pauses()
     pause(url, LANE, ORDERS, wait=False)
-    drain(url, OTHER_LANE)
     taken_now = relay.acquire(1)
     numbers = {scope: one.number for scope, one in read(url).items()}
     known = relay.pauses
     assert known is not None
     assert len(taken_now) == 1
     assert (known.lanes, known.topics, known.every_lane) == ({1}, {"order-events"}, False)
-    assert (known.numbers, known.drains) == ({numbers[LANE], numbers[ORDERS]}, {numbers[OTHER_LANE]})
+    assert known.numbers == {numbers[LANE], numbers[ORDERS]}
     resume(url, LANE, ORDERS)
     pause(url, ALL, wait=False)
     relay.distribution()
@@ -415,73 +415,47 @@ def test_what_is_left_out_is_not_visited_by_each_read(outbox_postgres, url, monk
 # Drains
 
 
-@pytest.fixture
-def draining(url):
-    """Makes drain tasks of relays that poll, each with a router."""
-    made: list[Draining] = []
-
-    def make(router: Router | None = None) -> Draining:
-        made.append(Draining(url, router))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.task.close()
-
-
-class Draining:
-    """The drain task of a relay that polls, stepped by hand, and its rows."""
-
-    def __init__(self, url: str, router: Router | None) -> None:
-        self.url = url
-        self.router = router or Router()
-        self.current = CurrentPauses()
-        self.task = Drains(Connector(url, "drains"), NAMES, self.router, self.current, wal=False)
-
-    def look(self) -> None:
-        rows = [(one.number, one.scope.kind, one.scope.name, one.draining) for one in read(self.url).values()]
-        self.current.now = Pauses.of(rows)
-        self.task.look()
-
-    def drained(self, scope: Scope) -> bool:
-        self.look()
-        return read(self.url)[scope].state == "drained"
-
-
-def test_only_the_scope_must_be_empty_up_to_the_request(outbox_postgres, url, draining):
-    place = draining()
-    keys = {lane: next(f"k{n}" for n in range(100) if lane_of("Order", f"k{n}", 4) == lane) for lane in range(4)}
-    add(outbox_postgres, keys[1], keys[2])
-    drain(url, LANE, ALL, ORDERS)
-    assert not any(place.drained(scope) for scope in (LANE, ALL, ORDERS))
-    assert left(url, LANE) == pauses.Left(drained=False, events=1, causes=["no relay is running"])
-    assert left(url, ALL).events == 2
-    last = dict(_last_ids(url))
-    # Written later: not waited for.
-    add(outbox_postgres, keys[1])
-    _publish(url, "lane = 1 AND id <= %s", last["lane"])
-    assert place.drained(LANE)
-    assert not place.drained(ALL)
-    _publish(url, "id <= %s", last["all"])
-    assert place.drained(ALL)
-    assert place.drained(ORDERS)
-    assert left(url, ORDERS).drained
-
-
-def _last_ids(url: str) -> list[tuple[str, int]]:
-    return look_up(url, "SELECT scope, last_id FROM outbox.pauses")
-
-
 def _publish(url: str, condition: str, *values: Any) -> None:
     with psycopg.connect(url) as connection:
         connection.execute(f"DELETE FROM outbox.events WHERE {condition}", values)
 
 
-def test_a_topic_is_drained_when_no_type_that_leads_to_it_is_left(outbox_postgres, url, draining):
+def test_the_command_pauses_when_all_is_published(outbox_postgres, url):
+    add(outbox_postgres, *(f"k{number}" for number in range(40)))
+    with Rig(url) as rig:
+        code, text = outbox(url, "drain", "--reason", "ledger")
+        assert (code, "Drained: nothing is published any more." in text) == (0, True)
+        assert len(rig.broker.log) == 40
+        assert read(url)[ALL].unconfirmed == ()
+        add(outbox_postgres, "later")
+        # Where it is paused, nothing more can be drained.
+        code, text = outbox(url, "drain", "--timeout", "0")
+        assert (code, "1 events left; all lanes are paused" in text) == (1, True)
+        assert len(rig.broker.log) == 40
+    assert audit(url) == [("drain", "ledger", "all", "")]
+
+
+def test_only_the_scope_must_be_empty_up_to_the_beginning(outbox_postgres, url):
+    keys = {lane: next(f"k{n}" for n in range(100) if lane_of("Order", f"k{n}", 4) == lane) for lane in range(4)}
+    add(outbox_postgres, keys[1], keys[2])
+    with Draining(url, LANE, ALL, ORDERS) as draining:
+        left = draining.look()
+        assert not any(one.drained for one in left.values())
+        assert left[LANE] == Left(drained=False, events=1, causes=["no relay is running"])
+        assert left[ALL].events == 2
+        ((last,),) = look_up(url, "SELECT max(id) FROM outbox.events")
+        # Written later: not waited for.
+        add(outbox_postgres, keys[1])
+        _publish(url, "lane = 1 AND id <= %s", last)
+        assert {scope: one.drained for scope, one in draining.look().items()} == {LANE: True, ALL: False, ORDERS: False}
+        _publish(url, "id <= %s", last)
+        assert draining.drained()
+
+
+def test_a_topic_is_drained_when_no_type_that_leads_to_it_is_left(outbox_postgres, url):
     router = Router(
         {"Order": Route("sales"), "Return": Route("sales"), "Bill": Route("bills", dead_letter_topic="dead")}
     )
-    place = draining(router)
     sales, dead = Scope(ScopeKind.TOPIC, "sales"), Scope(ScopeKind.TOPIC, "dead")
     with psycopg.connect(url) as connection:
         connection.execute(
@@ -489,37 +463,36 @@ def test_a_topic_is_drained_when_no_type_that_leads_to_it_is_left(outbox_postgre
             "SELECT kind, 'k', 'T', headers, true FROM (VALUES ('Bill', NULL), ('Other', NULL), ('Return', NULL), "
             "('Bill', '{\"outbox-dead-letter\": \"x\"}'::jsonb)) AS v(kind, headers)"
         )
-        pauses.drain(connection, "outbox", [sales, dead], None, may_write=router.may_write)
-    assert not place.drained(sales)
-    assert not place.drained(dead)
-    assert (left(url, sales, router).events, left(url, dead, router).events) == (1, 1)
-    _publish(url, "aggregate_type = 'Return'")
-    wait_until(lambda: place.drained(sales), what="the topic's drain")
-    assert not place.drained(dead)
-    _publish(url, "headers IS NOT NULL")
-    wait_until(lambda: place.drained(dead), what="the other drain")
+    with Draining(url, sales, dead, router=router) as draining:
+        assert {scope: one.events for scope, one in draining.look().items()} == {sales: 1, dead: 1}
+        _publish(url, "aggregate_type = 'Return'")
+        assert {scope: one.events for scope, one in draining.look().items()} == {sales: 0, dead: 1}
+        assert not draining.drained()
+        _publish(url, "headers IS NOT NULL")
+        assert draining.drained()
 
 
-def test_an_open_transaction_of_before_is_waited_for_and_named(outbox_postgres, url, draining):
-    place = draining()
+def test_an_open_transaction_of_before_is_waited_for_and_named(outbox_postgres, url):
     with psycopg.connect(url, application_name="slow writer") as old, psycopg.connect(url) as later:
         old.execute("SELECT pg_current_xact_id()")
-        drain(url, ALL)
-        later.execute("SELECT pg_current_xact_id()")
-        assert not place.drained(ALL)
-        (_, cause) = left(url, ALL).causes
-        assert "(slow writer)" in cause
-        old.execute("INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'k', 'T')")
-        old.commit()
-        # The later one is open, and nobody waits for it.
-        assert not place.drained(ALL)
-        assert left(url, ALL).events == 1
-        _publish(url, "true")
-        assert place.drained(ALL)
+        with Draining(url, ALL) as draining:
+            later.execute("SELECT pg_current_xact_id()")
+            (left,) = draining.look().values()
+            assert not left.drained
+            (_, cause) = left.causes
+            assert "(slow writer)" in cause
+            old.execute(
+                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'k', 'T')"
+            )
+            old.commit()
+            # The later one is open, and nothing waits for it.
+            (left,) = draining.look().values()
+            assert (left.drained, left.events) == (False, 1)
+            _publish(url, "true")
+            assert draining.drained()
 
 
-def test_a_key_behind_a_dead_letter_holds_the_drain_and_is_named(outbox_postgres, url, draining):
-    place = draining()
+def test_a_key_behind_a_dead_letter_holds_the_drain_and_is_named(outbox_postgres, url):
     add(outbox_postgres, "k1")
     with psycopg.connect(url) as connection:
         connection.execute(
@@ -528,27 +501,25 @@ def test_a_key_behind_a_dead_letter_holds_the_drain_and_is_named(outbox_postgres
             "SELECT lane, id - 1, gen_random_uuid(), aggregate_type, "
             "aggregate_id, true, 5, 'bad', now(), now(), 'infinity' FROM outbox.events"
         )
-    drain(url, ALL)
-    assert not place.drained(ALL)
-    assert any("dead letters block keys of lane" in cause for cause in left(url, ALL).causes)
+    with Draining(url, ALL) as draining:
+        (left,) = draining.look().values()
+    assert not left.drained
+    assert any("dead letters block keys of lane" in cause for cause in left.causes)
 
 
-def test_no_drain_costs_nothing(url):
-    with Counting(url) as counting:
-        task = Drains(Connector(counting.url, "drains"), NAMES, Router(), CurrentPauses(), wal=False)
-        for _ in range(5):
-            task.look()
-        assert counting.opened == 0
-
-
-def test_a_relay_of_the_other_source_does_not_complete_a_drain(url, draining):
-    drain(url, ALL)
-    place = draining()
+def test_while_lanes_are_read_from_the_wal_the_slot_must_pass(url):
+    """An operator has no right to write a heartbeat; the relay's own ones do it then."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 3")
-        assert not place.drained(ALL)
-        connection.execute("UPDATE outbox.lanes SET source = 'polling'")
-    assert place.drained(ALL)
+        with Draining(url, ALL) as draining:
+            for _ in range(2):
+                (left,) = draining.look().values()
+                assert (left.drained, left.causes[-1]) == (
+                    False,
+                    "the replication slot has not passed the drain's position",
+                )
+            connection.execute("UPDATE outbox.lanes SET source = 'polling'")
+            assert draining.drained()
 
 
 def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):

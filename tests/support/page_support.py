@@ -16,8 +16,8 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
-from relay.config import Role, load
-from relay.page.security import User
+from relay.config import load
+from relay.page.security import Role, User
 from relay.page.server import PageServer
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 from confluent_kafka import Message
-from support import Load, look_up, wait_until
+from support import Load, wait_until
 
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay.kafka.routing import Router
 from relay.operations import pauses
+from relay.operations.drain import Drain, Left
 from relay.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.wal.lane_hash import lane_of
 
@@ -115,29 +116,38 @@ def resume(url: str, *scopes: Scope) -> list[pauses.Change]:
         return pauses.resume(connection, "outbox", scopes, None)
 
 
-def drain(url: str, *scopes: Scope) -> list[pauses.Change]:
-    """Request a drain."""
-    with closing(psycopg.connect(url, autocommit=True)) as connection:
-        return pauses.drain(connection, "outbox", scopes, "a test", may_write=Router().may_write)
+class Draining:
+    """A drain that has begun: what `outbox relay drain` does, a step at a time."""
+
+    def __init__(self, url: str, *scopes: Scope, router: Router | None = None) -> None:
+        self._scopes = scopes
+        self._router = router or Router()
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._drain = Drain(self._connection, "outbox", self._router)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def look(self) -> dict[Scope, Left]:
+        """Return what is left of each scope."""
+        return self._drain.look(self._scopes)
+
+    def drained(self) -> bool:
+        """Return whether nothing is left of any."""
+        return all(one.drained for one in self.look().values())
+
+    def pause(self) -> None:
+        """Pause the scopes, as the command does in the end."""
+        pauses.pause(self._connection, "outbox", self._scopes, "a test", may_write=self._router.may_write, what="drain")
 
 
 def read(url: str) -> dict[Scope, pauses.Paused]:
     """Return the pauses."""
     with closing(psycopg.connect(url, autocommit=True)) as connection:
         return {one.scope: one for one in pauses.read(connection, "outbox")}
-
-
-def left(url: str, scope: Scope, router: Router | None = None) -> pauses.Left:
-    """Return what is left of a drain."""
-    with closing(psycopg.connect(url, autocommit=True)) as connection:
-        return pauses.left(connection, "outbox", read(url)[scope], router or Router())
-
-
-def is_drained(url: str, scope: Scope) -> bool:
-    """Return whether a drain is complete."""
-    kind, name = str(scope.kind), scope.name
-    query = "SELECT drained_at IS NOT NULL FROM outbox.pauses WHERE scope = %s AND name = %s"
-    return look_up(url, query, kind, name) == [(True,)]
 
 
 def obeyed(url: str, scopes: Collection[Scope], seconds: float = 30.0) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import psycopg
 from docs_support import ROOT, blocks
+from kafka_tools import kafka_transactions
 from typer.testing import CliRunner
 
 from outbox.testing.fixtures import RelayProcess
@@ -175,6 +176,9 @@ class Operator:
         if program == "curl":
             # Where nobody listens, it prints nothing.
             done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+            return Answer(done.returncode, done.stdout + done.stderr)
+        if program == "kafka-transactions.sh":
+            done = kafka_transactions(arguments)
             return Answer(done.returncode, done.stdout + done.stderr)
         assert program == "outbox", program
         environment = self._environment | {"OUTBOX_DATABASE_URL": url, "COLUMNS": "200"} | assignments

@@ -34,10 +34,11 @@ from outbox._app.prometheus import Check
 from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
-from relay.config import Settings, load
+from relay.config import Settings, WebSettings, load
 from relay.health import WorkerHealth
 from relay.lease import Lease
 from relay.operations.trace import Event, Place
+from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
 from relay.ports import BrokerUnavailable, LaneBusy
 from spark_jobs.admin.trace import GroupTrace
@@ -84,7 +85,7 @@ NOT_INSTALLED = {"airflow", "mymodule"}
 """What these import that is not here: the other system, and the reader's own module."""
 
 LANGUAGES = {
-    *("python", "sh", "crontab", "ini", "dockerfile", "yaml", "toml", "json", "mermaid", "text"),  # below
+    *("python", "sh", "crontab", "ini", "dockerfile", "yaml", "toml", "json", "mermaid", "nginx", "text"),  # below
     "sql",  # tests/integration/test_docs_blocks.py, tests/acceptance/test_runbooks.py, tests/peers/page.py
 }
 
@@ -100,7 +101,7 @@ PLACEHOLDERS = {
 
 COMMANDS = {
     *("cd", "curl", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make"),
-    *("xargs", "opentelemetry-instrument", "docker", "kubectl", "spark-submit"),
+    *("xargs", "opentelemetry-instrument", "docker", "kubectl", "spark-submit", "kafka-transactions.sh"),
 }
 
 READERS = {"shop.py", "manage.py"}
@@ -403,6 +404,12 @@ def test_pictures(block: Block):
         assert first == "flowchart LR"
         node = r'\w+(?:\[\[?\(?"[^"]+"\)?\]\]?|\[\("[^"]+"\)\])?'
         assert [line for line in lines if not re.fullmatch(rf'{node} --(?: "?[^">]+"? --)?> {node}', line)] == []
+
+
+def test_a_proxy_sends_what_the_page_reads():
+    (block,) = blocks("nginx")
+    sent = re.findall(r"proxy_set_header (\S+)", block.text)
+    assert sent == ["Host", SECRET_HEADER, WebSettings().user_header]
 
 
 def test_output_is_what_is_printed():

@@ -1,4 +1,4 @@
-"""Relays: instances, lanes, leases, and what is paused, with pause, drain and resume; and the WAL that a slot keeps."""
+"""Relays: instances, lanes, leases, and what is paused, with pause and resume; and the WAL that a slot keeps."""
 
 from __future__ import annotations
 
@@ -29,27 +29,19 @@ def routes(page: Page) -> list[Route]:
         return _of_overview(page, request, "wal.html")
 
     def change(request: Request, form: Form) -> Response:
-        action = form.require("action", "what to do")
-        if action not in {"pause", "drain"}:
-            raise ConfigurationError(f"{action!r} is neither pause nor drain")
         scopes = _scopes(form)
         reason = form.require("reason", "why: the audit keeps it")
         what = ", ".join(map(str, scopes))
         if form.get("confirmed") is None:
             lines = [
-                "Nothing of it would be published until somebody resumes it."
-                if action == "pause"
-                else "What is written by now would be published, and nothing after it until somebody resumes it.",
+                "Nothing of it would be published until somebody resumes it.",
                 f"The reason: {reason}",
             ]
-            return page.confirm(
-                request, f"{action.capitalize()} {what}", lines, form, action.capitalize(), (action, scopes)
-            )
-        action, scopes = page.chosen(request, form)
-        page.audit(request, action, reason, {"which": ", ".join(map(str, scopes))})
-        do = pauses.pause if action == "pause" else pauses.drain
+            return page.confirm(request, f"Pause {what}", lines, form, "Pause", scopes)
+        scopes = page.chosen(request, form)
+        page.audit(request, "pause", reason, {"which": ", ".join(map(str, scopes))})
         with page.outbox() as connection:
-            changes = do(connection, page.schema, scopes, reason, may_write=may_write)
+            changes = pauses.pause(connection, page.schema, scopes, reason, may_write=may_write)
             waiting = [one.after.number for one in changes if one.changed and one.after is not None]
             missing = pauses.unconfirmed(connection, page.schema, waiting, _CONFIRM_SECONDS)
         return page.done(request, "/relays", _changed(changes) + _missing(missing))
@@ -101,11 +93,7 @@ def _scope(kind: str, name: str) -> Scope:
 
 
 def _changed(changes: Sequence[pauses.Change]) -> str:
-    parts = []
-    for one in changes:
-        state = "" if one.after is None else one.after.state
-        parts.append(f"{one.scope} {'is' if one.changed else 'was already'} {state}")
-    return "; ".join(parts)
+    return "; ".join(f"{one.scope} {'is' if one.changed else 'was already'} paused" for one in changes)
 
 
 def _missing(relays: Sequence[str]) -> str:
