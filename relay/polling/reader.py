@@ -124,7 +124,9 @@ class LaneReader:
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not read events of these kinds from now on."""
-        self.left_out = kinds
+        before, self.left_out = self.left_out, kinds
+        if before <= kinds:
+            return
         for lane in self._lanes:
             # Omitted events are below the mark by now.
             self._forget_mark(lane)

@@ -339,6 +339,20 @@ def test_marks_are_not_kept_where_they_may_not_hold(blocked, change):
     assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
 
 
+def test_leaving_out_more_keeps_the_marks_and_leaving_out_less_does_not(blocked):
+    more, less = frozenset({("Order", True), ("Invoice", False)}), frozenset({("Invoice", False)})
+    for kinds in (less, more):
+        blocked.lane.source.leave_out(kinds)
+        assert blocked.rows_read(lambda: blocked.lane.fetch(10)) < 100
+    blocked.lane.source.close()
+    blocked.lane = blocked.new_source()
+    # As the loop does: the publisher says it before anything is read.
+    blocked.lane.source.leave_out(more)
+    assert blocked.rows_read(lambda: blocked.lane.fetch(10)) < 100
+    blocked.lane.source.leave_out(less)
+    assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
+
+
 def test_marks_are_not_kept_over_another_holder(blocked, outbox_postgres):
     blocked.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     blocked.replace_source(taken(table(outbox_postgres, "another")))
