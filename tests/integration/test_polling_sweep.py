@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from one_lane import OneLane
 from polling_support import lanes, settle, table, taken
@@ -18,6 +19,7 @@ from relay.kafka.routing import Router
 from relay.lease import Lease
 from relay.polling import low_water_mark, reader, sweep
 from relay.polling.kept_marks import KeptMarks, Server
+from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
 from relay.polling.sweep import Sweep
 from relay.ports import Claim, Receipt, Refused
@@ -189,6 +191,45 @@ def windows(monkeypatch, at: Callable[[int], None]) -> None:
         return real(self, *arguments)
 
     monkeypatch.setattr(Sweep, "_window", window)
+
+
+def test_a_lane_whose_sweep_fails_in_any_way_delays_no_other_and_is_due_a_minute_later(outbox_postgres, monkeypatch):
+    swept: list[int] = []
+
+    def window(_self: Sweep, connection: PinnedConnection, values: Any) -> tuple[int, int, list[int]]:
+        swept.append(values["lane"])
+        if values["lane"] == 0:
+            raise RuntimeError("no error of a database")
+        if values["lane"] == 1:
+            connection.close()
+            raise psycopg.OperationalError("the server closed the connection unexpectedly")
+        return 0, 0, []
+
+    monkeypatch.setattr(Sweep, "_window", window)
+    swept_by = Sweep(Connector(outbox_postgres.url, "test"), Queries("outbox"))
+    lanes = dict.fromkeys(range(3), 10)
+    swept_by.due_at = dict.fromkeys(lanes, 0.0)
+    for _ in range(2):
+        swept_by.begin(lanes, ())
+        assert swept_by._thread is not None
+        swept_by._thread.join(60)
+    assert swept == [0, 1, 2]
+
+
+def test_a_sweep_that_finds_no_connection_is_due_a_minute_later():
+    asked: list[str] = []
+
+    def connect() -> PinnedConnection:
+        asked.append("")
+        raise RuntimeError("no error of a database")
+
+    swept_by = Sweep(connect, Queries("outbox"))
+    swept_by.due_at = {0: 0.0}
+    for _ in range(2):
+        swept_by.begin({0: 10}, ())
+        assert swept_by._thread is not None
+        swept_by._thread.join(60)
+    assert asked == [""]
 
 
 @pytest.mark.parametrize(
