@@ -137,8 +137,11 @@ class Topics:
             if topic in self._known:
                 return
             try:
-                names = set(self._metadata.topics(_METADATA_SECONDS).topics)
+                # What others have asked before the wait was over says nothing of a topic that is tried again.
+                since = float("-inf") if state is None else state.again_at
+                names = set(self._metadata.topics(_METADATA_SECONDS, since).topics)
             except KafkaException as error:
+                self._metadata.forget()
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)
             if topic not in names:
