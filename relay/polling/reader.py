@@ -278,13 +278,9 @@ class LaneReader:
         """
         claims: list[Claim] = []
         first: set[int] = set()
-        retried: set[int] = set()
         for read in reads:
             if read.late is not None or read.due is not None:
-                found = self._collect_first(read, first)
-                if read.due is not None and found:
-                    retried.add(read.due)
-                claims += found
+                claims += self._collect_first(read, first)
                 continue
             rows, full = read.rows, set[int]()
             if rows and not rows[-1].position:
@@ -305,18 +301,15 @@ class LaneReader:
                 if complete and lane not in first and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
-        freed = self._freed(claims, retried)
+        freed = self._freed(claims)
         return [claim for claim in claims if claim.lane not in freed] if freed else claims
 
-    def _freed(self, claims: Sequence[Claim], retried: Collection[int]) -> set[int]:
-        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone.
-
-        Not those of ``retried``, whose events are failures themselves.
-        """
+    def _freed(self, claims: Sequence[Claim]) -> set[int]:
+        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
         freed: set[int] = set()
         for claim in claims:
             state = self._lanes[claim.lane]
-            if state.failures and claim.lane not in retried and (gone := state.failures.before(claim)):
+            if state.failures and (gone := state.failures.before(claim)):
                 state.unsure |= gone
                 freed.add(claim.lane)
         return freed

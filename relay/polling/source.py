@@ -125,14 +125,14 @@ class PollingSource:
         """Start reading a lane."""
         self.settlement.hold(lease)
         self.reader.hold(lease)
+        self._discard_ahead()
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
         self.session.end_settling()
         self.settlement.drop(lane)
         self.reader.drop(lane)
-        if self.session.ahead is not None:
-            self.session.ahead.stale = True
+        self._discard_ahead()
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return the lowest unpublished events of these lanes."""
@@ -256,6 +256,8 @@ class PollingSource:
         if self.session.pooled:
             looked = self.session.read_pooled(reads, looks)
             claims = self.reader.collect(reads)
+            # Before the failures of what is settled are removed: they were counted.
+            self.reader.note_counts(looked)
             found = {claim.lane for claim in claims}
             settled = [lane for lane in self.settlement.lanes if lane in found or lane in in_hand]
             failed: dict[int, OutboxError] = {}
@@ -265,7 +267,6 @@ class PollingSource:
             alive = sum(claim.lane not in failed for claim in claims)
             if alive and there != len(claims):
                 raise self._gone(len(claims) - there, len(claims))
-            self.reader.note_counts(looked)
             return claims, failed
         asked_at = time.monotonic()
         settling = self._connection.cursor()
@@ -386,6 +387,10 @@ class PollingSource:
             # The next turn has to read the failures.
             return
         self.session.read_ahead(ReadAhead(self.reader.reads(limits, in_hand), list(limits), in_hand))
+
+    def _discard_ahead(self) -> None:
+        if self.session.ahead is not None:
+            self.session.ahead.stale = True
 
     def _comes_next(self, ahead: ReadAhead, lanes: Collection[int]) -> bool:
         """Return whether the events that were read ahead are the next turn of these lanes, or of some of them.

@@ -207,6 +207,18 @@ def test_a_key_that_is_freed_while_its_lane_is_taken_over_keeps_its_order(relay)
     assert relay.sent == {f"key-{n}": everything for n in range(1, KEYS + 1)}
 
 
+def test_a_look_that_comes_with_the_settling_of_a_failure_needs_no_second_one(relay):
+    relay.write(1, 1)
+    relay.bad = {"key-1/1"}
+    relay.turn()
+    relay.bad = set()
+    retried(relay)
+    wait_until(lambda: relay.turn() and "key-1" in relay.sent, what="the retry")
+    relay.source.reader._looked_at = -3600.0
+    relay.turn()
+    assert all(lane.known for lane in relay.source.reader._lanes.values())
+
+
 @both
 def test_a_lane_that_reads_its_table_beside_the_wal_keeps_the_order_of_a_freed_key(outboxed, once):
     box = outboxed()
