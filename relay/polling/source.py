@@ -106,7 +106,7 @@ class PollingSource:
         self._connection = self.session.connection
         self.settlement: Settlement = self.session.settlement
         self.reader = LaneReader(
-            self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept or KeptMarks()
+            self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept
         )
         self.store = RowTakeover(self.session, self._queries, failures)
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
@@ -148,7 +148,7 @@ class PollingSource:
             if ahead is not None:
                 claims, failed = self._settle_after(ahead, limited)
             else:
-                self.reader.look_first()
+                self.reader.look_first(self._in_hand())
                 if self._overlaps and self.settlement.overlaps(lanes):
                     claims, failed, settling = self._read_and_check(limited)
                 elif self._overlaps and self.settlement.precedes_commit(lanes):

@@ -18,6 +18,8 @@ from support import backlog, wait_until
 from relay.database import Connector
 from relay.marker import Marker
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling import row_marks
+from relay.polling.kept_marks import KeptMarks
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Receipt, Refused
@@ -115,17 +117,21 @@ class Relay:
 
 
 @pytest.fixture(params=["settle", "check", "commit", "pooled"])
-def relay(request, workers, outbox_postgres) -> Iterator[Relay]:
-    """Each way in which a turn reads: see source.py. ``commit`` is exactly-once."""
+def relay(request, workers, outbox_postgres, monkeypatch) -> Iterator[Relay]:
+    """Each way in which a turn reads: see source.py. ``commit`` is exactly-once. Each source is a fresh process's, and
+    leaves its marks in the lanes' rows.
+    """
+    monkeypatch.setattr(row_marks, "_SECONDS", 0.0)
     worker = workers()
     if request.param != "pooled":
         overlap = request.param != "settle"
-        yield Relay(worker, lambda: worker.source(attempts=2, overlap=overlap), once=request.param == "commit")
+        once = request.param == "commit"
+        yield Relay(worker, lambda: worker.source(attempts=2, overlap=overlap, kept=KeptMarks()), once=once)
         return
     with PgBouncer(outbox_postgres.url, size=4) as pooler:
 
         def make() -> PollingSource:
-            return worker.source(attempts=2, connect=Connector(pooler.url, "test"))
+            return worker.source(attempts=2, connect=Connector(pooler.url, "test"), kept=KeptMarks())
 
         yield Relay(worker, make, once=False)
 
