@@ -154,12 +154,16 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("transactional_id", sa.Text),
         # Raised together with epoch. Relays before outbox_0005 raise only epoch, which the constraint refuses.
         sa.Column("protocol_epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        # Source polling: the next holder may read above this id if the failures up to it are these (a digest).
+        sa.Column("low_water_mark", sa.BigInteger),
+        sa.Column("mark_failures", sa.Text),
         sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
         sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
         sa.CheckConstraint("protocol_epoch = epoch", name="lanes_protocol"),
+        sa.CheckConstraint("(low_water_mark IS NULL) = (mark_failures IS NULL)", name="lanes_mark"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )

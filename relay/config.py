@@ -404,18 +404,27 @@ def state_topic_name(settings: Settings) -> str:
 def delivery_seconds(settings: Settings) -> float:
     """Return how long a batch may wait for acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
 
-    Raises ConfigurationError unless it is shorter than the lease.
+    Raises ConfigurationError unless it is shorter than the lease. At-most-once it is half the lease at most: each event
+    needs that much of the lease when it is sent, and the time since its row was deleted must not eat that up.
     """
     lease = settings.relay.lease_seconds
+    once = settings.delivery is Delivery.AT_MOST_ONCE
     for name in _TIMEOUTS:
         given = settings.kafka.get(name)
         if given is None:
             continue
-        if not (given.isdecimal() and 0 < int(given) < lease * 1000):
+        milliseconds = int(given) if given.isdecimal() else 0
+        if once and not 0 < milliseconds <= lease * 500:
+            raise ConfigurationError(
+                f"kafka option {name}={given} must be above 0 and at most half the lease of {lease * 1000:.0f} ms "
+                "with at-most-once: events that have less of their lease left than this are deleted and not sent. "
+                f"Set it to {lease * 500:.0f} or lower, or raise OUTBOX_RELAY__LEASE_SECONDS"
+            )
+        if not 0 < milliseconds < lease * 1000:
             raise ConfigurationError(
                 f"kafka option {name}={given} must be a number above 0 and below the lease of {lease * 1000:.0f} ms: "
                 "a message still under way when the lane changes hands would be sent twice. Lower it, or raise "
                 "OUTBOX_RELAY__LEASE_SECONDS"
             )
-        return int(given) / 1000
-    return lease * 2 / 3
+        return milliseconds / 1000
+    return lease / 2 if once else lease * 2 / 3

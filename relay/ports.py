@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outbox.errors import OutboxError
+from outbox.event import DEAD_LETTER
 from relay.lease import Lease
 from relay.marker import StateLost
 from relay.position import WalPosition, has_row
@@ -78,6 +79,12 @@ Result = tuple[Claim, Outcome]
 
 Kind = tuple[str, bool]
 """An aggregate type, and whether the event is a copy for a dead-letter topic: they determine an event's topic."""
+
+
+def kind_of(claim: Claim) -> Kind:
+    """Return an event's kind."""
+    return claim.aggregate_type, DEAD_LETTER in (claim.headers or ())
+
 
 Batches = Mapping[int, Sequence[Claim]]
 """The events of one turn by lane, each lane's in the order of publishing."""

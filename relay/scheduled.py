@@ -22,8 +22,8 @@ moves; one at a time, by an advisory lock, because two could give later events l
 | the transaction that schedules commits late | the event is moved then                                                |
 | no relay of this version runs               | they wait; `outbox status` and `outbox doctor` name them               |
 | the database's clock goes back              | what is moved stays moved; the rest waits for its time                 |
-| a role sets synchronous_commit off, and the | relays publish only what is flushed (see polling/source.py); an |
-| database crashes after the move             | event that was not is scheduled again by the crash, and moved again    |
+| a role sets synchronous_commit off, and the | relays publish only what is flushed (see polling/source.py); an event  |
+| database crashes after the move             | that was not is scheduled again by the crash, and moved again          |
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from relay.pauses import CurrentPauses
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore
+from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.retries import Failures
 from relay.scheduled import NextDue, ScheduledEvents
 from relay.settlement import RENEW_PART
@@ -217,9 +217,12 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
 
     def held(claim: Claim) -> bool:
         try:
-            return topics.is_held(router.topic(claim))
+            topics.require_for(kind_of(claim), router.topic(claim))
+        except TopicUnusable:
+            return True
         except NoRoute:
-            return False
+            pass
+        return False
 
     def new_source(events: Events) -> Source:
         if once:

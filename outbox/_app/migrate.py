@@ -399,7 +399,23 @@ def _check_revision(revision: str, known: Sequence[str]) -> None:
         raise ConfigurationError(f"there is no revision {revision!r} here; choose from {', '.join(known)}")
 
 
+def not_ours(there: Sequence[str], known: Sequence[str], schema: str) -> str | None:
+    """Return the problem if the schema's version table is of another history, as a host application's; else None."""
+    prefix = known[-1].rpartition("_")[0]
+    foreign = [revision for revision in there if revision.rpartition("_")[0] != prefix]
+    if not foreign:
+        return None
+    return (
+        f"{schema}.alembic_version is not the outbox's: it is at {foreign[0]!r}. A host application's migrations, or "
+        "another part's, use this schema: set OUTBOX_SCHEMA, or OUTBOX_CONSUMER_SCHEMA, to one of its own, or make "
+        "the tables with those migrations"
+    )
+
+
 def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> None:
+    foreign = not_ours(there, known, schema)
+    if foreign is not None:
+        raise SchemaError(foreign)
     unknown = sorted(set(there) - set(known))
     if unknown:
         raise SchemaError(

@@ -123,11 +123,14 @@ def _compare(connection: sa.Connection, schema: str, build: Build, history: db.H
         key: definition.replace(scratch, quoted) for key, definition in _read(connection, scratch, tables).items()
     }
     lines = differences(expected, _read(connection, schema, tables), schema)
-    # A host application that created the tables in its own history has no version table here.
+    # A host application that created the tables in its own history has no version table here, or one of its own.
     there = db.current(connection, schema) if history else None
     if history and there is not None:
-        head = db.revisions(history)[-1]
-        if head not in there:
+        known = db.revisions(history)
+        head, foreign = known[-1], db.not_ours(there, known, schema)
+        if foreign is not None and head not in there:
+            lines += [foreign] if lines else []
+        elif head not in there:
             lines.append(f"{schema}.alembic_version: is at {', '.join(there) or 'no revision'}, expected {head}")
     return lines
 

@@ -28,6 +28,7 @@ from relay.ports import (
     Confirm,
     Failed,
     Kind,
+    Late,
     Receipt,
     Sent,
     Unavailable,
@@ -42,7 +43,7 @@ class IdempotentPublisher:
     ``record_offsets`` the results have the topic, partition and offset of each event. ``once`` is for at-most-once,
     with options that never repeat a request: refused events are not searched for in smaller batches, but all are
     Refused, and nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent what
-    comes after it. Raises ConfigurationError when librdkafka refuses the options.
+    comes after it: such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class IdempotentPublisher:
         self._takeover = takeover
         self._once = once
         self._leases: dict[int, Lease] = {}
+        self._cut: set[int] = set()
         self._sender: BatchProducer | None = BatchProducer(
             options, router, topics, ce_source, headers=headers, record_offsets=record_offsets, once=once
         )
@@ -84,6 +86,7 @@ class IdempotentPublisher:
             return Unconfirmed(unconfirmed)
         failure: Unavailable | None = None
         blamed: Sequence[int] = ()
+        self._cut.clear()
         try:
             if self._once:
                 sender.send(batches, deadline, self._in_time)
@@ -103,6 +106,8 @@ class IdempotentPublisher:
         by_broker = sender.refused_by_broker() if self._once else {}
         if self._once and isinstance(failure, BatchRefused):
             failure, blamed = BrokerUnavailable(str(failure)), ()
+        if failure is None and self._cut:
+            failure = self._unsent(batches, sender)
         receipts = {
             lane: Receipt(
                 results.get(lane, []) + refused.get(lane, []) + by_broker.get(lane, []),
@@ -116,7 +121,19 @@ class IdempotentPublisher:
 
     def _in_time(self, lane: int) -> bool:
         """Return whether the lane is ours until librdkafka drops what it is given now (``delivery.timeout.ms``)."""
-        return self._leases[lane].remaining_seconds > self._delivery_seconds
+        if self._leases[lane].remaining_seconds > self._delivery_seconds:
+            return True
+        self._cut.add(lane)
+        return False
+
+    def _unsent(self, batches: Batches, sender: BatchProducer) -> Late:
+        """Return the failure of a turn of which not all was sent, because too little was left of lanes' leases."""
+        unsent = sum(len(batches[lane]) - len(sender.sent[lane]) - len(sender.refused[lane]) for lane in self._cut)
+        return Late(
+            f"{unsent} events were not sent, and their rows are deleted: less was left of their lanes' leases than the "
+            f"{self._delivery_seconds:g} s that Kafka may take. The relay or Postgres stood still, or was slow. If it "
+            "comes again, raise OUTBOX_RELAY__LEASE_SECONDS, or lower OUTBOX_RELAY__BATCH_SIZE or delivery.timeout.ms"
+        )
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to at present."""

@@ -25,7 +25,7 @@ class SharedMetadata:
     def __init__(self, admin: Admin, clock: Callable[[], float]) -> None:
         self._admin = admin
         self._clock = clock
-        self._until = 0.0
+        self._asked_at = self._until = 0.0
         self._answer: ClusterMetadata | KafkaException | None = None
         self._min_in_sync: dict[str, int | None] = {}
 
@@ -33,10 +33,14 @@ class SharedMetadata:
         """Ask again next time."""
         self._answer = None
 
-    def topics(self, seconds: float) -> ClusterMetadata:
-        """Return the metadata, waiting for at most ``seconds``. Raises KafkaException when no broker answers."""
-        if self._answer is None or self._clock() >= self._until:
+    def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:
+        """Return the metadata, waiting for at most ``seconds``. Raises KafkaException when no broker answers.
+
+        An answer to a question from before ``since``, by the clock, does not serve.
+        """
+        if self._answer is None or self._clock() >= self._until or self._asked_at < since:
             self._min_in_sync = {}
+            self._asked_at = self._clock()
             try:
                 # All topics, not only those that matter: a request by name could make the broker create one.
                 with self._admin.explaining():

@@ -15,7 +15,6 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
-from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
 from relay.kafka.headers import HeaderSet, message_headers
@@ -34,6 +33,7 @@ from relay.ports import (
     Result,
     TopicUnusable,
     Unavailable,
+    kind_of,
 )
 
 # Errors caused by the event: sending it again unchanged would fail again.
@@ -104,7 +104,6 @@ class BatchProducer:
         self._stalled: list[str] | None = None
         self._broken_off = False
         self._used: set[str] = set()
-        self._topic_of: dict[Kind, str] = {}
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Result]] = {}
         self.left_out: set[int] = set()
@@ -360,10 +359,7 @@ class BatchProducer:
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to for now."""
-        paused = self._topics.paused()
-        if not paused:
-            return frozenset()
-        return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused)
+        return self._topics.paused_kinds()
 
     def explained(self, error: KafkaException) -> KafkaException:
         """Return an exception of the producer, with the reason why its connections fail if that has caused it."""
@@ -411,9 +407,8 @@ class BatchProducer:
         except NoRoute as error:
             return Refused(str(error))
         if topic not in self._used:
-            self._topic_of[claim.aggregate_type, DEAD_LETTER in (claim.headers or ())] = topic
             try:
-                self._topics.require(topic)
+                self._topics.require_for(kind_of(claim), topic)
             except TopicUnusable as error:
                 return error
             self._used.add(topic)

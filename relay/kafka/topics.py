@@ -38,7 +38,7 @@ from confluent_kafka.cimpl import NewTopic
 
 from relay.kafka.client import Admin, create_topic, partitions_text, text_of
 from relay.kafka.metadata import SharedMetadata
-from relay.ports import BrokerUnavailable, TopicUnusable
+from relay.ports import BrokerUnavailable, Kind, TopicUnusable
 
 log = structlog.get_logger("relay")
 
@@ -110,10 +110,16 @@ class Topics:
         self._partitions = partitions
         self._replication = replication
         self._known: frozenset[str] = frozenset()
+        self._topic_of: dict[Kind, str] = {}
         self._unusable: dict[str, _Unusable] = {}
         # Replaced, never changed: it is read without the lock.
         self._reasons: Mapping[str, str] = {}
         self._lock = threading.Lock()
+
+    def require_for(self, kind: Kind, topic: str) -> None:
+        """Do what ``require`` does, and remember that events of this kind go to the topic."""
+        self._topic_of[kind] = topic
+        self.require(topic)
 
     def require(self, topic: str) -> None:
         """Check that the topic can be written to, as far as is known.
@@ -131,8 +137,11 @@ class Topics:
             if topic in self._known:
                 return
             try:
-                names = set(self._metadata.topics(_METADATA_SECONDS).topics)
+                # What others have asked before the wait was over says nothing of a topic that is tried again.
+                since = float("-inf") if state is None else state.again_at
+                names = set(self._metadata.topics(_METADATA_SECONDS, since).topics)
             except KafkaException as error:
+                self._metadata.forget()
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)
             if topic not in names:
@@ -153,9 +162,13 @@ class Topics:
         with self._lock:
             return held.union(topic for topic, state in self._unusable.items() if self._waits(topic, state))
 
-    def is_held(self, topic: str) -> bool:
-        """Return whether an operator has paused the topic."""
-        return topic in self._held()
+    def paused_kinds(self) -> frozenset[Kind]:
+        """Return the kinds of events whose topics must not be tried now, as far as their topics are known.
+
+        Known for as long as the process runs: a publisher that replaces another must not read them all to find out.
+        """
+        paused = self.paused()
+        return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused) if paused else frozenset()
 
     def reasons(self) -> Mapping[str, str]:
         """Return the topics that can't be written to, with the reasons. Does not wait for a request to the brokers."""

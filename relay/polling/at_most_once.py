@@ -10,26 +10,27 @@
 | past its lease                                | is dropped after ``delivery.timeout.ms``: lost, and counted. The  |
 |                                               | next holder may have sent later events of the keys by then        |
 | Kafka fails, or does not answer in time       | what is not acknowledged may be lost, and is counted              |
-| an event is refused before it is sent, or its | a dead letter at once; later events of its key are sent, as they  |
-| topic can't be written to                     | are not read again. Each of them that can't be is a dead letter   |
+| an event is refused before it is sent         | a dead letter at once; later events of its key are sent, as they  |
+|                                               | are not read again. Each of them that can't be is a dead letter   |
 | the broker refuses a request                  | each event in it is a dead letter: it does not say which is at    |
 |                                               | fault; later ones of their keys may be on Kafka by then           |
 | Postgres is down when a dead letter is kept   | it is lost, and counted                                           |
-| an operator has paused an event's topic       | its row stays, and it is not read again before the pause ends     |
+| an event's topic is paused, missing, or is    | its row stays, and it is not read again before that ends          |
+| known not to take messages                    |                                                                   |
+| Kafka can't be asked for a topic              | nothing is deleted                                                |
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from outbox.errors import OutboxError, SchemaError
-from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
-from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable
+from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable, kind_of
 from relay.retries import Failures
 from relay.settlement import NOTHING, UnsettledBatch
 
@@ -39,7 +40,8 @@ class AtMostOnceSource:
 
     ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
     letters at once. The polling source must not read ahead, because rows are deleted when they are read. ``held``
-    returns whether an event must stay because its topic is paused: a publisher would find that out too late.
+    returns whether an event must stay because its topic is paused or can't be written to: a publisher would find that
+    out too late. It decides by the event's kind, and may raise Unavailable.
     """
 
     def __init__(
@@ -56,9 +58,6 @@ class AtMostOnceSource:
         self._on_lost = on_lost
         self._on_dead = on_dead
         self._is_held = held
-        self._unusable: frozenset[Kind] = frozenset()
-        # An event of each kind that was read although its topic is paused.
-        self._held: dict[Kind, Claim] = {}
         self._sent: dict[int, int] = {}
 
     @property
@@ -76,8 +75,6 @@ class AtMostOnceSource:
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
-        self._held = {kind: claim for kind, claim in self._held.items() if self._is_held(claim)}
-        self._source.leave_out(self._unusable | self._held.keys())
         fetched = self._without_held(self._source.fetch(limits))
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
@@ -105,7 +102,7 @@ class AtMostOnceSource:
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds."""
-        self._unusable = kinds
+        self._source.leave_out(kinds)
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         """Keep refused events as dead letters, and count lost ones: their rows are deleted already."""
@@ -143,21 +140,13 @@ class AtMostOnceSource:
         self._source.close()
 
     def _without_held(self, fetched: Fetched) -> Fetched:
-        """Return what may be published now. The rest stays in the table, and is left out until its topic is resumed."""
-        batches: dict[int, Sequence[Claim]] = {}
-        for lane, claims in fetched.batches.items():
-            kept = [claim for claim in claims if not self._is_held(claim)]
-            if kept:
-                batches[lane] = kept
-            if len(kept) < len(claims):
-                self._held |= {_kind(claim): claim for claim in claims if self._is_held(claim)}
-        return replace(fetched, batches=batches)
+        """Return what may be published now. The rest stays in the table; the publisher says that it is left out."""
+        kinds = {kind_of(claim): claim for claims in fetched.batches.values() for claim in claims}
+        held = {kind for kind, claim in kinds.items() if self._is_held(claim)}
+        kept = {lane: [c for c in claims if kind_of(c) not in held] for lane, claims in fetched.batches.items()}
+        return replace(fetched, batches={lane: claims for lane, claims in kept.items() if claims})
 
     def _lose(self, sent: Mapping[int, int]) -> None:
         for lane, count in sent.items():
             self._on_lost(lane, count)
         self._sent = {}
-
-
-def _kind(claim: Claim) -> Kind:
-    return claim.aggregate_type, DEAD_LETTER in (claim.headers or ())

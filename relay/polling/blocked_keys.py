@@ -49,6 +49,10 @@ class BlockedKeys:
         """Return whether this is the number of the known failures and the sum of their ids."""
         return (len(self._keys), self._total) == (count, total)
 
+    def up_to(self, id_: int) -> list[int]:
+        """Return the ids of the known failures up to this one, in order; negative if they do not block their key."""
+        return [known if self._keys[known] else -known for known in sorted(self._keys) if known <= id_]
+
     def before(self, claim: Claim) -> set[int]:
         """Return the known failures that this event has to wait for."""
         if not self._ids or DEAD_LETTER in (claim.headers or ()):

@@ -19,7 +19,8 @@ Rows whose key waits for a failed event may be below the mark. When such a failu
 id before newer rows of the key are published, because the rows that it blocked have higher ids (blocked_keys.py). A
 failure that stays, however often it is retried, or a new one, frees no rows.
 
-A mark is a fact about the database: it holds for the next source of the same worker, too (``KeptMarks``).
+A mark is a fact about the database: it holds for the next source of the same worker (``KeptMarks``), and for the next
+holder of the lane (``RowMarks``).
 """
 
 from __future__ import annotations

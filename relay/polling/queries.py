@@ -128,6 +128,22 @@ _LAST_IDS: Final = """
 SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above ORDER BY id DESC LIMIT 1)
   FROM unnest(%(lanes)s::smallint[], %(above)s::bigint[]) AS l(lane, above)"""
 
+# What the next holder of a lane may start from; see row_marks.py. A row that another session has locked is passed.
+_KEEP_MARKS: Final = """
+WITH free AS (
+    SELECT l.lane, k.mark, k.failures
+      FROM {lanes} AS l JOIN {leases} ON {ours}
+      JOIN unnest(%(mark_lanes)s::smallint[], %(marks)s::bigint[], %(mark_failures)s::text[]) AS k(lane, mark, failures)
+           ON k.lane = l.lane
+       FOR NO KEY UPDATE OF l SKIP LOCKED)
+UPDATE {lanes} AS l SET low_water_mark = free.mark, mark_failures = free.failures
+  FROM free WHERE l.lane = free.lane RETURNING l.lane"""
+
+_LEFT_MARKS: Final = """
+SELECT l.lane, l.low_water_mark, l.mark_failures, (SELECT system_identifier::text FROM pg_control_system())
+  FROM {lanes} AS l
+ WHERE l.lane = ANY(%(lanes)s::smallint[]) AND l.low_water_mark IS NOT NULL"""
+
 # By id and event id: after a restore another event may have the id. LIMIT and ctid as in relay.statements.
 _SETTLE_MARKER: Final = """
 WITH gone AS (
@@ -243,6 +259,8 @@ class Queries:
         self.failure_sums = query(_FAILURE_SUMS)
         self.with_failures = query(_WITH_FAILURES)
         self.last_ids = query(_LAST_IDS)
+        self.keep_marks = query(_KEEP_MARKS)
+        self.left_marks = query(_LEFT_MARKS)
         self.several = query(_SEVERAL)
         self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)

@@ -33,6 +33,7 @@ from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
+from relay.polling.row_marks import Kept, RowMarks, unsettled_above
 from relay.polling.session import Read, Session
 from relay.polling.sweep import Sweep
 from relay.ports import Claim, Kind
@@ -53,7 +54,7 @@ _MOST_DUE: Final = 500
 class _Lane:
     """The reader's state of one lane."""
 
-    epoch: int
+    lease: Lease
     failures: BlockedKeys = field(default_factory=BlockedKeys)
     known: bool = False
     """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
@@ -78,13 +79,17 @@ class _Lane:
 class LaneReader:
     """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``.
 
-    ``kept``: what the source before has left; see kept_marks.py.
+    ``kept``: what the source before has left, see kept_marks.py; None for one that leaves nothing to others.
     """
 
-    def __init__(self, session: Session, queries: Queries, turn_bytes: int, *, sweep: Sweep, kept: KeptMarks) -> None:
+    def __init__(
+        self, session: Session, queries: Queries, turn_bytes: int, *, sweep: Sweep, kept: KeptMarks | None
+    ) -> None:
         self._session = session
         self._sweep = sweep
-        self._kept = kept
+        self._kept = kept or KeptMarks()
+        self._row_marks = None if kept is None else RowMarks(session, queries)
+        self._new: set[int] = set()
         self._server: Server | None = None
         self._queries = queries
         self._turn_bytes = turn_bytes
@@ -100,7 +105,8 @@ class LaneReader:
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
-        self._lanes[lease.lane] = _Lane(lease.epoch)
+        self._lanes[lease.lane] = _Lane(lease)
+        self._new.add(lease.lane)
         self._marks.reset(lease.lane)
         self._sweep.hold(lease.lane)
 
@@ -114,17 +120,17 @@ class LaneReader:
         if self._server is None:
             return
         for lane, state in self._lanes.items():
-            mark = self._marks.above(lane)
-            if rows := in_hand.get(lane):
-                mark = min(mark, min(claim.position for claim in rows) - 1)
+            mark = unsettled_above(self._marks.above(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
-                late = [id_ for id_ in (*state.late, *state.found) if id_ <= mark]
-                self._kept.lanes[lane] = KeptLane(state.epoch, mark, state.failures, late, self._sweep.due_at[lane])
+                late, due_at = [id_ for id_ in (*state.late, *state.found) if id_ <= mark], self._sweep.due_at[lane]
+                self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, due_at)
         self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not read events of these kinds from now on."""
-        self.left_out = kinds
+        before, self.left_out = self.left_out, kinds
+        if before <= kinds:
+            return
         for lane in self._lanes:
             # Omitted events are below the mark by now.
             self._forget_mark(lane)
@@ -276,13 +282,9 @@ class LaneReader:
         """
         claims: list[Claim] = []
         first: set[int] = set()
-        retried: set[int] = set()
         for read in reads:
             if read.late is not None or read.due is not None:
-                found = self._collect_first(read, first)
-                if read.due is not None and found:
-                    retried.add(read.due)
-                claims += found
+                claims += self._collect_first(read, first)
                 continue
             rows, full = read.rows, set[int]()
             if rows and not rows[-1].position:
@@ -303,18 +305,15 @@ class LaneReader:
                 if complete and lane not in first and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
-        freed = self._freed(claims, retried)
+        freed = self._freed(claims)
         return [claim for claim in claims if claim.lane not in freed] if freed else claims
 
-    def _freed(self, claims: Sequence[Claim], retried: Collection[int]) -> set[int]:
-        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone.
-
-        Not those of ``retried``, whose events are failures themselves.
-        """
+    def _freed(self, claims: Sequence[Claim]) -> set[int]:
+        """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
         freed: set[int] = set()
         for claim in claims:
             state = self._lanes[claim.lane]
-            if state.failures and claim.lane not in retried and (gone := state.failures.before(claim)):
+            if state.failures and (gone := state.failures.before(claim)):
                 state.unsure |= gone
                 freed.add(claim.lane)
         return freed
@@ -388,13 +387,14 @@ class LaneReader:
         """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
-    def look_first(self) -> None:
+    def look_first(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
         """Read failures of lanes where they are not known: they decide which statement reads the lane.
 
-        While events wait, also read the lanes' last ids, to which the marks may rise.
+        While events wait, also read the lanes' last ids, to which the marks may rise. ``in_hand`` as for ``close``.
         """
         if self._kept.lanes:
             self._take_kept()
+        new, self._new = self._new & self._lanes.keys(), set()
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         unsure = [(lane, id_) for lane, state in self._lanes.items() if state.known for id_ in state.unsure]
         if unknown:
@@ -402,6 +402,8 @@ class LaneReader:
         if unsure:
             lanes, ids = [lane for lane, _ in unsure], [id_ for _, id_ in unsure]
             self._note({*lanes}, self._rows_of(self._queries.some_failures, lanes=lanes, ids=ids))
+        if self._row_marks is not None:
+            self._use_row_marks(self._row_marks, new, in_hand)
         waiting = [lane for lane, state in self._lanes.items() if self.left_out or state.failures]
         if waiting and self._marks.want_last_ids and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
             # A topic may be paused for hours, a key blocked for days.
@@ -459,20 +461,30 @@ class LaneReader:
 
     def _take_kept(self) -> None:
         """Take over the marks that the source before has left, where they hold on this server."""
-        row = self._session.connection.execute(SERVER).fetchone()
-        assert row is not None
-        kept, server = self._kept, Server(*row)
+        kept, server = self._kept, Server(*self._session.connection.execute(SERVER).fetchall()[0])
         lanes, kept.lanes = kept.lanes, {}
         if kept.server is None or not kept.server.has_become(server) or not kept.left_out <= self.left_out:
             return
         self._server = server
         for lane, left in lanes.items():
             state = self._lanes.get(lane)
-            if state is not None and state.epoch == left.epoch:
+            if state is not None and state.lease.epoch == left.epoch:
                 self._marks.keep(lane, left.mark)
+                self._new.discard(lane)
                 self._sweep.due_at[lane] = left.sweep_at
                 # They count once the look that follows has found the same failures.
                 state.failures, state.known, state.late = left.failures, False, left.late
+
+    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
+        for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
+            self._marks.keep(lane, mark)
+        if self._server is not None and not self.left_out and marks.is_due:
+            kept = [
+                Kept(state.lease, unsettled_above(self._marks.above(lane), in_hand.get(lane, ())), state.failures)
+                for lane, state in self._lanes.items()
+                if state.known and not (state.unsure or state.late or state.found)
+            ]
+            marks.keep(self._server.system_identifier, [one for one in kept if one.mark > LOWEST])
 
     def _draw_xid(self) -> int:
         row = self._session.connection.execute(DRAW_XID).fetchone()

@@ -106,7 +106,7 @@ class PollingSource:
         self._connection = self.session.connection
         self.settlement: Settlement = self.session.settlement
         self.reader = LaneReader(
-            self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept or KeptMarks()
+            self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept
         )
         self.store = RowTakeover(self.session, self._queries, failures)
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
@@ -125,14 +125,14 @@ class PollingSource:
         """Start reading a lane."""
         self.settlement.hold(lease)
         self.reader.hold(lease)
+        self._discard_ahead()
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
         self.session.end_settling()
         self.settlement.drop(lane)
         self.reader.drop(lane)
-        if self.session.ahead is not None:
-            self.session.ahead.stale = True
+        self._discard_ahead()
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return the lowest unpublished events of these lanes."""
@@ -148,7 +148,7 @@ class PollingSource:
             if ahead is not None:
                 claims, failed = self._settle_after(ahead, limited)
             else:
-                self.reader.look_first()
+                self.reader.look_first(self._in_hand())
                 if self._overlaps and self.settlement.overlaps(lanes):
                     claims, failed, settling = self._read_and_check(limited)
                 elif self._overlaps and self.settlement.precedes_commit(lanes):
@@ -256,6 +256,8 @@ class PollingSource:
         if self.session.pooled:
             looked = self.session.read_pooled(reads, looks)
             claims = self.reader.collect(reads)
+            # Before the failures of what is settled are removed: they were counted.
+            self.reader.note_counts(looked)
             found = {claim.lane for claim in claims}
             settled = [lane for lane in self.settlement.lanes if lane in found or lane in in_hand]
             failed: dict[int, OutboxError] = {}
@@ -265,7 +267,6 @@ class PollingSource:
             alive = sum(claim.lane not in failed for claim in claims)
             if alive and there != len(claims):
                 raise self._gone(len(claims) - there, len(claims))
-            self.reader.note_counts(looked)
             return claims, failed
         asked_at = time.monotonic()
         settling = self._connection.cursor()
@@ -386,6 +387,10 @@ class PollingSource:
             # The next turn has to read the failures.
             return
         self.session.read_ahead(ReadAhead(self.reader.reads(limits, in_hand), list(limits), in_hand))
+
+    def _discard_ahead(self) -> None:
+        if self.session.ahead is not None:
+            self.session.ahead.stale = True
 
     def _comes_next(self, ahead: ReadAhead, lanes: Collection[int]) -> bool:
         """Return whether the events that were read ahead are the next turn of these lanes, or of some of them.

@@ -16,8 +16,9 @@ A sweep only names events. The reader checks them, and reads them by their ids b
 | the event is published, or its key blocked,| the read does not return it                                             |
 | before the read                            |                                                                         |
 | very many events are named                 | the sweep of the lane ends, and begins again when they are published    |
-| the sweep fails, or takes longer than a    | turns go on; the lane is swept again a minute after the end. A window   |
-| minute                                     | is one statement, so no size of the range exceeds the statement limit   |
+| the sweep of a lane fails, or takes longer | turns and the other lanes' sweeps go on; the lane is swept again a      |
+| than a minute                              | minute after the begin, or the end. A window is one statement, so no    |
+|                                            | size of the range exceeds the statement limit                           |
 | the source is closed                       | its statement is interrupted, and the thread ends                       |
 """
 
@@ -34,7 +35,6 @@ from typing import Any, Final
 import psycopg
 import structlog
 
-from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
@@ -83,6 +83,8 @@ class Sweep:
             return
         # With those that are due soon: a connection for each lane would cost more.
         lanes = {lane: mark for lane, mark in above.items() if self.due_at[lane] <= now + _SWEEP_SECONDS / 2}
+        # However it ends.
+        self.due_at |= dict.fromkeys(lanes, now + _SWEEP_SECONDS)
         self._thread = threading.Thread(target=self._run, args=(lanes, left_out), name="sweep", daemon=True)
         self._thread.start()
 
@@ -113,20 +115,33 @@ class Sweep:
     # In the thread
 
     def _run(self, lanes: Mapping[int, int], left_out: Collection[Kind]) -> None:
+        left, failed = list(lanes), dict[int, Exception]()
         try:
-            with unavailable_on_error("sweeping"), self._connected() as connection:
-                for lane, mark in lanes.items():
-                    self.due_at[lane] = self._clock() + _SWEEP_SECONDS
-                    found = self._sweep(connection, lane, mark, left_out)
-                    if self._stop.is_set():
-                        self.due_at[lane] = self._clock()
-                        return
-                    self.due_at[lane] = self._clock() + (_AGAIN_SECONDS if found else _SWEEP_SECONDS)
-        except OutboxError as error:
-            for lane in lanes:
-                self.due_at[lane] = self._clock() + _SWEEP_SECONDS
-            if not self._stop.is_set():
-                log.warning("lanes could not be swept for late events; they will be a minute later", error=str(error))
+            # One connection, unless it breaks.
+            while left and not self._stop.is_set():
+                with unavailable_on_error("sweeping"), self._connected() as connection:
+                    while left and not connection.closed and not self._stop.is_set():
+                        lane = left.pop(0)
+                        try:
+                            self._sweep_one(connection, lane, lanes[lane], left_out)
+                        except Exception as error:  # noqa: BLE001  the other lanes must be swept
+                            failed[lane] = error
+        except Exception as error:  # noqa: BLE001  the turns go on
+            failed |= dict.fromkeys(left, error)
+        if self._stop.is_set():
+            self.due_at |= dict.fromkeys([*left, *failed], self._clock())
+        elif failed:
+            log.warning(
+                "lanes could not be swept for late events; they will be a minute later",
+                lanes=[*failed],
+                error=str(next(iter(failed.values()))),
+            )
+
+    def _sweep_one(self, connection: psycopg.Connection[Any], lane: int, mark: int, left_out: Collection[Kind]) -> None:
+        with unavailable_on_error(f"sweeping lane {lane}"):
+            found = self._sweep(connection, lane, mark, left_out)
+        seconds = 0.0 if self._stop.is_set() else _AGAIN_SECONDS if found else _SWEEP_SECONDS
+        self.due_at[lane] = self._clock() + seconds
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:

@@ -6,6 +6,7 @@ the page names. ``firing`` evaluates the real alert rules on what real relays an
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from alerting import RULES, Samples, collected, firing, scraped
+from confluent_kafka.admin import AdminClient, NewPartitions
 from external_support import payments, provider, sink
 from failing_relays import let_pass
 from offsets_driver import GROUP, Driver, driver, without_spark
@@ -510,6 +512,29 @@ def test_a_topic_is_missing(operator, outbox_postgres, outbox_kafka, address, se
     assert (shown.status, f"topic {missing.topic}" in shown.text) == (1, True), shown.text
     outbox_kafka.create_topic(missing.topic)
     missing.published(5)
+    alarmed(address)
+
+
+@of("A topic got more partitions")
+def test_partitions_are_added(operator, orders, address):
+    relay = operator.start(delivery="exactly-once")
+    orders.add(3)
+    orders.published(3)
+    admin = AdminClient(orders.options)
+    counts = itertools.count(2)
+
+    def added() -> bool:
+        # One more, should it not have counted them before.
+        admin.create_partitions([NewPartitions(orders.topic, next(counts))])[orders.topic].result(30)
+        return "OutboxTopicGrown" in firing(scraped(address))
+
+    wait_until(added, what="the alert")
+    alarmed(address, "OutboxTopicGrown")
+    shown = operator.look("curl -s", RELAY=address).text
+    assert re.search(rf"partitions-{orders.topic} .*partitions were added \(\d+, now \d+\)", shown), shown
+    relay.terminate()
+    assert relay.wait() == 0
+    operator.start(delivery="exactly-once")
     alarmed(address)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from failing_lane import COPIED, lane, name, retried
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from relay.operations.dead_letters import Selection
-from relay.ports import PUBLISHED, Receipt, Refused
+from relay.ports import PUBLISHED, BrokerUnavailable, Claim, Receipt, Refused
 
 __all__ = ["lane"]
 
@@ -23,6 +24,25 @@ def test_at_most_once_the_rows_are_gone_before_they_are_given_out(lane):
     source.settle(Receipt([(claims[0], PUBLISHED)]))
     assert lane.lost == [1]
     assert source.fetch(10) == []
+
+
+def test_at_most_once_nothing_is_deleted_of_topics_that_can_not_be_written_to_or_looked_up(lane):
+    answers = [False, BrokerUnavailable("Kafka, asking for its topics: away"), True]
+
+    def held(_claim: Claim) -> bool:
+        answer = answers.pop()
+        if isinstance(answer, BrokerUnavailable):
+            raise answer
+        return answer
+
+    source = lane.deleting_source(held=held)
+    lane.add("a1", "b1")
+    assert source.fetch(10) == []
+    with pytest.raises(BrokerUnavailable):
+        source.fetch(10)
+    assert backlog(lane.database.url) == 2
+    assert [name(claim) for claim in source.fetch(10)] == ["a1", "b1"]
+    assert backlog(lane.database.url) == 0
 
 
 def test_at_most_once_a_refused_event_is_a_dead_letter_at_once_and_can_be_retried(lane):

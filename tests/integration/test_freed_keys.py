@@ -18,6 +18,8 @@ from support import backlog, wait_until
 from relay.database import Connector
 from relay.marker import Marker
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling import row_marks
+from relay.polling.kept_marks import KeptMarks
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Receipt, Refused
@@ -115,17 +117,21 @@ class Relay:
 
 
 @pytest.fixture(params=["settle", "check", "commit", "pooled"])
-def relay(request, workers, outbox_postgres) -> Iterator[Relay]:
-    """Each way in which a turn reads: see source.py. ``commit`` is exactly-once."""
+def relay(request, workers, outbox_postgres, monkeypatch) -> Iterator[Relay]:
+    """Each way in which a turn reads: see source.py. ``commit`` is exactly-once. Each source is a fresh process's, and
+    leaves its marks in the lanes' rows.
+    """
+    monkeypatch.setattr(row_marks, "_SECONDS", 0.0)
     worker = workers()
     if request.param != "pooled":
         overlap = request.param != "settle"
-        yield Relay(worker, lambda: worker.source(attempts=2, overlap=overlap), once=request.param == "commit")
+        once = request.param == "commit"
+        yield Relay(worker, lambda: worker.source(attempts=2, overlap=overlap, kept=KeptMarks()), once=once)
         return
     with PgBouncer(outbox_postgres.url, size=4) as pooler:
 
         def make() -> PollingSource:
-            return worker.source(attempts=2, connect=Connector(pooler.url, "test"))
+            return worker.source(attempts=2, connect=Connector(pooler.url, "test"), kept=KeptMarks())
 
         yield Relay(worker, make, once=False)
 
@@ -205,6 +211,18 @@ def test_a_key_that_is_freed_while_its_lane_is_taken_over_keeps_its_order(relay)
     wait_until(lambda: not relay.turn() and not relay.turn(), what="nothing to be left")
     everything = list(range(1, WAITING + 50))
     assert relay.sent == {f"key-{n}": everything for n in range(1, KEYS + 1)}
+
+
+def test_a_look_that_comes_with_the_settling_of_a_failure_needs_no_second_one(relay):
+    relay.write(1, 1)
+    relay.bad = {"key-1/1"}
+    relay.turn()
+    relay.bad = set()
+    retried(relay)
+    wait_until(lambda: relay.turn() and "key-1" in relay.sent, what="the retry")
+    relay.source.reader._looked_at = -3600.0
+    relay.turn()
+    assert all(lane.known for lane in relay.source.reader._lanes.values())
 
 
 @both

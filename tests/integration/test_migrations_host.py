@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import psycopg
+import pytest
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
@@ -11,6 +14,7 @@ from migration_support import empty
 from outbox import outbox_tables
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
+from outbox.errors import SchemaError
 
 __all__ = ["empty"]
 
@@ -84,3 +88,26 @@ def test_the_metadata_can_be_created_without_any_migration(empty):
         connection.execute(sa.insert(tables.lanes), [{"lane": 0}, {"lane": 1}])
     engine.dispose()
     assert schema_check.check(empty) == []
+
+
+def test_the_version_table_of_a_host_application_is_not_taken_for_the_outboxs(empty):
+    """Both in one schema, as with OUTBOX_SCHEMA=public."""
+    said = r"public.alembic_version is not the outbox's: it is at '1975ea83b712'.*OUTBOX_SCHEMA"
+    with psycopg.connect(empty) as connection:
+        connection.execute("CREATE TABLE public.alembic_version AS SELECT '1975ea83b712'::varchar AS version_num")
+    for change in (db.upgrade, db.upgrade_consumer, db.downgrade):
+        with pytest.raises(SchemaError, match=said):
+            change(empty, "public")
+    assert re.match(said, schema_check.check(empty, "public")[-1])
+    metadata = sa.MetaData()
+    tables = outbox_tables(metadata, schema="public")
+    with db.connected(empty) as connection, connection.begin():
+        metadata.create_all(connection)
+        connection.execute(sa.insert(tables.lanes), [{"lane": number} for number in range(4)])
+    # Made by the host's own history: nothing is wrong.
+    assert schema_check.check(empty, "public") == []
+    with psycopg.connect(empty) as connection:
+        connection.execute("UPDATE public.alembic_version SET version_num = 'outbox_9999'")
+    with pytest.raises(SchemaError, match="is at revision 'outbox_9999', which this version does not have"):
+        db.upgrade(empty, "public")
+    assert "is at outbox_9999, expected outbox_" in schema_check.check(empty, "public")[-1]

@@ -51,6 +51,30 @@ def test_partitions_that_are_added_to_a_topic_of_events_are_seen_for_a_day(outbo
     assert grown() == {}
 
 
+def test_a_topic_that_is_made_anew_with_more_partitions_has_not_grown(outbox_kafka):
+    topic = outbox_kafka.create_topic(outbox_kafka.name("a"), 3)
+    counts = PartitionCounts({"bootstrap.servers": outbox_kafka.bootstrap_servers}, topic.__eq__)
+    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+
+    def there(partitions: int) -> bool:
+        counts.look()
+        found = admin.list_topics(timeout=30).topics.get(topic)
+        return len(found.partitions if found is not None else ()) == partitions
+
+    def grown(partitions: int) -> dict[str, str]:
+        wait_until(lambda: there(partitions), what="the broker's metadata")
+        counts.look()
+        return dict(counts.grown())
+
+    assert grown(3) == {}
+    grow(outbox_kafka, topic, 4)
+    assert list(grown(4)) == [topic]
+    admin.delete_topics([topic])[topic].result(30)
+    assert grown(0) == {}
+    outbox_kafka.create_topic(topic, 6)
+    assert grown(6) == {}
+
+
 def test_a_relay_counts_them_exactly_once(outbox_kafka):
     for delivery, looks in (("exactly-once", True), ("at-least-once", False)):
         relay = build(

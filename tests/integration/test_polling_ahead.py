@@ -50,6 +50,7 @@ def busy(worker: Worker, source: PollingSource, batch: int = 20) -> tuple[Batche
         settle(source, fetched.batches)
     fetched = source.fetch(worker.limits(batch))
     assert all(len(claims) == batch for claims in fetched.batches.values())
+    assert source.session.ahead is not None
     return fetched.batches, seen
 
 
@@ -93,6 +94,19 @@ def test_a_lane_dropped_and_held_again_while_the_next_turn_is_read(workers):
     source.hold(worker.leases[1])
     rest = drain(source, worker.limits(20))
     assert {lane: seen[lane] + rest[lane] for lane in there} == there
+
+
+def test_a_lane_held_again_while_the_next_turn_is_read_is_looked_at_first(workers):
+    """Its lease had run out, and it has nothing in hand: meanwhile another holder may have recorded failures."""
+    worker = workers()
+    worker.insert(2000)
+    worker.admin.execute("DELETE FROM outbox.events WHERE lane = 1")
+    source = worker.source()
+    batches, _ = busy(worker, source)
+    settle(source, batches)
+    source.hold(worker.leases[1])
+    source.fetch(worker.limits(20))
+    assert source.reader._lanes[1].known
 
 
 def drain_claims(source: PollingSource, limits: Mapping[int, int]) -> list[Claim]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from one_lane import OneLane
 from polling_support import lanes, settle, table, taken
@@ -16,8 +17,9 @@ from outbox._app.search_path import PinnedConnection
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lease import Lease
-from relay.polling import low_water_mark, reader, sweep
+from relay.polling import low_water_mark, reader, row_marks, sweep
 from relay.polling.kept_marks import KeptMarks, Server
+from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
 from relay.polling.sweep import Sweep
 from relay.ports import Claim, Receipt, Refused
@@ -34,6 +36,8 @@ def quick_marks(monkeypatch):
     monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(sweep, "_AGAIN_SECONDS", 0.0)
+    # Unless a test is about them.
+    monkeypatch.setattr(row_marks, "_SECONDS", 3600.0)
 
 
 class Blocked:
@@ -47,7 +51,7 @@ class Blocked:
         self.admin.execute("ALTER TABLE outbox.events SET (autovacuum_enabled = off)")
         self.admin.execute("ANALYZE outbox.events")
         self.admin.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 1000")
-        self.opened = 0
+        self.killed: list[OneLane] = []
         self.gate = threading.Event()
         self.gate.set()
         self.lane = self.new_source()
@@ -85,6 +89,14 @@ class Blocked:
         """As the loop does after a failure."""
         self.lane.source.close()
         self.lease = lease or self.lease
+        self.lane = self.new_source()
+
+    def taken_over(self) -> None:
+        """As by a fresh process, after this one was killed."""
+        self.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+        self.killed.append(self.lane)
+        self.lease = taken(table(self.database, "another"))
+        self.kept = KeptMarks()
         self.lane = self.new_source()
 
     def write(self, key: str, count: int, first: int | None = None) -> None:
@@ -146,7 +158,8 @@ class Blocked:
     def close(self) -> None:
         """Close the source."""
         self.gate.set()
-        self.lane.close()
+        for lane in (*self.killed, self.lane):
+            lane.close()
 
 
 @pytest.fixture
@@ -189,6 +202,45 @@ def windows(monkeypatch, at: Callable[[int], None]) -> None:
         return real(self, *arguments)
 
     monkeypatch.setattr(Sweep, "_window", window)
+
+
+def test_a_lane_whose_sweep_fails_in_any_way_delays_no_other_and_is_due_a_minute_later(outbox_postgres, monkeypatch):
+    swept: list[int] = []
+
+    def window(_self: Sweep, connection: PinnedConnection, values: Any) -> tuple[int, int, list[int]]:
+        swept.append(values["lane"])
+        if values["lane"] == 0:
+            raise RuntimeError("no error of a database")
+        if values["lane"] == 1:
+            connection.close()
+            raise psycopg.OperationalError("the server closed the connection unexpectedly")
+        return 0, 0, []
+
+    monkeypatch.setattr(Sweep, "_window", window)
+    swept_by = Sweep(Connector(outbox_postgres.url, "test"), Queries("outbox"))
+    lanes = dict.fromkeys(range(3), 10)
+    swept_by.due_at = dict.fromkeys(lanes, 0.0)
+    for _ in range(2):
+        swept_by.begin(lanes, ())
+        assert swept_by._thread is not None
+        swept_by._thread.join(60)
+    assert swept == [0, 1, 2]
+
+
+def test_a_sweep_that_finds_no_connection_is_due_a_minute_later():
+    asked: list[str] = []
+
+    def connect() -> PinnedConnection:
+        asked.append("")
+        raise RuntimeError("no error of a database")
+
+    swept_by = Sweep(connect, Queries("outbox"))
+    swept_by.due_at = {0: 0.0}
+    for _ in range(2):
+        swept_by.begin({0: 10}, ())
+        assert swept_by._thread is not None
+        swept_by._thread.join(60)
+    assert asked == [""]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +391,20 @@ def test_marks_are_not_kept_where_they_may_not_hold(blocked, change):
     assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
 
 
+def test_leaving_out_more_keeps_the_marks_and_leaving_out_less_does_not(blocked):
+    more, less = frozenset({("Order", True), ("Invoice", False)}), frozenset({("Invoice", False)})
+    for kinds in (less, more):
+        blocked.lane.source.leave_out(kinds)
+        assert blocked.rows_read(lambda: blocked.lane.fetch(10)) < 100
+    blocked.lane.source.close()
+    blocked.lane = blocked.new_source()
+    # As the loop does: the publisher says it before anything is read.
+    blocked.lane.source.leave_out(more)
+    assert blocked.rows_read(lambda: blocked.lane.fetch(10)) < 100
+    blocked.lane.source.leave_out(less)
+    assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
+
+
 def test_marks_are_not_kept_over_another_holder(blocked, outbox_postgres):
     blocked.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     blocked.replace_source(taken(table(outbox_postgres, "another")))
@@ -351,3 +417,92 @@ def test_a_server_is_the_same_later():
     assert not server.has_become(Server("1", 1, 99))
     assert not server.has_become(Server("1", 2, 200))
     assert not server.has_become(Server("2", 1, 200))
+
+
+@pytest.fixture
+def kept(blocked, monkeypatch) -> Blocked:
+    """One whose mark is in the lane's row."""
+    monkeypatch.setattr(row_marks, "_SECONDS", 0.0)
+    assert blocked.lane.fetch(10) == []
+    assert blocked.number("SELECT low_water_mark FROM outbox.lanes") == blocked.last
+    return blocked
+
+
+def test_a_fresh_process_reads_on_from_the_mark_in_the_lanes_row(kept):
+    """Also while some session holds the xmin: there it could prove none of its own."""
+    with kept.database.connect() as forgotten:
+        forgotten.execute("SELECT pg_current_xact_id()")
+        for number in range(2):
+            kept.taken_over()
+            kept.write(f"free-{number}", 1)
+            found: list[Claim] = []
+            assert kept.rows_read(lambda found=found: found.extend(kept.lane.fetch(10))) < 100
+            assert [claim.aggregate_id for claim in found] == [f"free-{number}"]
+            settle(kept.lane, found)
+            kept.lane.flush()
+
+
+def test_a_fresh_process_finds_what_was_freed_while_none_ran(kept):
+    kept.discard()
+    kept.taken_over()
+    assert [claim.position for claim in kept.lane.fetch(3)] == [kept.first + 1 + number for number in range(3)]
+
+
+def test_a_fresh_process_finds_what_was_freed_although_as_many_keys_wait(kept):
+    kept.discard()
+    kept.admin.execute(
+        "INSERT INTO outbox.failures (lane, id, event_id, aggregate_type, aggregate_id, attempts, next_attempt_at,"
+        " blocks, last_error, first_failed_at, last_failed_at)"
+        " SELECT lane, id, event_id, aggregate_type, 'another', 1, 'infinity', true, 'x', now(), now()"
+        " FROM outbox.events ORDER BY id DESC LIMIT 1"
+    )
+    kept.taken_over()
+    assert [claim.position for claim in kept.lane.fetch(3)] == [kept.first + 1 + number for number in range(3)]
+
+
+def test_a_new_failure_above_the_mark_leaves_it(kept):
+    kept.write("bad", 1)
+    (claim,) = kept.lane.fetch(10)
+    kept.lane.settle(Receipt([(claim, Refused("bad"))]))
+    kept.taken_over()
+    assert kept.rows_read(lambda: kept.lane.fetch(10)) < 100
+
+
+def test_events_that_may_not_be_settled_are_above_the_mark_in_the_row(kept):
+    kept.write("free", 3)
+    claims = kept.lane.fetch(10)
+    settle(kept.lane, claims)
+    # The read of this turn leaves them out: the mark rises over them.
+    kept.lane.source.reader._marks.keep(kept.lane.lane, claims[-1].position)
+    kept.lane.source.reader.look_first(kept.lane.source._in_hand())
+    kept.taken_over()
+    assert kept.lane.fetch(10) == claims
+
+
+def test_no_mark_is_written_over_what_is_left_out_or_still_has_to_be_read(kept):
+    kept.lane.source.leave_out(frozenset({("Free", False)}))
+    kept.admin.execute("UPDATE outbox.lanes SET low_water_mark = NULL, mark_failures = NULL")
+    kept.lane.source.reader._row_marks._written.clear()
+    kept.lane.fetch(10)
+    assert kept.admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchone() == (None,)
+    kept.lane.source.leave_out(frozenset())
+    kept.lane.source.reader._marks.keep(kept.lane.lane, kept.last)
+    kept.lane.source.reader._lanes[kept.lane.lane].late = (kept.first + 5,)
+    kept.lane.fetch(10)
+    assert kept.admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchone() == (None,)
+
+
+def test_a_mark_of_another_server_or_of_a_former_holder_is_not_used(kept):
+    kept.taken_over()
+    before = kept.killed[0].source.reader
+    # It has slept, and writes what it knows.
+    kept.admin.execute("UPDATE outbox.lanes SET low_water_mark = NULL, mark_failures = NULL")
+    before._row_marks._written.clear()
+    before.look_first({})
+    assert kept.admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchone() == (None,)
+    before._server = replace(before._server, system_identifier="another")
+    before._lanes[kept.lane.lane].lease = kept.lease
+    before.look_first({})
+    assert kept.number("SELECT low_water_mark FROM outbox.lanes") == kept.last
+    kept.taken_over()
+    assert kept.rows_read(lambda: kept.lane.fetch(10)) >= WAITING

@@ -153,6 +153,7 @@ def test_events_of_a_missing_topic_are_left_out_while_others_go_on_and_it_is_tri
     # The state outlives the publisher.
     sender.close()
     sender = publisher(outbox_kafka, topics=topics)
+    assert sender.paused() == {(missing, False)}
     sent = sender.publish({0: [claim(2, missing), claim(5, kind)]})
     assert (outcomes(sent.receipts[0]), sent.receipts[0].left_out) == ({5: Published}, True)
     late = outbox_kafka.create_topic(f"{missing.lower()}-events", 1)
@@ -227,6 +228,21 @@ def test_what_the_broker_refuses_takes_its_followers_down_but_not_other_topics(o
     there = stored(outbox_kafka.consume([f"{small.lower()}-events", f"{other.lower()}-events"]))
     assert known.keys() <= set(there)
     assert set(there).isdisjoint({4, 5, 6})
+
+
+def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_kafka):
+    """Its rows are deleted, and Kafka is well: nothing else would say that its events are lost."""
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
+    sender = publisher(outbox_kafka, seconds=10.0, more={"once": True})
+    assert sender.join([Lease(0, 1, 600.0, time.monotonic()), Lease(7, 1, 9.0, time.monotonic())]) == {}
+    sent = sender.publish({0: [claim(1, kind)], 7: [claim(2, kind, lane=7), claim(3, kind, lane=7)]})
+    assert isinstance(sent, Failed)
+    assert isinstance(sent.error, Late)
+    assert "2 events were not sent" in str(sent.error)
+    assert {lane: outcomes(receipt) for lane, receipt in sent.receipts.items()} == {0: {1: Published}, 7: {}}
+    sender.close()
+    assert stored(outbox_kafka.consume(topic)) == [1]
 
 
 def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_published(private_kafka):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -52,13 +52,14 @@ class Lane:
         failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
         return self._held(self.polling(failures, archive=archive))
 
-    def deleting_source(self, router: Router = BLOCK) -> OneLane:
+    def deleting_source(self, router: Router = BLOCK, held: Callable[[Claim], bool] = lambda _: False) -> OneLane:
         failures = Failures("outbox", FailurePolicy(), router)
         source = AtMostOnceSource(
             self.polling(failures, overlap=False),
             failures,
             on_lost=lambda _lane, count: self.lost.append(count),
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),
+            held=held,
         )
         return self._held(source)
 

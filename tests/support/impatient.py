@@ -5,6 +5,7 @@
 | for a broker to write the markers of a transaction that has ended | 10      | 2    |
 | between two looks for transactions that hang                      | 60      | 0.5  |
 | between two looks at the slot                                     | 10      | 0.5  |
+| between two looks at the topics' partitions                       | 60      | 0.5  |
 | for a coordinator to abort what has outlasted its time-out        | 15      | 1    |
 | until a wait is an error                                          | 60      | 3    |
 | for the count of the waiting events                               | 10      | 1    |
@@ -25,6 +26,7 @@ if __name__ == "__main__":
     for module, name, seconds in (
         (wiring, "_TRANSACTIONS_SECONDS", 0.5),
         (wiring, "_WATCH_SECONDS", 0.5),
+        (wiring, "_PARTITIONS_SECONDS", 0.5),
         (open_transactions, "_GRACE_SECONDS", 1.0),
         (supervisor, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),

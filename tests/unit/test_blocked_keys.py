@@ -43,3 +43,9 @@ def test_what_is_gone_is_said_once_the_lowest_first_and_only_if_it_blocked():
     assert not keys
     assert keys.matches(0, 0)
     assert keys.before(row(11)) == set()
+
+
+def test_the_failures_up_to_an_id_and_whether_they_block():
+    keys = BlockedKeys()
+    keys.replace([failed(9), failed(5), failed(8, blocks=False)])
+    assert [keys.up_to(id_) for id_ in (4, 5, 8, 9)] == [[], [5], [5, -8], [5, -8, 9]]

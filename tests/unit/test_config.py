@@ -317,6 +317,16 @@ def test_the_deadline_of_a_batch_is_the_relays_own_and_shorter_than_the_lease():
     assert producer_options(once)["delivery.timeout.ms"] == "4000"
 
 
+def test_at_most_once_the_deadline_leaves_half_the_lease_to_send_in():
+    assert delivery_seconds(load(delivery="at-most-once")) == 7.5
+    for option in ("delivery.timeout.ms", "message.timeout.ms"):
+        kafka = {"bootstrap.servers": "h:1", option: "7500"}
+        assert delivery_seconds(load(delivery="at-most-once", kafka=kafka)) == 7.5
+        for wrong in ("7501", "14900", "0", "x"):
+            with pytest.raises(ConfigurationError, match=f"{option}={wrong}.*Set it to 7500 or lower.*LEASE_SECONDS"):
+                producer_options(load(delivery="at-most-once", kafka=kafka | {option: wrong}))
+
+
 def test_at_most_once_can_not_read_the_wal():
     assert load(source="wal", delivery="exactly-once").wal.slot == "outbox_relay"
     with pytest.raises(ConfigurationError, match="must be polling with at-most-once"):

@@ -1,0 +1,69 @@
+"""When a topic is asked for again, without a broker."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from sender_support import OPTIONS
+
+from relay.kafka.topics import Topics
+from relay.ports import BrokerUnavailable, TopicUnusable
+
+
+class Broker:
+    """What the metadata says, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.there: set[str] = set()
+        self.away = False
+        self.asked = 0
+
+    def topics(self) -> Topics:
+        made = Topics(OPTIONS, create=False, clock=lambda: self.now)
+        made._metadata._admin = self  # type: ignore[assignment]
+        return made
+
+    def explaining(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def list_topics(self, timeout: float) -> Any:
+        assert timeout > 0
+        self.asked += 1
+        if self.away:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+        return SimpleNamespace(topics={name: SimpleNamespace(partitions={}) for name in self.there})
+
+
+def test_a_topic_that_is_tried_again_is_not_judged_by_what_others_asked_before():
+    broker = Broker()
+    topics = broker.topics()
+    for broker.now in (0.0, 1.0):
+        for name in ("late", "other"):
+            with pytest.raises(TopicUnusable):
+                topics.require(name)
+    assert broker.asked == 2
+    broker.now = 2.9
+    # The look at a stalled topic, shortly before these are due again.
+    topics._metadata.topics(1.0)
+    broker.there = {"late"}
+    broker.now = 3.1
+    topics.require("late")
+    # Others that are due by then are served by the same answer.
+    with pytest.raises(TopicUnusable):
+        topics.require("other")
+    assert broker.asked == 4
+
+
+def test_a_broker_that_is_back_is_asked_at_once():
+    broker = Broker()
+    topics = broker.topics()
+    broker.away = True
+    with pytest.raises(BrokerUnavailable):
+        topics.require("there")
+    broker.away, broker.there = False, {"there"}
+    topics.require("there")
