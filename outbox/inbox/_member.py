@@ -61,7 +61,7 @@ from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
 from outbox.inbox._group import Fenced, Group, Moved, Place, Position
-from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters
+from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters, NewLetters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
 from outbox.inbox.errors import HandlerFailed, KafkaFailed, MessageIdMissing, Reject
@@ -141,7 +141,7 @@ class Member:
         # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
         self._dead_keys: dict[str, set[bytes]] = {}
         self._keys_to_look_at: deque[tuple[str, bytes]] = deque()
-        self._newest_letter = 0
+        self._new_letters = NewLetters(self._letters)
         self._upkeep_at = 0.0
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
@@ -273,7 +273,7 @@ class Member:
             positions = self._group.claim(connection, places, starts)
             newest = self._letters.newest(connection)
             keys = {topic: self._letters.keys(connection, topic) for topic in topics}
-        self._newest_letter = min(self._newest_letter, newest) if self._dead_keys else newest
+        self._new_letters.claimed(newest)
         for topic, found in keys.items():
             known = self._dead_keys.setdefault(topic, found)
             known.intersection_update(found)
@@ -587,16 +587,15 @@ class Member:
             topic, key = self._keys_to_look_at.popleft()
             looked_at[topic].append(key)
         with self._transaction() as connection:
-            self._letters.look(connection)
             # Of other members too: the key of a message may have moved to another partition.
-            added = self._letters.added(connection, self._dead_keys, self._newest_letter)
+            added, more = self._new_letters.look(connection, self._dead_keys, self._letters.look(connection))
             gone = {topic: self._letters.gone(connection, topic, keys) for topic, keys in looked_at.items()}
         for topic, keys in gone.items():
             self._dead_keys[topic] -= keys
-        for self._newest_letter, topic, added_key in added:
+        for topic, added_key in added:
             if added_key is not None:
                 self._dead_keys[topic].add(added_key)
-        return len(added) == LOOKED_AT or any(gone.values())
+        return more or any(gone.values())
 
     def _retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
