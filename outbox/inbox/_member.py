@@ -22,7 +22,8 @@ has stored for the group.
 |   a transaction                             | changes nothing, and Kafka tells it that the partitions are lost     |
 | … inside a transaction                      | Postgres ends it after ``idle_seconds``, and frees the row           |
 | a sleeper claims before Kafka tells it      | the rightful member is fenced, claims again, and fences the sleeper  |
-| Postgres away                               | nothing is applied; tried again with backoff, and Kafka polled on    |
+| Postgres away, without disk, memory or      | nothing is applied; tried again with backoff, and Kafka polled on    |
+|   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
@@ -73,6 +74,8 @@ _logger: Final = logging.getLogger("outbox.inbox")
 
 # Connections, serialization and deadlocks, a server that stops or starts, lacks resources, or is read-only.
 _PASSING: Final = ("08", "40", "53", "57P", "25006")
+# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
+_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
 _SCHEMA: Final = (
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedColumn,
@@ -359,7 +362,7 @@ class Member:
         except _Failed as failed:
             return self._failed(part, batch[failed.index], failed)
         except psycopg.Error as error:
-            if not part.confirmed or (self._passes(error) and not self._struck(part)):
+            if not part.confirmed or (self._passes(error) and not self._struck(part, error)):
                 return self._wait(part, error)
             # Deferred constraints and triggers.
             if len(batch) > 1:
@@ -445,15 +448,18 @@ class Member:
             part.confirmed = True
             yield connection
 
-    def _struck(self, part: Assigned) -> bool:
+    @staticmethod
+    def _struck(part: Assigned, error: BaseException | None) -> bool:
         """Count an interruption of a confirmed transaction. Returns whether there were too many of them in a row."""
+        if _is_exhausted(error):
+            return False
         part.strikes += part.confirmed
         return part.confirmed and part.strikes > _MOST_STRIKES
 
     def _failed(self, part: Assigned, message: KafkaMessage, failed: _Failed) -> bool:
         """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
         cause = failed.__cause__
-        if self._passes(cause) and not self._struck(part):
+        if self._passes(cause) and not self._struck(part, cause):
             return self._wait(part, cause or failed)
         if message is not part.queue[0]:
             # Those before it first.
@@ -499,7 +505,7 @@ class Member:
             return True
         except psycopg.Error as error:
             part.deaths -= 1
-            if self._struck(part):
+            if self._struck(part, error):
                 why = f"it can't be stored as a dead letter: {error}; it failed with: {failure.error}"
                 raise HandlerFailed(*part.place, message.offset(), part.attempts, why) from error
             return self._wait(part, error)
@@ -610,19 +616,22 @@ class Member:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:
-            if self._passes(failed.__cause__) and not self._letter_struck(part):
+            if self._passes(failed.__cause__) and not self._letter_struck(part, failed.__cause__):
                 self._interrupted(failed.__cause__ or failed, "retrying a dead letter")
                 return False
             return self._letter_failed(part, failed)
         except psycopg.Error as error:
-            if letter is None or (self._passes(error) and not self._letter_struck(part)):
+            if letter is None or (self._passes(error) and not self._letter_struck(part, error)):
                 raise
             # At COMMIT.
             return self._letter_failed(part, _failure_of(letter.id, error))
         part.letter_strikes = 0
         return letter is not None
 
-    def _letter_struck(self, part: Assigned) -> bool:
+    @staticmethod
+    def _letter_struck(part: Assigned, error: BaseException | None) -> bool:
+        if _is_exhausted(error):
+            return False
         part.letter_strikes += 1
         return part.letter_strikes > _MOST_STRIKES
 
@@ -702,6 +711,10 @@ class Member:
 
 def _refused(error: KafkaError) -> KafkaFailed:
     return KafkaFailed(f"Kafka: {error.str()}; look at the credentials and the ACLs. Nothing was skipped")
+
+
+def _is_exhausted(error: BaseException | None) -> bool:
+    return isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED
 
 
 def _failure_of(index: int, error: Exception) -> _Failed:
