@@ -58,6 +58,7 @@ from psycopg.pq import TransactionStatus
 from outbox._kafka import is_refusal
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
+from outbox.consumer.standing import Watch
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
@@ -133,8 +134,9 @@ class _Failed(Exception):
 class Member:
     """One run of a consumer: a member of Kafka's group, its partitions, and its session of Postgres."""
 
-    def __init__(self, settings: Settings, handler: Handler, stopping: Event) -> None:
+    def __init__(self, settings: Settings, handler: Handler, stopping: Event, watch: Watch) -> None:
         self._settings = settings
+        self._watch = watch
         self._handler = handler
         self._group, self._letters = settings.group, settings.letters
         self._stopping = stopping
@@ -169,7 +171,9 @@ class Member:
                 raise _refused(self._refusal)
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
+                self._note(part)
                 self._work(part, until)
+                self._note(part)
             if time.monotonic() >= self._upkeep_at:
                 self._keep_up()
                 self._upkeep_at = time.monotonic() + _UPKEEP_SECONDS
@@ -177,6 +181,15 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._transaction() as connection:
                 self._group.end(connection, self._generation)
+
+    def _note(self, part: Assigned) -> None:
+        """Note for a probe whether messages wait in a partition, and where."""
+        if part.position is None:
+            self._watch.waits(part.place, None)
+        elif part.queue or part.cut_off:
+            self._watch.waits(part.place, part.position.next_offset)
+        else:
+            self._watch.moved([part.place])
 
     def close(self) -> None:
         """Leave the group, and close the session."""
@@ -244,6 +257,8 @@ class Member:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         places = [(one.topic, one.partition) for one in partitions]
         claimed: dict[Place, tuple[Position, set[bytes]]] = {}
+        for place in places:
+            self._watch.waits(place, None)
         attempt = 0
         while places and not claimed and not self._stopping.is_set():
             try:
@@ -252,7 +267,7 @@ class Member:
                 attempt += 1
                 if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
                     raise
-                self._interrupted(error, "claiming partitions")
+                self._interrupted(error, "claiming partitions", places)
                 self._stopping.wait(backoff(attempt, *_AWAY))
         for place, (position, keys) in claimed.items():
             self._parts[place] = Assigned(place, position, keys, position.next_offset)
@@ -265,6 +280,7 @@ class Member:
         """Forget what was fetched of partitions that are another member's from now on."""
         for one in partitions:
             self._parts.pop((one.topic, one.partition), None)
+        self._watch.moved([(one.topic, one.partition) for one in partitions])
 
     def _claim(self, places: Collection[Place]) -> dict[Place, tuple[Position, set[bytes]]]:
         topics = {topic for topic, _ in places}
@@ -312,9 +328,11 @@ class Member:
             text = f"Postgres: {str(error).partition(chr(10))[0]}"
             raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
 
-    def _interrupted(self, error: BaseException, doing: str) -> None:
-        """Note an error that is no message's fault."""
-        _logger.warning("%s: %s: %s", doing, type(error).__name__, str(error).partition("\n")[0])
+    def _interrupted(self, error: BaseException, doing: str, places: Collection[Place] = ()) -> None:
+        """Note an error that is no message's fault, and keeps these partitions from moving."""
+        why = f"{doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        _logger.warning("%s", why)
+        self._watch.failed(places, why)
         if self._connection is not None and isinstance(error, psycopg.Error):
             # The session's server may not be the primary any more.
             self._connection.close()
@@ -344,7 +362,7 @@ class Member:
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             part.interrupted += 1
             part.due = time.monotonic() + backoff(part.interrupted, *_AWAY)
-            self._interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again")
+            self._interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again", [part.place])
             return
         part.claimed(position, keys)
 
@@ -472,6 +490,7 @@ class Member:
         if failed.again and part.attempts < self._settings.attempts:
             part.due = time.monotonic() + backoff(part.attempts, *self._settings.wait)
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, failed.failure.error)
+            self._watch.failed([part.place], f"offset {message.offset()} failed: {failed.failure.error}")
             return False
         part.deaths += 1
         too_many = self._settings.bury and part.deaths > self._settings.most_dead
@@ -522,7 +541,7 @@ class Member:
     def _wait(self, part: Assigned, error: BaseException) -> bool:
         part.interrupted += 1
         part.due = time.monotonic() + backoff(part.interrupted, *_AWAY)
-        self._interrupted(error, f"applying {part.place[0]}-{part.place[1]}")
+        self._interrupted(error, f"applying {part.place[0]}-{part.place[1]}", [part.place])
         return False
 
     def _passes(self, error: BaseException | None) -> bool:

@@ -172,3 +172,25 @@ def test_who_locks_the_position_makes_no_dead_letter(log):
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
     assert log.letters() == []
     log.check()
+
+
+def test_a_partition_that_stands_is_named_since_when_and_why(log):
+    """While the other one moves; and not any more when it has moved itself."""
+    bad = Bad("statement_timeout")
+    bad.how = lambda connection: connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
+    with log.consuming(bad, attempts=10**6) as running:
+        running.wait(lambda: log.positions() == {0: BAD, 1: MESSAGES}, "the other partition")
+
+        def failing() -> bool:
+            return any("data_exception" in one.why for one in running.stalled())
+
+        running.wait(failing, "the reason")
+        (first,) = running.stalled()
+        assert (first.topic, first.partition, first.offset) == (log.topic, 0, BAD)
+        assert running.stalled(3600) == []
+        calls = bad.calls
+        running.wait(lambda: bad.calls > calls + 2, "more attempts")
+        assert [one.since for one in running.stalled()] == [first.since]
+        bad.cured.set()
+        running.wait(lambda: log.count() == 2 * MESSAGES and running.stalled() == [], "the effects")
+    log.check()
