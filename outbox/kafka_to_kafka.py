@@ -47,11 +47,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self
 
 from outbox._kafka import is_refusal, require_verification
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
+from outbox.consumer.standing import Place, Standing, Watch
 from outbox.errors import ConfigurationError, MissingExtra, OutboxError
 
 try:
@@ -234,6 +235,13 @@ class Transformer:
         """Return how many messages this member has committed."""
         return self._progress.messages
 
+    def stalled(self, seconds: float = 300.0) -> list[Standing]:
+        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
+
+        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
+        """
+        return self._progress.watch.stalled(seconds)
+
     def run(self, stop: threading.Event | None = None) -> None:
         """Transform until ``stop``, which ends it after the transaction under way. Waits while brokers are away.
 
@@ -253,6 +261,7 @@ class Transformer:
                     raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
                 failures = 0 if self.committed > before else failures + 1
                 log.warning("group %s begins anew: %s", self._plan.group, inner.str())
+                self._progress.watch.failed(None, inner.str())
                 _pause(stop, failures)
 
 
@@ -278,6 +287,7 @@ class _Progress:
 
     batch: int
     messages: int = 0
+    watch: Watch = field(default_factory=Watch)
 
 
 class _Session:
@@ -375,6 +385,8 @@ class _Session:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._messages.clear()
+        # Here and not when partitions are taken away: behind an error the next session may get the same ones.
+        self._progress.watch.keep({(each.topic, each.partition) for each in partitions})
         self._go_to_committed(partitions)
         self._membership = consumer.consumer_group_metadata()
 
@@ -432,6 +444,10 @@ class _Session:
 
     def _write(self) -> None:
         messages, self._messages = self._messages, []
+        # Of each partition the first message: those behind it wait as well.
+        first = {_place(message): message.offset() or 0 for message in reversed(messages)}
+        for place, offset in first.items():
+            self._progress.watch.waits(place, offset)
         self._undelivered = None
         began = time.monotonic()
         self._producer.begin_transaction()
@@ -448,6 +464,7 @@ class _Session:
             raise
         else:
             self._aborted = 0
+            self._progress.watch.moved(first)
             self._progress.messages += len(messages)
             self._progress.batch = min(2 * self._progress.batch, self._plan.batch)
 
@@ -469,6 +486,7 @@ class _Session:
         if inner.fatal() or not inner.txn_requires_abort() or _is_refused(inner):
             raise error
         log.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
+        self._progress.watch.failed({_place(message) for message in messages}, inner.str())
         _pause(self._stop, self._aborted)
         self._aborted += 1
         # Still a member, perhaps: the next poll tells.
@@ -588,9 +606,13 @@ def _pause(stop: threading.Event, failures: int) -> None:
     stop.wait(min(0.1 * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))  # noqa: S311  jitter
 
 
+def _place(message: Message) -> Place:
+    return message.topic() or "", message.partition() or 0
+
+
 def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str | None]) -> list[TopicPartition]:
     """Return the positions behind these messages, with the partitions' metadata."""
-    last = {(message.topic() or "", message.partition() or 0): message.offset() or 0 for message in messages}
+    last = {_place(message): message.offset() or 0 for message in messages}
     return [
         TopicPartition(topic, partition, offset + 1, metadata.get((topic, partition)) or "")
         for (topic, partition), offset in last.items()

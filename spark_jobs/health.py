@@ -11,14 +11,15 @@ A consumer is ready when its last round ended without an error, or it found noth
 |                                                         |                       | the last round                |
 | messages become dead letters                            |                       | yes: other messages go on     |
 | messages wait in a partition, and its offset has not    | ``partitions``, each  | no                            |
-| moved for ``ready_seconds``; others may move            | with offset and time  |                               |
+| moved for ``ready_seconds`` since its turn to be read;  | with offset and time  |                               |
+| others may move                                         |                       |                               |
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class ConsumerHealth:
         self._lock = threading.Lock()
         self._succeeded_at: float | None = None
         self._waits: tuple[float, str] | None = None
-        self._behind: dict[Partition, tuple[int, float]] = {}
+        self._behind: dict[Partition, tuple[int, float | None]] = {}
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
         """Record a round, or a wait for a server; other reports are ignored."""
@@ -65,14 +66,19 @@ class ConsumerHealth:
         with self._lock:
             self._succeeded_at, self._waits = self._clock(), None
 
-    def behind(self, offsets: Mapping[Partition, int]) -> None:
-        """Record the next offset of each partition in which messages wait, as a round begins."""
+    def behind(self, offsets: Mapping[Partition, int], turn: Collection[Partition]) -> None:
+        """Record the next offset of each partition in which messages wait, as a round begins.
+
+        turn  those that the round reads. Of many partitions each waits for its turn, and until then it does not stand.
+        """
         with self._lock:
             now, before = self._clock(), self._behind
             self._behind = {}
             for partition, offset in offsets.items():
-                seen, since = before.get(partition, (offset, now))
-                self._behind[partition] = (offset, since if seen == offset else now)
+                seen, since = before.get(partition, (offset, None))
+                if since is None or seen != offset:
+                    since = now if partition in turn else None
+                self._behind[partition] = (offset, since)
 
     def look(self) -> ConsumerReadiness:
         """Return whether the consumer is ready, and what was looked at."""
@@ -84,7 +90,7 @@ class ConsumerHealth:
         standing = [
             f"{topic}-{part} stands at offset {offset} for {now - began:.0f} s"
             for (topic, part), (offset, began) in sorted(behind.items())
-            if now - began >= self._limit
+            if began is not None and now - began >= self._limit
         ]
         checks = [Check("rounds", ready, last), Check("partitions", not standing, ", ".join(standing))]
         ready = ready and not standing

@@ -13,7 +13,8 @@ other schema than pg_catalog in their search path.
 |   of users                                    |                                                                    |
 | … with the job's effect; the inbox's; those   | the path is the role's, because users' statements need it. In ours |
 |   in which services write                     | functions are qualified, and operators have exactly the types of   |
-|                                               | pg_catalog's                                                       |
+|                                               | pg_catalog's. Values of a sink's columns, of any type, are         |
+|                                               | compared with OPERATOR(schema.=); see spark_jobs' ColumnType       |
 | External's transactions, on connections that  | pinned_transaction; restore_path before SQL of users               |
 |   users open                                  |                                                                    |
 | the definitions of our tables                 | created under PIN; where a host application's migrations create    |

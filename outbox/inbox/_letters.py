@@ -84,10 +84,13 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
   FROM {letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-# The planner may have statistics of a time when there were no letters.
-_BY_INDEX: Final = """
-SELECT pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
-       pg_catalog.set_config('enable_sort', 'off', true)"""
+# The planner may have statistics of a time when there were no letters. And which transactions run: of those before the
+# first number all have ended, and none has begun with the second one.
+_LOOK: Final = """
+SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapshot_xmax(snapshot)::text::bigint,
+       pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
+       pg_catalog.set_config('enable_sort', 'off', true)
+  FROM pg_catalog.pg_current_snapshot() AS snapshot"""
 _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
@@ -155,9 +158,14 @@ class Letters:
         assert row is not None
         return int(row[0])
 
-    def look(self, connection: psycopg.Connection[Any]) -> None:
-        """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
-        self._run(connection, _BY_INDEX)
+    def look(self, connection: psycopg.Connection[Any]) -> tuple[int, int]:
+        """Keep this transaction's plans to the indexes. To be called before the methods that look for changes.
+
+        Returns a number for NewLetters before which all transactions have ended, and the next one's.
+        """
+        row = self._run(connection, _LOOK).fetchone()
+        assert row is not None
+        return row[:2]
 
     def added(
         self, connection: psycopg.Connection[Any], topics: Iterable[str], last: int
@@ -210,3 +218,50 @@ class Letters:
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         return run(connection, sql.SQL(query).format(**self._names), {"grp": self._group, **values})
+
+
+class NewLetters:
+    """Which keys have dead letters that were added by anyone, since the claim or the last look.
+
+    Ids do not become visible in their order: a letter may be committed after others with higher ids. Who adds one holds
+    the lock on its partition's row, so its transaction had a number before the letter had an id.
+
+    seen      the highest id that was seen.
+    complete  up to this id none can be added any more; None: not known since the claim, when all keys were read.
+    mark      an id, and a number: as soon as all transactions before that have ended, the id is complete.
+    """
+
+    def __init__(self, letters: Letters) -> None:
+        self._letters = letters
+        self._seen = 0
+        self._complete: int | None = None
+        self._mark: tuple[int, int] | None = None
+        self._claimed = False
+
+    def claimed(self, newest: int) -> None:
+        """Begin, or go on, behind a letter; a failover may have lost some that were seen."""
+        self._seen = min(self._seen, newest) if self._claimed else newest
+        self._complete = None if self._complete is None else min(self._complete, newest)
+        self._mark = None
+        self._claimed = True
+
+    def look(
+        self, connection: psycopg.Connection[Any], topics: Collection[str], running: tuple[int, int]
+    ) -> tuple[list[tuple[str, bytes | None]], bool]:
+        """Return topics and keys, some of which may be known, and whether there are more. ``running``: see ``look``."""
+        ended, following = running
+        after = self._seen
+        if self._mark is None:
+            if self._complete is None or self._seen > self._complete:
+                self._mark = self._seen, following
+        elif ended >= self._mark[1]:
+            before, self._complete, self._mark = self._complete, self._mark[0], None
+            if before is None:
+                return [(topic, key) for topic in topics for key in self._letters.keys(connection, topic)], True
+            after = before
+        if self._complete is not None and self._seen - self._complete < LOOKED_AT:
+            # A few are looked at again each time, and need not wait for the end of a transaction.
+            after = min(after, self._complete)
+        found = self._letters.added(connection, topics, after)
+        self._seen = found[-1][0] if found else after
+        return [(topic, key) for _, topic, key in found], len(found) == LOOKED_AT

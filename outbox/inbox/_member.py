@@ -22,7 +22,8 @@ has stored for the group.
 |   a transaction                             | changes nothing, and Kafka tells it that the partitions are lost     |
 | … inside a transaction                      | Postgres ends it after ``idle_seconds``, and frees the row           |
 | a sleeper claims before Kafka tells it      | the rightful member is fenced, claims again, and fences the sleeper  |
-| Postgres away                               | nothing is applied; tried again with backoff, and Kafka polled on    |
+| Postgres away, without disk, memory or      | nothing is applied; tried again with backoff, and Kafka polled on    |
+|   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
@@ -57,11 +58,12 @@ from psycopg.pq import TransactionStatus
 from outbox._kafka import is_refusal
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
+from outbox.consumer.standing import Watch
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
 from outbox.inbox._group import Fenced, Group, Moved, Place, Position
-from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters
+from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters, NewLetters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
 from outbox.inbox.errors import HandlerFailed, KafkaFailed, MessageIdMissing, Reject
@@ -73,6 +75,8 @@ _logger: Final = logging.getLogger("outbox.inbox")
 
 # Connections, serialization and deadlocks, a server that stops or starts, lacks resources, or is read-only.
 _PASSING: Final = ("08", "40", "53", "57P", "25006")
+# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
+_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
 _SCHEMA: Final = (
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedColumn,
@@ -130,8 +134,9 @@ class _Failed(Exception):
 class Member:
     """One run of a consumer: a member of Kafka's group, its partitions, and its session of Postgres."""
 
-    def __init__(self, settings: Settings, handler: Handler, stopping: Event) -> None:
+    def __init__(self, settings: Settings, handler: Handler, stopping: Event, watch: Watch) -> None:
         self._settings = settings
+        self._watch = watch
         self._handler = handler
         self._group, self._letters = settings.group, settings.letters
         self._stopping = stopping
@@ -141,7 +146,7 @@ class Member:
         # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
         self._dead_keys: dict[str, set[bytes]] = {}
         self._keys_to_look_at: deque[tuple[str, bytes]] = deque()
-        self._newest_letter = 0
+        self._new_letters = NewLetters(self._letters)
         self._upkeep_at = 0.0
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
@@ -166,7 +171,9 @@ class Member:
                 raise _refused(self._refusal)
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
+                self._note(part)
                 self._work(part, until)
+                self._note(part)
             if time.monotonic() >= self._upkeep_at:
                 self._keep_up()
                 self._upkeep_at = time.monotonic() + _UPKEEP_SECONDS
@@ -174,6 +181,15 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._transaction() as connection:
                 self._group.end(connection, self._generation)
+
+    def _note(self, part: Assigned) -> None:
+        """Note for a probe whether messages wait in a partition, and where."""
+        if part.position is None:
+            self._watch.waits(part.place, None)
+        elif part.queue or part.cut_off:
+            self._watch.waits(part.place, part.position.next_offset)
+        else:
+            self._watch.moved([part.place])
 
     def close(self) -> None:
         """Leave the group, and close the session."""
@@ -241,6 +257,8 @@ class Member:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         places = [(one.topic, one.partition) for one in partitions]
         claimed: dict[Place, tuple[Position, set[bytes]]] = {}
+        for place in places:
+            self._watch.waits(place, None)
         attempt = 0
         while places and not claimed and not self._stopping.is_set():
             try:
@@ -249,7 +267,7 @@ class Member:
                 attempt += 1
                 if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
                     raise
-                self._interrupted(error, "claiming partitions")
+                self._interrupted(error, "claiming partitions", places)
                 self._stopping.wait(backoff(attempt, *_AWAY))
         for place, (position, keys) in claimed.items():
             self._parts[place] = Assigned(place, position, keys, position.next_offset)
@@ -262,6 +280,7 @@ class Member:
         """Forget what was fetched of partitions that are another member's from now on."""
         for one in partitions:
             self._parts.pop((one.topic, one.partition), None)
+        self._watch.moved([(one.topic, one.partition) for one in partitions])
 
     def _claim(self, places: Collection[Place]) -> dict[Place, tuple[Position, set[bytes]]]:
         topics = {topic for topic, _ in places}
@@ -273,7 +292,7 @@ class Member:
             positions = self._group.claim(connection, places, starts)
             newest = self._letters.newest(connection)
             keys = {topic: self._letters.keys(connection, topic) for topic in topics}
-        self._newest_letter = min(self._newest_letter, newest) if self._dead_keys else newest
+        self._new_letters.claimed(newest)
         for topic, found in keys.items():
             known = self._dead_keys.setdefault(topic, found)
             known.intersection_update(found)
@@ -309,9 +328,11 @@ class Member:
             text = f"Postgres: {str(error).partition(chr(10))[0]}"
             raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
 
-    def _interrupted(self, error: BaseException, doing: str) -> None:
-        """Note an error that is no message's fault."""
-        _logger.warning("%s: %s: %s", doing, type(error).__name__, str(error).partition("\n")[0])
+    def _interrupted(self, error: BaseException, doing: str, places: Collection[Place] = ()) -> None:
+        """Note an error that is no message's fault, and keeps these partitions from moving."""
+        why = f"{doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        _logger.warning("%s", why)
+        self._watch.failed(places, why)
         if self._connection is not None and isinstance(error, psycopg.Error):
             # The session's server may not be the primary any more.
             self._connection.close()
@@ -341,7 +362,7 @@ class Member:
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             part.interrupted += 1
             part.due = time.monotonic() + backoff(part.interrupted, *_AWAY)
-            self._interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again")
+            self._interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again", [part.place])
             return
         part.claimed(position, keys)
 
@@ -359,7 +380,7 @@ class Member:
         except _Failed as failed:
             return self._failed(part, batch[failed.index], failed)
         except psycopg.Error as error:
-            if not part.confirmed or (self._passes(error) and not self._struck(part)):
+            if not part.confirmed or (self._passes(error) and not self._struck(part, error)):
                 return self._wait(part, error)
             # Deferred constraints and triggers.
             if len(batch) > 1:
@@ -445,15 +466,18 @@ class Member:
             part.confirmed = True
             yield connection
 
-    def _struck(self, part: Assigned) -> bool:
+    @staticmethod
+    def _struck(part: Assigned, error: BaseException | None) -> bool:
         """Count an interruption of a confirmed transaction. Returns whether there were too many of them in a row."""
+        if _is_exhausted(error):
+            return False
         part.strikes += part.confirmed
         return part.confirmed and part.strikes > _MOST_STRIKES
 
     def _failed(self, part: Assigned, message: KafkaMessage, failed: _Failed) -> bool:
         """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
         cause = failed.__cause__
-        if self._passes(cause) and not self._struck(part):
+        if self._passes(cause) and not self._struck(part, cause):
             return self._wait(part, cause or failed)
         if message is not part.queue[0]:
             # Those before it first.
@@ -466,6 +490,7 @@ class Member:
         if failed.again and part.attempts < self._settings.attempts:
             part.due = time.monotonic() + backoff(part.attempts, *self._settings.wait)
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, failed.failure.error)
+            self._watch.failed([part.place], f"offset {message.offset()} failed: {failed.failure.error}")
             return False
         part.deaths += 1
         too_many = self._settings.bury and part.deaths > self._settings.most_dead
@@ -499,7 +524,7 @@ class Member:
             return True
         except psycopg.Error as error:
             part.deaths -= 1
-            if self._struck(part):
+            if self._struck(part, error):
                 why = f"it can't be stored as a dead letter: {error}; it failed with: {failure.error}"
                 raise HandlerFailed(*part.place, message.offset(), part.attempts, why) from error
             return self._wait(part, error)
@@ -516,7 +541,7 @@ class Member:
     def _wait(self, part: Assigned, error: BaseException) -> bool:
         part.interrupted += 1
         part.due = time.monotonic() + backoff(part.interrupted, *_AWAY)
-        self._interrupted(error, f"applying {part.place[0]}-{part.place[1]}")
+        self._interrupted(error, f"applying {part.place[0]}-{part.place[1]}", [part.place])
         return False
 
     def _passes(self, error: BaseException | None) -> bool:
@@ -587,16 +612,15 @@ class Member:
             topic, key = self._keys_to_look_at.popleft()
             looked_at[topic].append(key)
         with self._transaction() as connection:
-            self._letters.look(connection)
             # Of other members too: the key of a message may have moved to another partition.
-            added = self._letters.added(connection, self._dead_keys, self._newest_letter)
+            added, more = self._new_letters.look(connection, self._dead_keys, self._letters.look(connection))
             gone = {topic: self._letters.gone(connection, topic, keys) for topic, keys in looked_at.items()}
         for topic, keys in gone.items():
             self._dead_keys[topic] -= keys
-        for self._newest_letter, topic, added_key in added:
+        for topic, added_key in added:
             if added_key is not None:
                 self._dead_keys[topic].add(added_key)
-        return len(added) == LOOKED_AT or any(gone.values())
+        return more or any(gone.values())
 
     def _retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
@@ -611,19 +635,22 @@ class Member:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:
-            if self._passes(failed.__cause__) and not self._letter_struck(part):
+            if self._passes(failed.__cause__) and not self._letter_struck(part, failed.__cause__):
                 self._interrupted(failed.__cause__ or failed, "retrying a dead letter")
                 return False
             return self._letter_failed(part, failed)
         except psycopg.Error as error:
-            if letter is None or (self._passes(error) and not self._letter_struck(part)):
+            if letter is None or (self._passes(error) and not self._letter_struck(part, error)):
                 raise
             # At COMMIT.
             return self._letter_failed(part, _failure_of(letter.id, error))
         part.letter_strikes = 0
         return letter is not None
 
-    def _letter_struck(self, part: Assigned) -> bool:
+    @staticmethod
+    def _letter_struck(part: Assigned, error: BaseException | None) -> bool:
+        if _is_exhausted(error):
+            return False
         part.letter_strikes += 1
         return part.letter_strikes > _MOST_STRIKES
 
@@ -703,6 +730,10 @@ class Member:
 
 def _refused(error: KafkaError) -> KafkaFailed:
     return KafkaFailed(f"Kafka: {error.str()}; look at the credentials and the ACLs. Nothing was skipped")
+
+
+def _is_exhausted(error: BaseException | None) -> bool:
+    return isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED
 
 
 def _failure_of(index: int, error: Exception) -> _Failed:

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, get_args
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from outbox.consumer.standing import Standing, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
 from outbox.inbox._group import Group
@@ -105,6 +106,14 @@ class Consumer:
             at_end=start == "latest",
         )
         self._stopping = threading.Event()
+        self._watch = Watch()
+
+    def stalled(self, seconds: float = 300.0) -> list[Standing]:
+        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
+
+        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
+        """
+        return self._watch.stalled(seconds)
 
     def stop(self) -> None:
         """End ``run`` after the current transaction, or the next one at its start. For threads and signal handlers."""
@@ -120,7 +129,7 @@ class Consumer:
         raises, nothing was skipped: run it again when the cause is gone.
         """
         with self._signals():
-            member = Member(self._settings, handler, self._stopping)
+            member = Member(self._settings, handler, self._stopping, self._watch)
             try:
                 member.run()
             finally:

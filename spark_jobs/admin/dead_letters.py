@@ -227,7 +227,8 @@ _TABLES: Final = ("dead_letters", "audit")
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row for display and scripts: bytes in a readable form, each with its encoding.
 
-    ``key`` and header values are text or hexadecimal digits (``…_encoding``: utf-8 or hex). ``value`` is the message's
+    ``key`` and header values are text or hexadecimal digits (``…_encoding``: utf-8 or hex). A header whose name is not
+    UTF-8 keeps its ``key_base64``. ``value`` is the message's
     own JSON, as an orjson.Fragment, so that no number is rounded; or text; or base64.
     """
     shown = dict(row)
@@ -248,7 +249,7 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 def _header(header: Mapping[str, Any]) -> dict[str, Any]:
     raw = header["value"]
     value, encoding = _text(None if raw is None else base64.b64decode(raw))
-    return {"key": header["key"], "value": value, "encoding": encoding}
+    return {**header, "value": value, "encoding": encoding}
 
 
 def _text(raw: bytes | None) -> tuple[str | None, str | None]:

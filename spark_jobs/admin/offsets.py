@@ -359,7 +359,9 @@ class Offsets:
             if generation is not None:
                 _refuse_skipping(asked, moves)
                 for one in moves:
-                    self._write(values, one, generation, extents.get(one.part))
+                    # An accepted loss without a move too: the epoch stored there would tell of it again.
+                    if one.changes or one.part in losses:
+                        self._write(values, one, generation, extents.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
                 accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched)]
                 if not accepted and not any(one.changes for one in moves):
@@ -395,7 +397,7 @@ class Offsets:
     def _write(self, values: Mapping[str, object], one: Move, generation: int, there: Extent | None) -> None:
         if one.after is None:
             self._rows(_DELETE, **values, part=one.part)
-        elif one.changes:
+        else:
             self._rows(
                 _WRITE,
                 **values,

@@ -71,7 +71,7 @@ DELETE FROM batch USING (
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
 _DROP_OLD: Final = """
 DELETE FROM batch USING {table} AS stored
- WHERE {same} AND stored.{stored} >= batch.{version}{living}"""
+ WHERE {same} AND stored.{stored} {at_least} batch.{version}{living}"""
 # Except for messages after a tombstone of their key: the effect deletes the newer row.
 _LIVING: Final = """
    AND NOT EXISTS (
@@ -81,7 +81,9 @@ _LIVING: Final = """
             < (batch.message_topic, batch.message_part, batch.message_offset))"""
 _CHECK: Final = "SELECT {casts} FROM batch"
 # The types in the form that casts need. Without the length of texts, because a cast silently truncates a longer text,
-# which an assignment refuses. A domain is replaced by its base type for the same reason.
+# which an assignment refuses. A domain is replaced by its base type for the same reason. And the schema of the
+# operators by which Postgres itself sorts a type: the search path may have planted ones. Only types of extensions have
+# their own; pg_catalog's also take arrays, enums, ranges, rows and texts of all kinds.
 _TYPES: Final = """
 WITH RECURSIVE known AS (
     SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_catalog.pg_attribute
@@ -91,7 +93,13 @@ WITH RECURSIVE known AS (
      WHERE typtype = 'd')
 SELECT attname, pg_catalog.format_type(type, CASE WHEN coalesce(nullif(typelem, 0::oid), type) IN (
            'varchar'::regtype::oid, 'bpchar'::regtype::oid, 'bit'::regtype::oid, 'varbit'::regtype::oid)
-           THEN -1 ELSE modifier END)
+           THEN -1 ELSE modifier END),
+       coalesce((SELECT nspname FROM pg_catalog.pg_opclass
+                   JOIN pg_catalog.pg_amop ON amopfamily = opcfamily AND amoplefttype = opcintype
+                    AND amoprighttype = opcintype AND amopstrategy = 3
+                   JOIN pg_catalog.pg_operator ON pg_operator.oid = amopopr
+                   JOIN pg_catalog.pg_namespace ON pg_namespace.oid = oprnamespace
+                  WHERE opcintype = type AND opcdefault AND opcmethod = 403::oid), 'pg_catalog')
   FROM known JOIN pg_catalog.pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
 _CUTTING: Final = frozenset({"name", '"char"'})
 WHOLE_TIMES: Final = {
@@ -223,21 +231,23 @@ class Version(_Forgetting):
         """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
-        casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
-        version = _cast(self.version, types[stored])
+        casts = {here: types[there].cast(here) for here, there in pairs.items()}
+        version = types[stored].cast(self.version)
         order = version + sql.SQL(" DESC, " + _LATEST)
         keys = sql.SQL(", ").join(casts.values())
         if self.tombstones:
             cursor.execute(_DROP_ENDED)
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
         same = sql.SQL(" AND ").join(
-            sql.SQL("stored.{} = batch.").format(sql.Identifier(there)) + casts[here] for here, there in pairs.items()
+            sql.SQL("stored.{} {} batch.").format(sql.Identifier(there), types[there].operator("=")) + casts[here]
+            for here, there in pairs.items()
         )
         cursor.execute(
             sql.SQL(_DROP_OLD).format(
                 table=identifier(self.table),
                 same=same,
                 stored=sql.Identifier(stored),
+                at_least=types[stored].operator(">="),
                 version=version,
                 living=sql.SQL(_LIVING if self.tombstones else ""),
             )
@@ -246,11 +256,11 @@ class Version(_Forgetting):
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise the database's error if a key or version in ``batch`` does not fit the table's types."""
         types, pairs, stored = self._resolved(cursor)
-        casts = [_cast(here, types[there]) for here, there in pairs.items()]
-        casts.append(_cast(self.version, types[stored]))
+        casts = [types[there].cast(here) for here, there in pairs.items()]
+        casts.append(types[stored].cast(self.version))
         cursor.execute(sql.SQL(_CHECK).format(casts=sql.SQL(", ").join(casts)))
 
-    def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, str], dict[str, str], str]:
+    def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, ColumnType], dict[str, str], str]:
         """Return the table's types, the key's columns (batch → table), and its version column. Raises JobError."""
         pairs = dict(self.key) if isinstance(self.key, Mapping) else {name: name for name in self.key}
         types = column_types(cursor, self.table)
@@ -372,25 +382,41 @@ def identifier(name: str) -> sql.Identifier:
     return sql.Identifier(*parts)
 
 
-def _cast(name: str, kind: str) -> sql.Composed:
-    return sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind))
+@dataclass(frozen=True, slots=True)
+class ColumnType:
+    """The type of a column of the sink.
+
+    name    as casts need it; from format_type(), which quotes names if necessary.
+    schema  of the operators that compare its values.
+    """
+
+    name: str
+    schema: str = "pg_catalog"
+
+    def operator(self, name: LiteralString) -> sql.Composed:
+        """Return the operator that compares two values of this type, whatever is in the search path."""
+        return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.schema), sql.SQL(name))
+
+    def cast(self, column: str) -> sql.Composed:
+        """Return a column of ``batch`` as a value of this type; Postgres does not convert text to uuid by itself."""
+        return sql.SQL("{}::{}").format(sql.Identifier(column), sql.SQL(self.name))
 
 
-def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
+def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, ColumnType]:
     """Return the columns of a table of the sink with their types. Raises JobError if there is no such table."""
     if table == "batch":
         raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     name = identifier(table).as_string(cursor)
-    found: dict[str, str] = dict(cursor.execute(_TYPES, {"table": name}).fetchall())
+    found = {column: ColumnType(*kind) for column, *kind in cursor.execute(_TYPES, {"table": name})}
     if not found:
         raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
     return found
 
 
-def refuse_cutting(table: str, name: str, kind: str) -> None:
+def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:
     """Raise JobError for a column whose type silently truncates a longer text, in casts and assignments alike."""
-    if kind in _CUTTING:
-        raise JobError(f"{table}: column {name} is of type {kind}, which cuts off a longer text; make it text")
+    if kind.name in _CUTTING:
+        raise JobError(f"{table}: column {name} is of type {kind.name}, which cuts off a longer text; make it text")
 
 
 def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:

@@ -6,6 +6,7 @@ When a topic gets partitions, keys move into them from the others, which still h
 |-------------------------------------------|-----------------------------------------------------------------------|
 | driver ends before the ends are stored    | the next one finds the partition with messages, and stores later ends |
 | driver ends after that                    | the next one, or the next run of ``--once``, waits for the same ends  |
+| the log of another is cut meanwhile       | it counts as read at the end that it has now                          |
 | the topic is created again meanwhile      | its id differs: the stored ends are ignored                           |
 """
 
@@ -57,7 +58,7 @@ class AddedPartitions:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
         candidates = [one for one in new if one[0] not in known or extents[one].end > 0]
         self._note_ends([one for one in candidates if one[0] in known], stored, topic_ids, generation)
-        waiting = waiting_for_others(candidates, stored, self._ends_before)
+        waiting = waiting_for_others(candidates, stored, self._reachable(extents))
         if waiting - self._waiting:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting)
             self._report(
@@ -66,6 +67,16 @@ class AddedPartitions:
             )
         self._waiting = waiting
         return [partition for partition in candidates if partition not in waiting]
+
+    def _reachable(self, extents: Mapping[Partition, Extent]) -> Mapping[Partition, Mapping[Partition, int]]:
+        """Return the stored ends, at most those of now: a log that was cut since may never reach its end of then."""
+        ends = self._ends_before
+        if not any(at in extents and extents[at].end < end for others in ends.values() for at, end in others.items()):
+            return ends
+        # What lies behind an open transaction will be there to be read.
+        _, now = self._kafka.look(self._topics, high_watermarks=True)
+        tops = {at: there.high_watermark or there.end for at, there in now.items()}
+        return {one: {at: min(end, tops.get(at, end)) for at, end in others.items()} for one, others in ends.items()}
 
     def _note_ends(
         self,

@@ -24,7 +24,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -170,7 +170,8 @@ class Runner:
     report     called with what happens.
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
-    behind     called as a round begins, with the next offset of each partition in which messages wait.
+    behind     called as a round begins, with the next offset of each partition in which messages wait, and
+               the partitions that it reads.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Runner:
         options: Options,
         report: Report,
         caught_up: Callable[[float], None] | None = None,
-        behind: Callable[[Mapping[Partition, int]], None] | None = None,
+        behind: Callable[[Mapping[Partition, int], Collection[Partition]], None] | None = None,
     ) -> None:
         if not job.topics:
             raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
@@ -215,7 +216,7 @@ class Runner:
         self._started = time.monotonic()
         self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
-        self._behind = behind or (lambda _: None)
+        self._behind = behind or (lambda *_: None)
 
     def close(self) -> None:
         """Close the driver's session; called at the end of the ``with`` block."""
@@ -360,7 +361,7 @@ class Runner:
                 max_bytes=self._options.max_bytes,
             )
             at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
-            self._behind({partition: offset for partition, offset in at.items() if offset < known[partition].end})
+            self._behind({partition: next_ for partition, next_ in at.items() if next_ < known[partition].end}, ranges)
         began = time.monotonic()
         retried = Counts()
         if state.retry_waits:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.dedup.strategies import identifier, refuse_cutting
+from spark_jobs.dedup.strategies import ColumnType, identifier, refuse_cutting
 from spark_jobs.errors import JobError
 from spark_jobs.model import Place
 
@@ -39,16 +39,16 @@ _THEN: Final = "(gone.outbox_batch_topic, gone.outbox_batch_part, gone.outbox_ba
 _NOT_ENDED: Final = """
    AND NOT EXISTS (
        SELECT FROM {gone}
-        WHERE gone.outbox_batch_key = batch.{here}::{type}
+        WHERE gone.outbox_batch_key {equals} batch.{here}::{type}
           AND {then} > (batch.message_topic, batch.message_part, batch.message_offset))"""
 # Run before the upsert for keys that have messages after their tombstone, and after it for all others: the result is
 # that of applying the messages one by one.
 _DELETE: Final = """
 DELETE FROM {table} AS stored USING {gone}
- WHERE stored.{conflict} = gone.outbox_batch_key
+ WHERE stored.{conflict} {equals} gone.outbox_batch_key
    AND {begun} (
        SELECT FROM batch
-        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.outbox_batch_key
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} {equals} gone.outbox_batch_key
           AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
 # The tombstones before a transform; then, without those that it has kept, the ones that it has dropped.
 _NOTE: Final = """
@@ -74,12 +74,12 @@ BEGIN
 END"""
 _MISSED: Final = """
 SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
- WHERE EXISTS (SELECT FROM {table} AS stored WHERE stored.{conflict} = gone.message_key::{type})
+ WHERE EXISTS (SELECT FROM {table} AS stored WHERE stored.{conflict} {equals} gone.message_key::{type})
  UNION
 SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
  WHERE EXISTS (
        SELECT FROM batch
-        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.message_key::{type}
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} {equals} gone.message_key::{type}
           AND (batch.message_topic, batch.message_part, batch.message_offset)
             < (gone.message_topic, gone.message_part, gone.message_offset))
  ORDER BY 1, 2, 3 LIMIT 1"""
@@ -110,7 +110,7 @@ class Insert:
     columns: Columns = None
 
     def statements(
-        self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
+        self, payload: Sequence[str], types: Mapping[str, ColumnType], *, placed: bool = True
     ) -> list[sql.Composed]:
         """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
@@ -126,7 +126,7 @@ class Insert:
             )
         ]
 
-    def pairs(self, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
+    def pairs(self, payload: Sequence[str], types: Mapping[str, ColumnType]) -> dict[str, str]:
         """Return the columns to write: table column → column of ``batch``. Raises JobError."""
         return _pairs(self.table, self.columns, payload, types)
 
@@ -165,7 +165,7 @@ class Upsert:
             raise JobError("Upsert: deletes needs a key of one column: it is compared with the message's Kafka key")
 
     def statements(
-        self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
+        self, payload: Sequence[str], types: Mapping[str, ColumnType], *, placed: bool = True
     ) -> list[sql.Composed]:
         """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
@@ -187,8 +187,8 @@ class Upsert:
                 sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in changed)
             )
             if self.version:
-                newer = " WHERE stored.{0} IS NULL OR excluded.{0} > stored.{0}"
-                action += sql.SQL(newer).format(sql.Identifier(self.version))
+                newer = " WHERE stored.{0} IS NULL OR excluded.{0} {1} stored.{0}"
+                action += sql.SQL(newer).format(sql.Identifier(self.version), types[self.version].operator(">"))
         # Cast to the table's types: otherwise two spellings of one key could be in one statement.
         key = _cast({name: pairs[name] for name in self.key}, types)
         messages = _messages(payload, placed)
@@ -209,7 +209,9 @@ class Upsert:
         if self.deletes:
             cursor.execute(_NOTE)
 
-    def missed(self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, str]) -> Place | None:
+    def missed(
+        self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, ColumnType]
+    ) -> Place | None:
         """Return the place of the first stored tombstone that is no longer in ``batch`` but has a row to delete."""
         if not self.deletes:
             return None
@@ -224,7 +226,7 @@ class Upsert:
         self,
         key: sql.Composable,
         pairs: Mapping[str, str],
-        types: Mapping[str, str],
+        types: Mapping[str, ColumnType],
         messages: sql.Composable,
         *,
         placed: bool,
@@ -249,7 +251,7 @@ class Upsert:
         return [sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))]
 
     def _with_deletes(
-        self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, str]
+        self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, ColumnType]
     ) -> list[sql.Composed]:
         if not self.deletes:
             return [upsert]
@@ -264,12 +266,14 @@ class Upsert:
         )
         return [before, upsert, after]
 
-    def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
+    def _compared(self, pairs: Mapping[str, str], types: Mapping[str, ColumnType]) -> dict[str, sql.Composable]:
         """Return the SQL parts that compare a tombstone's key with a row's."""
-        kind = _type(types[self.key[0]])
+        key = types[self.key[0]]
+        kind = sql.SQL(key.name)
         return {
             "here": sql.Identifier(pairs[self.key[0]]),
             "type": kind,
+            "equals": key.operator("="),
             "gone": sql.SQL(_GONE).format(type=kind),
             "then": sql.SQL(_THEN),
         }
@@ -280,7 +284,7 @@ def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
     return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
 
 
-def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
+def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, ColumnType]) -> dict[str, str]:
     if columns is None:
         pairs = {name: name for name in payload}
     elif isinstance(columns, Mapping):
@@ -302,13 +306,6 @@ def _listed(names: Iterable[str]) -> sql.Composed:
     return sql.SQL(", ").join(map(sql.Identifier, names))
 
 
-def _cast(pairs: Mapping[str, str], types: Mapping[str, str]) -> sql.Composed:
-    """Return the batch's columns cast to the table's types; Postgres does not convert text to uuid by itself."""
-    return sql.SQL(", ").join(
-        sql.SQL("{}::{}").format(sql.Identifier(here), _type(types[there])) for there, here in pairs.items()
-    )
-
-
-def _type(name: str) -> sql.SQL:
-    # From format_type(), which quotes names if necessary.
-    return sql.SQL(name)
+def _cast(pairs: Mapping[str, str], types: Mapping[str, ColumnType]) -> sql.Composed:
+    """Return the batch's columns cast to the table's types."""
+    return sql.SQL(", ").join(types[there].cast(here) for there, here in pairs.items())

@@ -139,14 +139,14 @@ _CHOSEN: Final = """
 _RETRY: Final = """
 UPDATE {reservations}
    SET state = CASE WHEN taking_back THEN 'cancelling' ELSE 'reserved' END, budget_from = attempts,
-       next_attempt_at = now(), unsure = unsure AND NOT %(not_done)s,
+       next_attempt_at = now(), parked = false, unsure = unsure AND NOT %(not_done)s,
        key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
 {chosen} AND state = 'stuck'
 RETURNING message_id"""
 _CANCEL: Final = """
 UPDATE {reservations}
    SET state = 'cancelling', taking_back = true, unsure = unsure OR response IS NOT NULL, budget_from = attempts,
-       key_until = NULL, next_attempt_at = now(), last_error = %(why)s
+       key_until = NULL, next_attempt_at = now(), parked = false, last_error = %(why)s
 {chosen} AND state IN ('reserved', 'stuck') AND NOT taking_back
 RETURNING message_id"""
 _FORGET: Final = """

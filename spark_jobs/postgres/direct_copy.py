@@ -139,7 +139,9 @@ def direct_for(
     _, seen = _look(cursor, effect.table, ())
     types = column_types(cursor, effect.table)
     pairs = effect.pairs(payload, types)
-    kinds = {there: _sent_as(columns[here], types[there]) if here in columns else None for there, here in pairs.items()}
+    kinds = {
+        there: _sent_as(columns[here], types[there].name) if here in columns else None for there, here in pairs.items()
+    }
     plain, _ = _look(cursor, effect.table, pairs)
     if None in kinds.values() or not plain:
         return None

@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs import letters
-from spark_jobs.dedup.strategies import Strategy, column_types
+from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.errors import Fenced, JobError
 from spark_jobs.letters import Retried
 from spark_jobs.model import Loss, Partition, Stored
@@ -278,7 +278,7 @@ class Store:
         with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
-    def column_types(self, table: str) -> dict[str, str]:
+    def column_types(self, table: str) -> dict[str, ColumnType]:
         """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
         with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)

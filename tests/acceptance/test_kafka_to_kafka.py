@@ -20,7 +20,16 @@ from docs_support import blocks
 from support import wait_until
 
 from outbox import ConfigurationError
-from outbox.kafka_to_kafka import DEAD_LETTER, PLACE, InputLost, KafkaRefused, Record, Transformer, TransformFailed
+from outbox.kafka_to_kafka import (
+    DEAD_LETTER,
+    PLACE,
+    InputLost,
+    KafkaRefused,
+    Record,
+    Transformer,
+    TransformFailed,
+    _Session,
+)
 from relay.kafka.offsets import Offsets, Partition
 
 SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
@@ -461,3 +470,48 @@ def test_the_guide(place, outbox_kafka):
     assert one == again
     assert one.headers[0][0] == "id"
     assert len(one.headers[0][1]) == 36
+
+
+def test_a_partition_that_stands_is_named_since_when_and_why(outbox_kafka, monkeypatch):
+    """Through sessions that begin anew, too; and not any more when it has moved."""
+    place = Place(outbox_kafka, 1)
+    place.feed(range(3))
+    tries: list[int] = []
+    blocked, healthy = threading.Event(), threading.Event()
+    send = _Session._send_positions
+
+    def fails(session: _Session, positions: list[TopicPartition]) -> None:
+        tries.append(1)
+        if not healthy.is_set():
+            raise KafkaException(KafkaError(KafkaError._FAIL, "no luck"))
+        send(session, positions)
+
+    def transform(message: Message) -> Iterator[Record]:
+        assert blocked.wait(60)
+        yield Record(place.target, message.key(), message.value())
+
+    monkeypatch.setattr(_Session, "_send_positions", fails)
+    member = Transformer(transform, topics=[place.source], group=place.group, kafka=place.options)
+    assert member.stalled(0) == []
+    stop = threading.Event()
+    thread = threading.Thread(target=member.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: member.stalled(0), what="the partition to wait")
+        (first,) = member.stalled(0)
+        assert (first.topic, first.partition, first.offset) == (place.source, 0, 0)
+        assert "no error was reported" in str(first)
+        assert member.stalled(3600) == []
+        blocked.set()
+        wait_until(lambda: len(tries) > 2, what="another session")
+        (later,) = member.stalled(0)
+        assert (later.since, later.why) == (first.since, "no luck")
+        assert str(later).startswith(f"partition 0 of topic {place.source} stands still at offset 0 since 2")
+        healthy.set()
+        wait_until(lambda: member.committed == 3, what="the commit")
+        wait_until(lambda: member.stalled(0) == [], what="the partition to move")
+    finally:
+        healthy.set()
+        blocked.set()
+        stop.set()
+        thread.join(60)

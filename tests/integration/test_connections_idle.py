@@ -16,6 +16,7 @@ from psycopg import sql
 from sessions_support import NAME, later, run, sessions, terminate, url
 from support import look_up, wait_until
 
+from spark_jobs.dedup.strategies import ColumnType
 from spark_jobs.errors import Fenced
 from spark_jobs.model import Stored
 from spark_jobs.postgres import connections
@@ -57,7 +58,7 @@ def test_a_driver_has_one_session_with_its_upkeep(counting):
     store.take_over()
     store.make_days()
     store.forget_days()
-    assert store.column_types("made") == {"n": "integer"}
+    assert store.column_types("made") == {"n": ColumnType("integer")}
     assert counting.opened == 1
 
 

@@ -172,6 +172,25 @@ def test_what_waits_behind_stuck_ones_is_parked_and_follows_them(sink, provider,
     assert {state for order, state in states.items() if order.startswith("free")} == {"confirmed"}
 
 
+def test_a_parked_call_that_is_cancelled_is_not_parked_any_more(sink):
+    """No call is behind one that is not there: a caller must find it due at once."""
+    external = payments("http://localhost", cancel=True)
+    sink.reserve(external, [(f"o{n}", "k") for n in range(2)])
+    with sink.connect() as connection:
+        with connection.transaction():
+            assert connection.execute(statement(reservations._PARK), WAITING).rowcount == 1
+        ((parked,),) = sink.rows("SELECT message_id FROM consumer.reservations WHERE parked")
+        desk = ReservationAdmin(connection, "consumer")
+        assert desk.cancel(Chosen("orders", "payments", [parked]), "no") == [str(parked)]
+        assert sink.rows("SELECT state, parked FROM consumer.reservations ORDER BY id") == [
+            ("reserved", False),
+            ("cancelling", False),
+        ]
+        connection.execute("UPDATE consumer.reservations SET state = 'stuck', parked = true WHERE state = 'cancelling'")
+        assert desk.retry(Chosen("orders", "payments", [parked])) == [str(parked)]
+        assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE parked") == [(0,)]
+
+
 def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
     """In either order of the two: the next one is due when both have ended."""
     external = payments("http://localhost")

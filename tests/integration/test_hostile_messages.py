@@ -64,6 +64,9 @@ def look(log: Log) -> None:
         assert len(names) == len(message.headers)
         if message.undecodable is not None:
             assert message.undecodable.decode("utf-8", "backslashreplace") in names
+            # As stored: bytes in base64, or null for a name that the client does not say.
+            kept = [header["key_base64"] for header in row["headers"] if header.get("key_base64") is not None]
+            assert kept == [base64.b64encode(message.undecodable).decode()]
     environment = {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
     commands = [["list"], *(["show", str(row["id"])] for row in listed)]
     for command in commands:

@@ -17,6 +17,9 @@ BAD = 250
 """Its offset: more than one transaction before it and behind it."""
 
 
+TRIES = 3 * _member._MOST_STRIKES
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
@@ -100,6 +103,51 @@ def test_or_stops_the_consumer(log, how):
     log.check()
 
 
+STATES = ["disk_full", "out_of_memory", "too_many_connections"]
+
+
+def exhaust(log: Log, table: str, state: str, *, deferred: bool = False) -> None:
+    """Let a server be without resources for a while: more often than any message may be tried."""
+    when = "(NEW.part = 0 AND NEW.at = 250)" if table == "effects" else "(true)"
+    kind = "CONSTRAINT TRIGGER {} AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED"
+    kind = kind if deferred else "TRIGGER {} BEFORE INSERT ON {}"
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute(
+            f"CREATE SEQUENCE tries_{table}; "
+            f"CREATE FUNCTION exhausted_{table}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF nextval('public.tries_{table}') <= {TRIES} THEN RAISE {state}; END IF; RETURN NEW; END $$; "
+            f"CREATE {kind.format('exhausted', f'consumer.{table}' if table == 'dead_letters' else table)} "
+            f"FOR EACH ROW WHEN {when} EXECUTE FUNCTION exhausted_{table}()"
+        )
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("state", STATES)
+def test_a_server_without_resources_is_no_messages_fault(log, state, deferred):
+    exhaust(log, "effects", state, deferred=deferred)
+    with log.consuming(on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
+    assert log.run("SELECT last_value > %s FROM tries_effects", TRIES) == [(True,)]
+    assert log.letters() == []
+    log.check()
+
+
+def test_nor_while_a_dead_letter_is_stored_or_retried(log):
+    bad = Bad("statement_timeout")
+    bad.how = lambda connection: connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
+    exhaust(log, "dead_letters", STATES[0])
+    with log.consuming(bad, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.positions() == {0: MESSAGES, 1: MESSAGES}, "the positions")
+        assert log.run("SELECT last_value > %s FROM tries_dead_letters", TRIES) == [(True,)]
+        bad.cured.set()
+        exhaust(log, "effects", STATES[0])
+        with psycopg.connect(log.database.url, autocommit=True) as connection:
+            DeadLetters(connection, "consumer").retry(Selection(group=log.group))
+        running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
+    assert log.run("SELECT last_value > %s FROM tries_effects", TRIES) == [(True,)]
+    log.check()
+
+
 def test_who_locks_the_position_makes_no_dead_letter(log):
     """The claim itself times out: that says nothing of the messages."""
     connection = log.database.connect()
@@ -112,7 +160,8 @@ def test_who_locks_the_position_makes_no_dead_letter(log):
 
     def handle(here: Any, message: Any) -> None:
         apply(here, message)
-        if not failed:
+        # In the turn of the other partition: its own row is locked by this very transaction.
+        if not failed and message.partition() == 0:
             connection.execute("SELECT FROM consumer.offsets WHERE part = 1 FOR SHARE")
             failed.append(message.offset())
 
@@ -122,4 +171,26 @@ def test_who_locks_the_position_makes_no_dead_letter(log):
         connection.rollback()
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
     assert log.letters() == []
+    log.check()
+
+
+def test_a_partition_that_stands_is_named_since_when_and_why(log):
+    """While the other one moves; and not any more when it has moved itself."""
+    bad = Bad("statement_timeout")
+    bad.how = lambda connection: connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
+    with log.consuming(bad, attempts=10**6) as running:
+        running.wait(lambda: log.positions() == {0: BAD, 1: MESSAGES}, "the other partition")
+
+        def failing() -> bool:
+            return any("data_exception" in one.why for one in running.stalled())
+
+        running.wait(failing, "the reason")
+        (first,) = running.stalled()
+        assert (first.topic, first.partition, first.offset) == (log.topic, 0, BAD)
+        assert running.stalled(3600) == []
+        calls = bad.calls
+        running.wait(lambda: bad.calls > calls + 2, "more attempts")
+        assert [one.since for one in running.stalled()] == [first.since]
+        bad.cured.set()
+        running.wait(lambda: log.count() == 2 * MESSAGES and running.stalled() == [], "the effects")
     log.check()

@@ -8,7 +8,7 @@ import pytest
 from inbox_support import Log, apply
 
 from outbox.inbox import _member
-from outbox.inbox._letters import LOOKED_AT, Letters
+from outbox.inbox._letters import LOOKED_AT, Letters, NewLetters
 
 COUNT = 100_000
 # Offset 0 of the partitions 0 and 1 has failed; the others of its key are behind it. Of partition 2 each has a key.
@@ -18,6 +18,10 @@ INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, m
 SELECT 'g', 'orders', 'id', part, n, CASE WHEN part = 2 THEN 'k' || n ELSE 'busy' || part END::bytea, 'x', '[]', now(),
        CASE WHEN n = 0 OR part = 2 THEN 'failed' ELSE 'behind' END, 'x', 'dead'
   FROM generate_series(0, 2) AS part, generate_series(0, %s) AS n ORDER BY n, part"""
+LETTER = """
+INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers,
+                                   message_time, reason, error)
+VALUES (%s, %s, 'id', 1, %s, %s, '[]', now(), 'failed', 'x') RETURNING id"""
 PLACES = {("orders", part) for part in range(4)}
 
 
@@ -79,6 +83,79 @@ def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
             letter = letters.next(crowded, ("orders", part))
             assert (letter.offset(), letter.blocked) == (1, blocked)
             assert rows(crowded) - before < 10
+
+
+def test_a_letter_that_commits_late_is_seen(outbox_postgres, outbox_kafka, monkeypatch):
+    """Of another member, as where a key has moved to another partition: its id is below those that were seen."""
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
+    seen: list[bytes | None] = []
+    added = Letters.added
+
+    def noted(*arguments: Any) -> Any:
+        found = added(*arguments)
+        seen.extend(key for _, _, key in found)
+        return found
+
+    monkeypatch.setattr(Letters, "added", noted)
+    log = Log(outbox_postgres, outbox_kafka)
+    log.produce(["early", "late"])
+    with log.consuming(on_failure="dead-letter") as running, outbox_postgres.connect() as late:
+        running.wait(lambda: log.count() == 2, "the messages")
+        late.execute(LETTER, (log.group, log.topic, 1, b"late"))
+        log.run(LETTER, log.group, log.topic, 2, b"early")
+        running.wait(lambda: b"early" in seen, "the letter that was committed first")
+        late.commit()
+        running.wait(lambda: b"late" in seen, "the letter that was committed late")
+        log.produce(["late"])
+        running.wait(lambda: log.positions() == {0: 3}, "the position")
+    assert log.count() == 2
+
+
+@pytest.mark.parametrize("between", [1, 3 * LOOKED_AT])
+def test_no_letter_that_commits_late_is_missed_however_many_are_seen_before(outbox_postgres, between):
+    """One has its id before the claim, one after it; and an older transaction of someone else is open."""
+    with (
+        outbox_postgres.connect(autocommit=True) as own,
+        outbox_postgres.connect() as before,
+        outbox_postgres.connect() as after,
+        outbox_postgres.connect() as foreign,
+    ):
+        numbers = iter(range(10 * LOOKED_AT))
+
+        def add(connection: Any, key: bytes) -> None:
+            connection.execute(LETTER, ("g", "orders", next(numbers), key))
+
+        letters = Letters("consumer", "g")
+        new = NewLetters(letters)
+
+        def look() -> set[bytes | None]:
+            found, more = set(), True
+            while more:
+                with own.transaction():
+                    keys, more = new.look(own, ["orders"], letters.look(own))
+                found.update(key for _, key in keys)
+            return found
+
+        foreign.execute("SELECT pg_current_xact_id()")
+        add(before, b"before")
+        new.claimed(letters.newest(own))
+        for _ in range(2):
+            assert look() == set()
+        add(after, b"after")
+        for number in range(between):
+            add(own, b"%d" % number)
+        assert len(look()) == between
+        after.commit()
+        # Few are looked at again each time; with many it takes the end of the transactions that were there before.
+        assert (b"after" in look()) == (between == 1)
+        before.commit()
+        foreign.commit()
+        found = set.union(*(look() for _ in range(4)))
+        assert {b"before", b"after"} <= found
+        # Nothing has changed since.
+        with outbox_postgres.connect() as fresh:
+            assert new.look(fresh, ["orders"], letters.look(fresh)) == ([], False)
+            assert rows(fresh) == 0
 
 
 def test_what_waits_for_nothing_is_applied_whatever_it_is(outbox_postgres, outbox_kafka, monkeypatch):

@@ -17,6 +17,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from consumer_group import COLUMNS
+from direct_sink import Sink as Straight
 from external_support import Sink as Provided
 from external_support import payments
 from inbox_support import Log, apply
@@ -33,10 +34,21 @@ from outbox.inbox import once, once_async
 from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants
-from spark_jobs.dedup.strategies import Fingerprint, Natural, OffsetsOnly, Version
+from spark_jobs.dedup.strategies import (
+    Book,
+    ColumnType,
+    Dedup,
+    Fingerprint,
+    Natural,
+    OffsetsOnly,
+    Version,
+    column_types,
+)
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.external.declaration import Done
+from spark_jobs.job import META
+from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.tables import consumer_tables
 
@@ -399,7 +411,8 @@ def test_effects_without_sql(hostile, admin):
         "CREATE TABLE public.states (n varchar(20) PRIMARY KEY, place bigint NOT NULL, kind varchar(9), made date)"
     )
     pairs = {"n": "n", "place": "message_offset", "kind": "message_type"}
-    types = {"n": "character varying", "place": "bigint", "kind": "character varying", "made": "date"}
+    types = {"n": ColumnType("character varying"), "place": ColumnType("bigint")}
+    types |= {"kind": ColumnType("character varying"), "made": ColumnType("date")}
     produce = Produce(
         "produced", "Order", "message_key", "Numbered", "pg_catalog.jsonb_build_object('n'::text, n)", part="n::text"
     )
@@ -416,6 +429,103 @@ def test_effects_without_sql(hostile, admin):
     assert Insert("states").table == "states"
 
 
+# An extension's type, in a schema that is in no search path. Its order is its own.
+EXTENSION = """
+CREATE SCHEMA extensions;
+CREATE EXTENSION vector SCHEMA extensions;
+CREATE TYPE extensions.folded;
+CREATE FUNCTION extensions.folded_in(cstring) RETURNS extensions.folded LANGUAGE internal IMMUTABLE STRICT AS 'textin';
+CREATE FUNCTION extensions.folded_out(extensions.folded) RETURNS cstring LANGUAGE internal IMMUTABLE STRICT
+AS 'textout';
+CREATE TYPE extensions.folded (INPUT = extensions.folded_in, OUTPUT = extensions.folded_out, LIKE = text);
+CREATE CAST (extensions.folded AS text) WITHOUT FUNCTION AS IMPLICIT;
+CREATE FUNCTION extensions.folded_cmp(a extensions.folded, b extensions.folded) RETURNS integer LANGUAGE sql IMMUTABLE
+RETURN pg_catalog.bttextcmp(pg_catalog.lower(a::text), pg_catalog.lower(b::text))"""
+FOLDED = """
+CREATE FUNCTION extensions.folded_{name}(a extensions.folded, b extensions.folded) RETURNS boolean LANGUAGE sql
+IMMUTABLE RETURN extensions.folded_cmp(a, b) OPERATOR(pg_catalog.{operator}) 0;
+CREATE OPERATOR extensions.{operator} (FUNCTION = extensions.folded_{name}, LEFTARG = extensions.folded,
+                                       RIGHTARG = extensions.folded)"""
+FOLDED_CLASS = """
+CREATE OPERATOR CLASS extensions.folded_ops DEFAULT FOR TYPE extensions.folded USING btree AS
+OPERATOR 1 extensions.<, OPERATOR 2 extensions.<=, OPERATOR 3 extensions.=, OPERATOR 4 extensions.>=,
+OPERATOR 5 extensions.>, FUNCTION 1 extensions.folded_cmp(extensions.folded, extensions.folded)"""
+# Of each type two values, one below the other; and the first one in another spelling.
+KINDS = {
+    "varchar(9)": ("a", "b", "a"),
+    "text": ("a", "b", "a"),
+    "bpchar": ("a", "b", "a "),
+    "numeric(9,2)": ("9", "10", "9.00"),
+    "uuid": (f"{0:032}", f"{1:032}", f"{0:032}"),
+    "timestamptz": ("2026-01-01 12:00+02", "2026-01-01 11:00+00", "2026-01-01 10:00Z"),
+    "public.mood": ("low", "high", "low"),
+    "public.lower_case": ("a", "b", "a"),
+    "varchar(9)[]": ("{a}", "{b}", "{a}"),
+    "public.mood[]": ("{low}", "{high}", "{low}"),
+    "int4range": ("[1,2)", "[2,3)", "[1,1]"),
+    "public.pair": ("(a,1)", "(a,2)", "(a,1)"),
+    "extensions.folded": ("a", "B", "A"),
+    "public.folded_domain": ("a", "B", "A"),
+    "extensions.folded[]": ("{a}", "{B}", "{A}"),
+    "extensions.vector(2)": ("[1,2]", "[1,3]", "[1,2.0]"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_versions_of_any_type(hostile, admin, kind):
+    """Compared by pg_catalog's operators, or those of the type's extension, wherever that is."""
+    admin.execute(EXTENSION)
+    for name, operator in {"lt": "<", "le": "<=", "eq": "=", "ge": ">=", "gt": ">"}.items():
+        admin.execute(FOLDED.format(name=name, operator=operator))
+    admin.execute(FOLDED_CLASS)
+    admin.execute("GRANT USAGE ON SCHEMA extensions TO PUBLIC")
+    admin.execute(
+        "CREATE TYPE public.mood AS ENUM ('low', 'high'); CREATE TYPE public.pair AS (name varchar(9), n bigint); "
+        "CREATE DOMAIN public.lower_case AS varchar(9); CREATE DOMAIN public.folded_domain AS extensions.folded"
+    )
+    planted.plant_for(admin, kind.partition("(")[0] + "[]" * kind.endswith("[]"))
+    admin.execute(f"CREATE TABLE public.states (k {kind} PRIMARY KEY, v {kind})")
+    sink = Straight(hostile.url)
+    sink.begin([0])
+    effect = Upsert("states", ["k"], ["k", "v"], version="v", deletes=True)
+    columns = {"k": "text", "v": "text"} | META
+    low, high, same = KINDS[kind]
+    steps: list[tuple[list[tuple[str, str | None]], list[tuple[str, str]]]] = [
+        ([(low, low), (high, high)], [(low, low), (high, high)]),
+        # A newer one, and one that is not.
+        ([(same, high), (high, low)], [(low, high), (high, high)]),
+        # A tombstone before a message, and one behind.
+        ([(low, same), (high, None), (high, low), (low, high), (same, None)], [(high, low)]),
+    ]
+    for strategy in (Dedup(), Version("states", {"k": "k"}, "v")):
+        admin.execute("DELETE FROM public.states")
+        for rows, left in steps:
+            given = {
+                "k": [None if version is None else key for key, version in rows],
+                "v": [version for _, version in rows],
+                "message_key": [key for key, _ in rows],
+                "message_tombstone": [version is None for _, version in rows],
+            }
+            report = sink.apply(effect, given, None, columns=columns, strategy=strategy)
+            assert report[0] == "applied"
+            found = admin.execute("SELECT k::text, v::text FROM public.states").fetchall()
+            stored = f"SELECT (%s)::{kind}::text, (%s)::{kind}::text"
+            assert sorted(found) == sorted(row for pair in left for row in admin.execute(stored, pair)), strategy
+    # A shuffle that leaves out tombstones: of a key that has no row any more, and of one that has.
+    with hostile.connect() as connection:
+        cursor = connection.cursor()
+        Applying(cursor, Book("consumer", "g"), columns, Dedup(), "SELECT 1", bisect=True, max_dead=1)
+        cursor.executemany(
+            "INSERT INTO batch (message_topic, message_part, message_offset, message_key, message_tombstone) "
+            "VALUES ('t', 0, %s, %s, true)",
+            list(enumerate((same, high))),
+        )
+        effect.note(cursor)
+        cursor.execute("DELETE FROM batch")
+        types = column_types(cursor, "states")
+        assert effect.missed(cursor, ["k", "v"], types) == ("t", 0, 1)
+
+
 def test_the_drivers_statements(hostile, admin):
     store = Store(hostile.url, "consumer", "driver", "test")
     admin.execute("CREATE TABLE public.target (n integer, message_id uuid)")
@@ -429,7 +539,7 @@ def test_the_drivers_statements(hostile, admin):
         assert store.state(["t"], generation, keep_order=True).stored
         assert store.dead_keys(["t"]) == {}
         assert store.retried(["t"], 10, keep_order=True) == []
-        assert store.column_types("target") == {"n": "integer", "message_id": "uuid"}
+        assert store.column_types("target") == {"n": ColumnType("integer"), "message_id": ColumnType("uuid")}
         assert store.direct(Insert("target", {"n": "n"}), OffsetsOnly(), {"n": "integer"}, ["n"]) is not None
         store.maintain_days(3, lambda *_: None)
         store.end(generation)

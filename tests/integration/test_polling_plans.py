@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plans import PLANS, blocks, by_index_only, explain, nodes
+from plans import PLANS, blocks, by_index_only, explain, forget_rows, nodes
 from polling_support import table
 
 from relay.database import Connector
@@ -55,11 +55,7 @@ def statistics(crowded, request):
     if request.param == "analyzed":
         admin.execute("ANALYZE outbox.events")
     elif request.param == "analyzed when it was empty":
-        admin.execute(
-            "UPDATE pg_class SET reltuples = 0, relpages = pg_relation_size(oid) / 8192 WHERE oid = ANY(ARRAY("
-            "SELECT 'outbox.events'::regclass::oid UNION SELECT indexrelid FROM pg_index "
-            "WHERE indrelid = 'outbox.events'::regclass))"
-        )
+        forget_rows(admin, "outbox.events")
     return crowded
 
 

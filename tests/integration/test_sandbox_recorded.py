@@ -207,6 +207,20 @@ def test_connections_of_asyncpg(outbox_postgres: Database, name: str) -> None:
     asyncio.run(scenario())
 
 
+def test_what_other_programs_insert_is_shown_as_it_is(outbox_postgres: Database) -> None:
+    """The library would refuse such a header of a caller; the row has it."""
+    headers = '{"outbox-replay": "2026-01-01", "n": "1", "content-type": "text/plain"}'
+    with outbox_postgres.connect() as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers, from_relay) "
+            "VALUES ('Order', '1', 'T', %s, true)",
+            (headers,),
+        )
+        (event,) = recorded_events(connection)
+    assert type(event) is Event
+    assert (event.headers, event.content_type) == ({"outbox-replay": "2026-01-01", "n": "1"}, "text/plain")
+
+
 def test_another_schema(outbox_postgres: Database) -> None:
     from outbox.testing.fixtures import migrate
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from plans import nodes
+from plans import forget_rows, nodes
 
 from outbox._app import migrate
 from spark_jobs.postgres.group_store import Store
@@ -52,11 +52,7 @@ def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
     if request.param == "analyzed":
         admin.execute("ANALYZE consumer.dead_letters")
     elif request.param == "analyzed when it was empty":
-        admin.execute(
-            "UPDATE pg_class SET reltuples = 0, relpages = pg_relation_size(oid) / 8192 WHERE oid = ANY(ARRAY("
-            "SELECT 'consumer.dead_letters'::regclass::oid UNION SELECT indexrelid FROM pg_index "
-            "WHERE indrelid = 'consumer.dead_letters'::regclass))"
-        )
+        forget_rows(admin, "consumer.dead_letters")
     return waiting
 
 

@@ -18,6 +18,8 @@ class Counting(TcpProxy):
         self.terminated = 0
         """Sessions that were ended by their clients, and not by the end of a connection."""
         self.statements: list[bytes] = []
+        self.sessions: dict[Connection, list[bytes]] = {}
+        """The same by session."""
         self.executed = 0
         """Statements that were executed, prepared ones among them: those are in ``statements`` once."""
         self.cut_at: bytes | None = None
@@ -39,6 +41,7 @@ class Counting(TcpProxy):
             if message[:1] in b"PQ" and head:
                 statement = message[5:].strip(b"\0").partition(b"\0")[0]
                 self.statements.append(statement)
+                self.sessions.setdefault(connection, []).append(statement)
                 if self.cut_at is not None and statement.startswith(self.cut_at):
                     self._close(connection)
                     return

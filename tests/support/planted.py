@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ BEGIN
                           WHERE oprname = o AND oprnamespace = 'pg_catalog'::regnamespace AND t.typtype <> 'p' LIMIT 1)
           FROM unnest({operators}::text[]) AS o, unnest({types}::regtype[]) AS a, unnest({types}::regtype[]) AS b
          WHERE NOT EXISTS (SELECT FROM pg_operator WHERE oprname = o AND oprleft = a AND oprright = b
-                              AND oprnamespace = 'pg_catalog'::regnamespace)
+                              AND oprnamespace IN ('pg_catalog'::regnamespace, 'public'::regnamespace))
     LOOP
         number := number + 1;
-        made := 'planted.operator_' || number;
+        made := 'planted.operator_' || {label} || number;
         EXECUTE format('CREATE FUNCTION %s(%s, %s) RETURNS %s LANGUAGE plpgsql AS %L', made, one.a, one.b,
                        coalesce(one.oprresult::text, 'text'),
                        format('BEGIN PERFORM planted.called(%L); RETURN NULL; END',
@@ -138,10 +139,9 @@ def plant(admin: psycopg.Connection[Any]) -> None:
             "names": sql.Literal(sorted(set(re.findall(r"\b[a-z_0-9]+(?=\()", text)))),
             "types": sql.Literal(list(_TYPES)),
             "few": sql.Literal(list(_FEW_TYPES)),
-            "operators": sql.Literal(list(_OPERATORS)),
         }
         admin.execute(sql.SQL(_FUNCTIONS).format(**values))
-        admin.execute(sql.SQL(_OPERATOR_SQL).format(**values))
+        _plant_operators(admin, _TYPES, "")
         for name, types in _ANY_ARGUMENTS:
             signature = f"{name}({', '.join(types)})"
             admin.execute(
@@ -158,6 +158,19 @@ def plant(admin: psycopg.Connection[Any]) -> None:
             admin.execute(
                 sql.SQL("CREATE VIEW public.{} AS SELECT planted.called('a view') AS oid").format(sql.Identifier(view))
             )
+
+
+def plant_for(admin: psycopg.Connection[Any], kind: str) -> None:
+    """Create operators for a type that is there by now, if pg_catalog has none for exactly this type."""
+    with admin.transaction():
+        admin.execute("SET LOCAL ROLE planted_attacker")
+        _plant_operators(admin, [kind], "more_")
+
+
+def _plant_operators(admin: psycopg.Connection[Any], kinds: Sequence[str], label: str) -> None:
+    values = {"operators": list(_OPERATORS), "types": list(kinds), "label": label}
+    literals = {name: sql.Literal(value) for name, value in values.items()}
+    admin.execute(sql.SQL(_OPERATOR_SQL).format(**literals))
 
 
 def calls(admin: psycopg.Connection[Any]) -> int:
