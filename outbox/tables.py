@@ -149,17 +149,14 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # number in that transaction.
         sa.Column("commit_lsn", sa.BigInteger),
         sa.Column("commit_number", sa.BigInteger),
-        # Exactly-once: the id under which the lane may have been written; the next holder fences it first. NULL: no id
-        # needs to be fenced. Empty: the ids of relays before outbox_0005.
+        # Exactly-once: the prefix of the ids under which the lane may have been written; the next holder fences them
+        # first. NULL: no id needs to be fenced.
         sa.Column("transactional_id", sa.Text),
-        # Raised together with epoch. Relays before outbox_0005 raise only epoch, which the constraint refuses.
-        sa.Column("protocol_epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
         sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
-        sa.CheckConstraint("protocol_epoch = epoch", name="lanes_protocol"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )
@@ -204,7 +201,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
             postgresql_where=sa.text("next_attempt_at < 'infinity'"),
         ),
         schema=schema,
-        comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
+        comment="Events that could not be published as they are, and whose key waits. infinity: waits for an operator.",
     )
     dead_letters = sa.Table(
         "dead_letters",
@@ -217,7 +214,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.PrimaryKeyConstraint("lane", "id", name="dead_letters_pkey"),
         sa.Index("dead_letters_event_id", "event_id"),
         schema=schema,
-        comment="Events that failed for good, whole. They wait for `outbox failures retry` or `discard`.",
+        comment="Events that failed for good, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
     published = sa.Table(
         "published",
@@ -280,7 +277,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
         schema=schema,
-        comment="The replication slot that the outbox is read through, and how far it has been told to forget the WAL.",
+        comment="The replication slot that the outbox is read through, and the position up to which it keeps no WAL.",
     )
     pauses = sa.Table(
         "pauses",

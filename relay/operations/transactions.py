@@ -44,7 +44,7 @@ from relay.kafka.client import Admin, text_of
 from relay.kafka.fencing import fence
 from relay.kafka.hanging import abort_command
 from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.kafka.takeover import ids_to_fence
+from relay.kafka.takeover import own_ids
 from relay.kafka.wire import Address, Brokers, Described, OpenProducer, Unsupported
 from relay.operations.audit import note
 from relay.ports import BrokerUnavailable
@@ -62,9 +62,9 @@ UNKNOWN: Final = "Unknown"
 LONGEST_SECONDS: Final = 915.0
 """The default of the brokers' transaction.max.timeout.ms, and some seconds for the coordinator."""
 
-# What follows the outbox's name in the ids of its relays, of its relays before outbox_0005, and of reconcile.
+# What follows the outbox's name in the ids of its relays and of reconcile.
 _UUID: Final = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
-_OURS: Final = re.compile(rf"\.relay\.({_UUID}\.\d+|reconcile-{_UUID}(\.\d+)?|\d+)")
+_OURS: Final = re.compile(rf"\.relay\.({_UUID}\.\d+|reconcile-{_UUID}\.\d+)")
 
 _NAMED: Final = """
 SELECT lane, transactional_id, owner, owner IS NOT NULL AND lease_until >= clock_timestamp() FROM {lanes}
@@ -327,7 +327,7 @@ class Transactions:
             alive = self._connection.execute(sql.SQL(_ALIVE).format(**self._names)).fetchall()
         lanes: dict[str, list[int]] = {}
         for lane, base, _, _ in rows:
-            for each in ids_to_fence(base, lane, self._name):
+            for each in own_ids(base):
                 lanes.setdefault(each, []).append(lane)
         holders = {lane: owner for lane, _, owner, held in rows if held}
         return _Owners(lanes, holders, [instance for (instance,) in alive])

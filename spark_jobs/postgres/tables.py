@@ -76,7 +76,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("forgotten_before", sa.Date),
         # When the last driver ended normally. If NULL or before taken_at, the driver is running or was killed.
         sa.Column("ended_at", sa.DateTime(timezone=True)),
-        # What the job of the last take-over declares; only shown, never used. NULL before consumer_0006.
+        # What the job of the last take-over declares; only shown, never used. NULL before the first one.
         sa.Column("strategy", sa.Text),
         sa.Column("atomic", sa.Text),
         # {topic: {added partition: {"topic_id": …, "ends": {other partition: end}}}}; see driver/added_partitions.
@@ -101,8 +101,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("dead", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset; if it is not, an
-        # earlier version has moved that back.
+        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset.
         sa.Column("leader_epoch", sa.Integer),
         sa.Column("epoch_offset", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
@@ -209,7 +208,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
         ),
         schema=schema,
-        comment="Messages that could not be applied, whole. `outbox consumers retry` or `discard`.",
+        comment="Messages that could not be applied, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
     losses = sa.Table(
         "losses",
