@@ -21,12 +21,15 @@ from sqlalchemy.dialects import postgresql as pg
 
 from outbox.errors import ConfigurationError
 from outbox.event import (
+    CONTENT_TYPE,
     MAX_AGGREGATE_ID,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_BYTES,
     MAX_EVENT_TYPE,
     RELAY_HEADER_PREFIX,
     RESERVED_HEADERS,
+    TRACEPARENT,
+    TRACESTATE,
 )
 
 DEFAULT_SCHEMA: Final = "outbox"
@@ -46,14 +49,17 @@ _UUID7: Final = (
 # A btree entry has at most 2,704 bytes, and a key may have 4,000.
 _KEY_HASH: Final = "hashtextextended(aggregate_id, 0::bigint)"
 
+# What event.check_header refuses: names that the relay sets, in any case, and others than lower case of those it reads.
 _BAD_HEADER: Final = (
-    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
-    + " || ".join(f'@.key == "{name}"' for name in sorted(RESERVED_HEADERS))
+    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
+    f'@.key like_regex "^(ce_|({"|".join(sorted(RESERVED_HEADERS))})$)" flag "i" || '
+    f'@.key like_regex "^({CONTENT_TYPE}|{TRACEPARENT}|{TRACESTATE})$" flag "i" && @.key like_regex "[A-Z]"'
 )
 
 # The relay recognizes copies of dead letters and replays by these headers.
 _NO_RELAY_HEADER: Final = (
-    f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')"
+    "NOT pg_catalog.jsonb_path_exists(headers, "
+    f'\'$.keyvalue() ? (@.key like_regex "^{RELAY_HEADER_PREFIX}" flag "i")\')'
 )
 
 

@@ -23,10 +23,13 @@ _UUID7 = sa.text(
 _KEY_HASH = sa.text("hashtextextended(aggregate_id, 0::bigint)")
 _HEADERS = (
     "jsonb_typeof(headers) = 'object' AND NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ("
-    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
-    '@.key == "aggregate-type" || @.key == "event-type" || @.key == "id" || @.key == "idempotency-key")\')'
+    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
+    '@.key like_regex "^(ce_|(aggregate-type|event-type|id|idempotency-key)$)" flag "i" || '
+    '@.key like_regex "^(content-type|traceparent|tracestate)$" flag "i" && @.key like_regex "[A-Z]")\')'
 )
-_NO_RELAY_HEADER = "NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"outbox-\")')"
+_NO_RELAY_HEADER = (
+    'NOT pg_catalog.jsonb_path_exists(headers, \'$.keyvalue() ? (@.key like_regex "^outbox-" flag "i")\')'
+)
 _SIZE = (
     "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
     " + coalesce(octet_length(headers::text), 0) <= 1000000"
