@@ -128,7 +128,6 @@ def upgrade() -> None:
             ["grp", "topic", _MESSAGE_KEY_HASH, "part", "message_offset"],
             "state = 'dead' AND reason <> 'behind'",
         ),
-        ("waiting", ["grp", "state", "topic"], "state = 'retry' OR reason = 'behind'"),
     ):
         op.create_index(
             f"dead_letters_{name}",

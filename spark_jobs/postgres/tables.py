@@ -191,14 +191,6 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             *("grp", "topic", sa.text("sha256(message_key)"), "part", "message_offset"),
             postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
         ),
-        # For the query of each round: the few that may have to be retried.
-        sa.Index(
-            "dead_letters_waiting",
-            "grp",
-            "state",
-            "topic",
-            postgresql_where=sa.text("state = 'retry' OR reason = 'behind'"),
-        ),
         # With keep_order those that are behind others, slice by slice. An expression, because the primary key would be
         # taken for an order by id, and filter all of the others.
         sa.Index(
