@@ -124,7 +124,7 @@ def downgrade(
                 f"there is no table {schema}.alembic_version, so `outbox db upgrade` made no tables there; "
                 "correct the schema's name, or go back with the migrations that made them"
             )
-        _refuse_unknown(there, known, schema)
+        _refuse_unknown(history, there, schema)
         at = max((known.index(found) for found in there), default=0)
         if at < known.index(revision):
             raise SchemaError(f"schema {schema} is at {known[at]} already, which is before {revision}")
@@ -331,7 +331,7 @@ def folder() -> Path:
 
 
 def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> None:
-    _refuse_unknown(current(connection, schema) or (), revisions(history), schema)
+    _refuse_unknown(history, current(connection, schema) or (), schema)
     there = sa.inspect(connection).has_schema(schema)
     _run(history, connection, schema, "upgrade", "head", lanes, create_schema=not there)
 
@@ -369,12 +369,13 @@ def _check_revision(revision: str, known: Sequence[str]) -> None:
         raise ConfigurationError(f"there is no revision {revision!r} here; choose from {', '.join(known)}")
 
 
-def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> None:
-    unknown = sorted(set(there) - set(known))
+def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None:
+    unknown = sorted(set(there) - set(revisions(history)))
     if unknown:
+        command = "outbox db upgrade --consumer" if history is CONSUMER else "outbox db upgrade"
         raise SchemaError(
             f"schema {schema} is at revision {unknown[0]!r}, which this version does not have: if a newer version made "
-            "it, use that one; if an unreleased one did, drop the schema and make it anew with `outbox db upgrade`"
+            f"it, use that one; if an unreleased one did, drop the schema and make it anew with `{command}`"
         )
 
 

@@ -169,6 +169,16 @@ def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres, command, re
     assert "drop the schema and make it anew with `outbox db upgrade`" in line
 
 
+def test_consumers_tables_of_an_unreleased_version(outbox_postgres):
+    db.upgrade_consumer(outbox_postgres.url)
+    with outbox_postgres.connect() as connection:
+        connection.execute("UPDATE consumer.alembic_version SET version_num = 'consumer_0001'")
+    for command in (("upgrade",), ("downgrade", "base")):
+        status, line = refused(*command, "--consumer", url=outbox_postgres.url)
+        assert (status, "'consumer_0001', which this version does not have" in line) == (1, True), line
+        assert "drop the schema and make it anew with `outbox db upgrade --consumer`" in line
+
+
 def test_tables_that_another_history_made(outbox_postgres):
     with outbox_postgres.connect() as connection:
         connection.execute("DROP TABLE outbox.alembic_version")
