@@ -21,12 +21,15 @@ from sqlalchemy.dialects import postgresql as pg
 
 from outbox.errors import ConfigurationError
 from outbox.event import (
+    CONTENT_TYPE,
     MAX_AGGREGATE_ID,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_BYTES,
     MAX_EVENT_TYPE,
     RELAY_HEADER_PREFIX,
     RESERVED_HEADERS,
+    TRACEPARENT,
+    TRACESTATE,
 )
 
 DEFAULT_SCHEMA: Final = "outbox"
@@ -46,14 +49,17 @@ _UUID7: Final = (
 # A btree entry has at most 2,704 bytes, and a key may have 4,000.
 _KEY_HASH: Final = "hashtextextended(aggregate_id, 0::bigint)"
 
+# What event.check_header refuses: names that the relay sets, in any case, and others than lower case of those it reads.
 _BAD_HEADER: Final = (
-    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
-    + " || ".join(f'@.key == "{name}"' for name in sorted(RESERVED_HEADERS))
+    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
+    f'@.key like_regex "^(ce_|({"|".join(sorted(RESERVED_HEADERS))})$)" flag "i" || '
+    f'@.key like_regex "^({CONTENT_TYPE}|{TRACEPARENT}|{TRACESTATE})$" flag "i" && @.key like_regex "[A-Z]"'
 )
 
 # The relay recognizes copies of dead letters and replays by these headers.
 _NO_RELAY_HEADER: Final = (
-    f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')"
+    "NOT pg_catalog.jsonb_path_exists(headers, "
+    f'\'$.keyvalue() ? (@.key like_regex "^{RELAY_HEADER_PREFIX}" flag "i")\')'
 )
 
 
@@ -149,11 +155,9 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # number in that transaction.
         sa.Column("commit_lsn", sa.BigInteger),
         sa.Column("commit_number", sa.BigInteger),
-        # Exactly-once: the id under which the lane may have been written; the next holder fences it first. NULL: no id
-        # needs to be fenced. Empty: the ids of relays before outbox_0005.
+        # Exactly-once: the prefix of the ids under which the lane may have been written; the next holder fences them
+        # first. NULL: no id needs to be fenced.
         sa.Column("transactional_id", sa.Text),
-        # Raised together with epoch. Relays before outbox_0005 raise only epoch, which the constraint refuses.
-        sa.Column("protocol_epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         # Source polling: the next holder may read above this id if the failures up to it are these (a digest).
         sa.Column("low_water_mark", sa.BigInteger),
         sa.Column("mark_failures", sa.Text),
@@ -162,7 +166,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
         sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
-        sa.CheckConstraint("protocol_epoch = epoch", name="lanes_protocol"),
         sa.CheckConstraint("(low_water_mark IS NULL) = (mark_failures IS NULL)", name="lanes_mark"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
@@ -208,7 +211,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
             postgresql_where=sa.text("next_attempt_at < 'infinity'"),
         ),
         schema=schema,
-        comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
+        comment="Events that could not be published as they are, and whose key waits. infinity: waits for an operator.",
     )
     dead_letters = sa.Table(
         "dead_letters",
@@ -221,7 +224,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.PrimaryKeyConstraint("lane", "id", name="dead_letters_pkey"),
         sa.Index("dead_letters_event_id", "event_id"),
         schema=schema,
-        comment="Events that failed for good, whole. They wait for `outbox failures retry` or `discard`.",
+        comment="Events that failed for good, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
     published = sa.Table(
         "published",
@@ -284,7 +287,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
         schema=schema,
-        comment="The replication slot that the outbox is read through, and how far it has been told to forget the WAL.",
+        comment="The replication slot that the outbox is read through, and the position up to which it keeps no WAL.",
     )
     pauses = sa.Table(
         "pauses",

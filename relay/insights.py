@@ -212,8 +212,8 @@ class OutboxState:
             )
         if self.next_due_seconds is not None and -self.next_due_seconds > standing_seconds:
             found.append(
-                f"a scheduled event is overdue by {-self.next_due_seconds:.0f} s: is a relay of this version running, "
-                "or does an open transaction have its row locked?"
+                f"a scheduled event is overdue by {-self.next_due_seconds:.0f} s: is a relay running, or "
+                "does an open transaction have its row locked?"
             )
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)

@@ -44,7 +44,7 @@ _PAUSES: Final = "(SELECT coalesce(json_agg(json_build_array(number, scope, name
 
 # Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """
-UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE lane IN (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                  ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
@@ -52,7 +52,7 @@ RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config(
 
 # All or none: the WAL is one stream. A locked lane is being taken by another relay, or settled by its owner.
 _ACQUIRE_ALL: Final = """
-UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                                FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})

@@ -7,18 +7,15 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-LEGACY_ID = ""
-"""``lanes.transactional_id`` if a relay before outbox_0005 may have written the lane: those had an id for each lane."""
-
 
 class Lease:
     """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
 
     ``ttl_seconds`` counts from when the renewal was requested, on this process's own clock, so the lease always ends
-    here before it ends in the database. ``former_id`` is the transactional.id under which the lane may have been
-    written before it was taken, None if its row names none; ``last_batch`` is the lane's last settled batch at that
-    time. ``owner`` is the relay: a failover can lose the commit of a take-over, and then the next taker gets the same
-    epoch, so an epoch without its owner identifies nothing.
+    here before it ends in the database. ``former_id`` is the prefix of the transactional ids under which the lane may
+    have been written before it was taken, None if its row names none; ``last_batch`` is the lane's last settled batch
+    at that time. ``owner`` is the relay: a failover can lose the commit of a take-over, and then the next taker gets
+    the same epoch, so an epoch without its owner identifies nothing.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class Marker:
                     "version that wrote it, or a newer one"
                 )
             raw = base64.b64decode(fields["event_ids"], validate=True)
-            stream = fields.get("stream")
+            stream = fields["stream"]
             marker = Marker(
                 batch=int(fields["batch"]),
                 epoch=int(fields["epoch"]),
@@ -130,7 +130,7 @@ class Marker:
                 positions=tuple(accumulate(map(int, fields["positions"]))),
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
                 stream=None if stream is None else WalPosition(*map(int, stream)),
-                writer=None if fields.get("writer") is None else str(fields["writer"]),
+                writer=None if fields["writer"] is None else str(fields["writer"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise StateLost(

@@ -14,7 +14,6 @@ topic that can't be written to; no attempt of theirs is counted.
 | committed after its last census           | and they are recorded before the lane is given to the worker's loop      |
 | a relay sleeps (SIGSTOP) while the pause  | it does not confirm, and the command names it; on waking it may still    |
 | is requested                              | publish one turn, if its leases have not expired                         |
-| a relay of a version without pauses runs  | it publishes; it never confirms, and the command names it                |
 | Postgres is unavailable                   | the pauses that were read last hold                                      |
 | source wal, a lane is paused              | it goes over to the table durably; its events are dropped from the       |
 |                                           | stream, those without a row are written to the table: the slot advances, |

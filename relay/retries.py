@@ -11,8 +11,8 @@ ever dropped.
 | dead, ``block``            | in dead_letters; in failures, next_attempt_at =        | waits for an operator        |
 |                            | infinity                                               |                              |
 | dead, ``skip``             | in dead_letters                                        | goes on without it           |
-| `failures retry`           | back in events under its old id; in failures, due      | it goes out, later ones wait |
-| `failures discard`         | gone; a line in audit says who and why                 | goes on                      |
+| `dead-letters retry`       | back in events under its old id; in failures, due      | it goes out, later ones wait |
+| `dead-letters discard`     | gone; a line in audit says who and why                 | goes on                      |
 
 ``events`` stays insert-and-delete: failures are kept in a table beside it.
 """

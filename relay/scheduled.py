@@ -20,7 +20,7 @@ moves; one at a time, by an advisory lock, because two could give later events l
 | an event is cancelled at the same moment    | who has the row first: it is gone, or the cancellation finds none. A   |
 |                                             | row that is locked is passed over, and moved by a later look           |
 | the transaction that schedules commits late | the event is moved then                                                |
-| no relay of this version runs               | they wait; `outbox status` and `outbox doctor` name them               |
+| no relay runs                               | they wait; `outbox status` and `outbox doctor` name them               |
 | the database's clock goes back              | what is moved stays moved; the rest waits for its time                 |
 | a role sets synchronous_commit off, and the | relays publish only what is flushed (see polling/source.py); an event  |
 | database crashes after the move             | that was not is scheduled again by the crash, and moved again          |

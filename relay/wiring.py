@@ -253,7 +253,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
             settings.ce_source,
             seconds,
             base_id=base_id,
-            takeover=Takeover(store, state, fencing, settings.name, base_id, abandoned=abandoned),
+            takeover=Takeover(store, state, fencing, base_id, abandoned=abandoned),
             lanes=store.lane_count(),
             state=state,
             figures=figures,
@@ -269,7 +269,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
         store = source.store
         if not exact:
             return idempotent(
-                takeover=Takeover(store, state, fencing, settings.name, None),
+                takeover=Takeover(store, state, fencing, None),
                 headers=settings.headers,
                 record_offsets=archive,
                 once=settings.delivery is Delivery.AT_MOST_ONCE,

@@ -165,9 +165,8 @@ def _commands(command: Any, context: typer.Context, path: str) -> Iterator[str]:
         yield "\n\n".join(part for part in (f"## {path}", text, *_parameters(command, context, path)) if part)
     if shown:
         for name, child in command.commands.items():
-            if not child.hidden:
-                below = typer.Context(child, info_name=name, parent=context)
-                yield from _commands(child, below, f"{path} {name}")
+            below = typer.Context(child, info_name=name, parent=context)
+            yield from _commands(child, below, f"{path} {name}")
 
 
 def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[str]:

@@ -50,10 +50,6 @@ _ADVICE: Final = {
     "42704": "make the role first (CREATE ROLE … LOGIN), or correct its name",
     "42P01": "make the tables with `outbox db upgrade`, or correct the schema's name",
     "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
-    "54000": (
-        "a key is too long for an index of that version: first prune the archive (`outbox db prune`), and retry or "
-        "discard what failed (`outbox dead-letters`)"
-    ),
     "55P03": "long transactions use these tables; try again when they have ended",
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
 }
@@ -66,38 +62,16 @@ class History:
 
     folder: str
     schema: str
-    guarded: Mapping[str, str]
-    """Tables that must be empty before a downgrade may drop them, with the revision that created each."""
+    guarded: Sequence[str]
+    """Tables that must be empty before a downgrade."""
 
 
-OUTBOX: Final = History(
-    "versions",
-    "outbox",
-    {
-        "events": "outbox_0001",
-        "dead_letters": "outbox_0002",
-        "streams": "outbox_0003",
-        # A relay of an earlier version would publish what is paused.
-        "pauses": "outbox_0007",
-        "scheduled": "outbox_0008",
-    },
-)
+OUTBOX: Final = History("versions", "outbox", ("events", "dead_letters", "streams", "scheduled"))
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "streams": "drop the slot (`outbox cdc drop`)",
-    "pauses": "end the pauses (`outbox relay resume`)",
     "scheduled": "wait until they are due, or cancel them (`outbox scheduled cancel`)",
 }
-CONSUMER: Final = History(
-    "consumer",
-    "consumer",
-    {
-        "offsets": "consumer_0001",
-        "dead_letters": "consumer_0002",
-        "reservations": "consumer_0002",
-        "checkpoints": "consumer_0004",
-    },
-)
-
+CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 EVERYBODY_EMITS: Final = """
 SELECT coalesce(bool_or(has_function_privilege('public', oid, 'EXECUTE')), false) FROM pg_proc
@@ -150,16 +124,15 @@ def downgrade(
                 f"there is no table {schema}.alembic_version, so `outbox db upgrade` made no tables there; "
                 "correct the schema's name, or go back with the migrations that made them"
             )
-        _refuse_unknown(there, known, schema)
+        _refuse_unknown(history, there, schema)
         at = max((known.index(found) for found in there), default=0)
         if at < known.index(revision):
             raise SchemaError(f"schema {schema} is at {known[at]} already, which is before {revision}")
+        if at == known.index(revision):
+            return
         if not drop_rows:
-            undone = known[known.index(revision) + 1 :]
-            dropped = [name for name, made_in in history.guarded.items() if made_in in undone]
-            guarded = _existing(connection, schema, dropped)
-            _lock(connection, schema, guarded)
-            for name in guarded:
+            _lock(connection, schema, history.guarded)
+            for name in history.guarded:
                 if _count(connection, schema, name):
                     raise SchemaError(
                         f"{schema}.{name} still has rows, which a downgrade would drop; "
@@ -222,13 +195,12 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
     expression = lane_expression(lanes)
     table = _lanes(schema)
     with _transaction(url) as connection:
-        sidecars = _existing(connection, schema, ("failures", "dead_letters"))
         # Writers and relays are locked out from here on: what is read below stays true until the commit.
-        _lock(connection, schema, ["events", "lanes", *sidecars])
+        _lock(connection, schema, ("events", "lanes", "failures", "dead_letters"))
         left = _count(connection, schema, "events")
         if left:
             raise SchemaError(f"{left} events are not published yet; stop the writers and let the outbox drain first")
-        for name in sidecars:
+        for name in ("failures", "dead_letters"):
             left = _count(connection, schema, name)
             if left:
                 raise SchemaError(
@@ -264,14 +236,12 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
             sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0), sa.func.count(table.c.last_batch) > 0)
         ).one()
         connection.execute(sa.delete(table))
-        values = {"epoch": highest + 1, "protocol_epoch": highest + 1, "last_batch": 0 if begun else None}
+        values = {"epoch": highest + 1, "last_batch": 0 if begun else None}
         connection.execute(sa.insert(table), [{"lane": lane, **values} for lane in range(lanes)])
 
 
 def _refuse_paused_lanes(connection: sa.Connection, schema: str) -> None:
     """Raise SchemaError if lanes are paused by their numbers: these would stand for other keys."""
-    if not _existing(connection, schema, ("pauses",)):
-        return
     pauses = sa.table("pauses", sa.column("scope"), schema=schema)
     if connection.execute(sa.select(sa.func.count()).select_from(pauses).where(pauses.c.scope == "lane")).scalar_one():
         raise SchemaError("lanes are paused by their numbers; end these pauses first (`outbox relay resume --lane N`)")
@@ -361,7 +331,7 @@ def folder() -> Path:
 
 
 def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> None:
-    _refuse_unknown(current(connection, schema) or (), revisions(history), schema)
+    _refuse_unknown(history, current(connection, schema) or (), schema)
     there = sa.inspect(connection).has_schema(schema)
     _run(history, connection, schema, "upgrade", "head", lanes, create_schema=not there)
 
@@ -412,15 +382,17 @@ def not_ours(there: Sequence[str], known: Sequence[str], schema: str) -> str | N
     )
 
 
-def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> None:
+def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None:
+    known = revisions(history)
     foreign = not_ours(there, known, schema)
     if foreign is not None:
         raise SchemaError(foreign)
     unknown = sorted(set(there) - set(known))
     if unknown:
+        command = "outbox db upgrade --consumer" if history is CONSUMER else "outbox db upgrade"
         raise SchemaError(
-            f"schema {schema} is at revision {unknown[0]!r}, which this version does not have; "
-            "use the version that made it, or a newer one"
+            f"schema {schema} is at revision {unknown[0]!r}, which this version does not have: if a newer version made "
+            f"it, use that one; if an unreleased one did, drop the schema and make it anew with `{command}`"
         )
 
 
@@ -435,17 +407,11 @@ def _transaction(url: str) -> Iterator[sa.Connection]:
         yield connection
 
 
-def _existing(connection: sa.Connection, schema: str, names: Sequence[str]) -> list[str]:
-    inspector = sa.inspect(connection)
-    return [name for name in names if inspector.has_table(name, schema=schema)]
-
-
 def _lock(connection: sa.Connection, schema: str, names: Sequence[str]) -> None:
     """Lock these tables exclusively until the transaction ends."""
-    if names:
-        tables = ", ".join(quoting.Identifier(schema, name).as_string() for name in names)
-        lock = sa.DDL("LOCK TABLE %(tables)s IN ACCESS EXCLUSIVE MODE", context={"tables": tables})  # type: ignore[no-untyped-call]
-        connection.execute(lock)
+    tables = ", ".join(quoting.Identifier(schema, name).as_string() for name in names)
+    lock = sa.DDL("LOCK TABLE %(tables)s IN ACCESS EXCLUSIVE MODE", context={"tables": tables})  # type: ignore[no-untyped-call]
+    connection.execute(lock)
 
 
 def _one_name(schema: str) -> str:
@@ -459,5 +425,5 @@ def _count(connection: sa.Connection, schema: str, name: str) -> int:
 
 
 def _lanes(schema: str) -> Any:
-    names = ("lane", "epoch", "protocol_epoch", "last_batch", "lease_until", "source")
+    names = ("lane", "epoch", "last_batch", "lease_until", "source")
     return sa.table("lanes", *map(sa.column, names), schema=schema)

@@ -15,13 +15,9 @@ _GROUPS: Final = {
     **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "sandbox")},
     "spark": "spark_jobs.cli.spark",
     "dead-letters": "relay.cli.dead_letters",
-    "failures": "relay.cli.failures",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
 }
 """Groups of commands, each with the module that has it as ``app``."""
-
-_OLD: Final = frozenset({"failures"})
-"""Former names, which still work but are hidden; now `dead-letters`."""
 
 _COMMANDS: Final = {
     "status": "relay.cli.status",
@@ -30,7 +26,7 @@ _COMMANDS: Final = {
     "web": "relay.cli.web",
     "doctor": "relay.cli.doctor",
     "asyncapi": "relay.cli.asyncapi",
-    "replay": "relay.cli.failures",
+    "replay": "relay.cli.replay",
     "consume": "spark_jobs.cli.consume",
 }
 """Commands, each with the module that has a function of that name."""
@@ -56,7 +52,7 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
             group = _imported(module).app
             for command in group.registered_commands:
                 command.help = _unwrapped(command.callback.__doc__)
-            app.add_typer(group, name=name, hidden=name in _OLD)
+            app.add_typer(group, name=name)
     for name, module in _COMMANDS.items():
         if only in {None, name}:
             function = getattr(_imported(module), name)

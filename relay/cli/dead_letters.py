@@ -1,6 +1,4 @@
-"""``outbox dead-letters …``: list, retry and discard what could not be published (relay) or applied (consumer). The
-former commands `outbox failures` and `outbox consumers list | show | retry | discard` do the work.
-"""
+"""``outbox dead-letters …``: list, retry and discard what could not be published (relay) or applied (consumer)."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly
 from outbox.errors import ConfigurationError
-from relay.cli import failures
-from spark_jobs.cli import consumers
+from relay.cli import failed_events
+from spark_jobs.cli import dead_letters as messages
 
 app = typer.Typer(help="Events and messages that could not be published or applied.", no_args_is_help=True)
 
@@ -57,10 +55,10 @@ def list_dead_letters(
     """List dead letters, and events that wait for another attempt; oldest first, without their contents."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic, "--cause": cause})
-        failures.list_failures(database_url, aggregate_type, limit, as_json)
+        failed_events.list_failures(database_url, aggregate_type, limit, as_json=as_json)
     else:
         _refuse(side, {"--aggregate-type": aggregate_type})
-        consumers.list_dead_letters(database_url, group, topic, cause, limit, as_json)
+        messages.list_dead_letters(database_url, group, topic, cause, limit, as_json=as_json)
 
 
 @app.command()
@@ -75,9 +73,9 @@ def show(
 ) -> None:
     """Show one completely: JSON on several lines, or on one with --json."""
     if side is Side.RELAY:
-        failures.show(_event_id(dead_letter), database_url, as_json)
+        failed_events.show(_event_id(dead_letter), database_url, as_json=as_json)
     else:
-        consumers.show(_number(dead_letter), database_url, as_json)
+        messages.show(_number(dead_letter), database_url, as_json=as_json)
 
 
 @app.command()
@@ -97,10 +95,12 @@ def retry(
     """Retry them: publish them, or apply them in the next round of their groups."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic, "--cause": cause})
-        failures.retry(_event_ids(ids), database_url, aggregate_type, everything, dry_run, as_json)
+        failed_events.retry(
+            _event_ids(ids), database_url, aggregate_type, everything=everything, dry_run=dry_run, as_json=as_json
+        )
     else:
         _refuse(side, {"--aggregate-type": aggregate_type, "--dry-run": dry_run})
-        consumers.retry(_numbers(ids), database_url, group, topic, cause, everything, as_json)
+        messages.retry(_numbers(ids), database_url, group, topic, cause, everything=everything, as_json=as_json)
 
 
 @app.command()
@@ -121,12 +121,28 @@ def discard(
     """Discard them for good; the audit keeps them. Events and messages that waited behind them go on."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic})
-        failures.discard(
-            reason, _event_ids(ids), database_url, aggregate_type, everything, drop_payload, dry_run, as_json
+        failed_events.discard(
+            reason,
+            _event_ids(ids),
+            database_url,
+            aggregate_type,
+            everything=everything,
+            drop_payload=drop_payload,
+            dry_run=dry_run,
+            as_json=as_json,
         )
     else:
         _refuse(side, {"--aggregate-type": aggregate_type, "--dry-run": dry_run})
-        consumers.discard(reason, _numbers(ids), database_url, group, topic, everything, drop_payload, as_json)
+        messages.discard(
+            reason,
+            _numbers(ids),
+            database_url,
+            group,
+            topic,
+            everything=everything,
+            drop_payload=drop_payload,
+            as_json=as_json,
+        )
 
 
 def _refuse(side: Side, given: dict[str, object]) -> None:

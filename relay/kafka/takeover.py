@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from outbox.errors import OutboxError, SchemaError
 from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
-from relay.lease import LEGACY_ID, Lease
+from relay.lease import Lease
 from relay.marker import Identity, Marker, StateLost, check_origin
 from relay.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 
@@ -52,18 +52,13 @@ def own_ids(base: str) -> list[str]:
     return [f"{base}.{number}" for number in range(PRODUCERS)]
 
 
-def ids_to_fence(named: str, lane: int, name: str) -> list[str]:
-    """Return the transactional ids under which a lane may have been written, if its row has ``named``."""
-    return [f"{name}.relay.{lane}"] if named == LEGACY_ID else own_ids(named)
-
-
 class Takeover:
     """Takes lanes over. ``own_base`` is written into the lanes' rows; None for a worker without transactions.
 
-    ``fence`` takes one transactional id; see fencing.py. ``name`` is the outbox's. ``abandoned`` are bases that this
-    process used before: their producers are gone, so only an EndTxn in flight could still commit under them. That
-    transaction has records in the lanes' partitions, which are undecided until it ends. So these ids need no fence,
-    which could fail as long as a broker is unavailable.
+    ``fence`` takes one transactional id; see fencing.py. ``abandoned`` are bases that this process used before: their
+    producers are gone, so only an EndTxn in flight could still commit under them. That transaction has records in the
+    lanes' partitions, which are undecided until it ends. So these ids need no fence, which could fail as long as a
+    broker is unavailable.
     """
 
     def __init__(
@@ -71,7 +66,6 @@ class Takeover:
         store: TakeoverStore,
         state: StateTopic,
         fence: Callable[[str], None],
-        name: str,
         own_base: str | None,
         *,
         abandoned: Collection[str] = (),
@@ -79,7 +73,6 @@ class Takeover:
         self._store = store
         self._state = state
         self._fence = fence
-        self._name = name
         self._own_base = own_base
         self._own_bases = {own_base, *abandoned}
 
@@ -139,7 +132,7 @@ class Takeover:
         ids: dict[str, list[int]] = {}
         for lease in leases:
             for base in sorted(_may_have_written(lease, seen.get(lease.lane)) - self._own_bases):
-                for each in ids_to_fence(base, lease.lane, self._name):
+                for each in own_ids(base):
                     ids.setdefault(each, []).append(lease.lane)
         failed: dict[int, OutboxError] = {}
         for number, (each, lanes) in enumerate(ids.items()):

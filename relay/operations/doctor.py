@@ -149,8 +149,8 @@ def _guarantees(settings: Settings, known: _Known, weakened: Mapping[str, str]) 
             yield Finding(
                 Level.OK,
                 about,
-                "not known: its consumer was last started by an earlier version",
-                "start the consumer again: it records the job's strategy",
+                "not known: no consumer has started for it yet",
+                "start the consumer: it records the job's strategy",
             )
             continue
         promised = guarantee(settings.delivery, settings.source, strategy)

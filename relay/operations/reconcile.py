@@ -50,7 +50,7 @@ from relay.kafka.fencing import ShortLivedProducer, fence
 from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
-from relay.kafka.takeover import ids_to_fence, own_ids
+from relay.kafka.takeover import own_ids
 from relay.marker import RECREATED, Marker, StateLost, resume
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
@@ -80,7 +80,7 @@ SELECT count(*)
  WHERE e.there IS NULL"""
 
 _TAKE: Final = """
-UPDATE {lanes} SET owner = %(owner)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(owner)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
  WHERE lane = %(lane)s
 RETURNING epoch, transactional_id"""
@@ -163,7 +163,6 @@ class Reconciler:
     ) -> None:
         self._connect = connect
         self._connection = connect()
-        self._name = name
         self._own = f"{name}.relay.reconcile-{uuid.uuid4()}"
         self._state = state
         self._client = dict(client_options)
@@ -411,7 +410,7 @@ class Reconciler:
                     ) from error
             if row is None:
                 raise LaneBusy(f"lane {lane} is gone: somebody has changed the number of lanes; run this again")
-            holding.add(lane, row[0], [] if row[1] is None else ids_to_fence(row[1], lane, self._name))
+            holding.add(lane, row[0], [] if row[1] is None else own_ids(row[1]))
 
     def _fence(self, holding: Holding, lanes: Collection[int]) -> None:
         for transactional_id in sorted(holding.former(lanes)):

@@ -91,7 +91,7 @@ SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_
 
 # Relays must read the state of their lanes again, so the epoch ends.
 _READ_THE_TABLE: Final = """
-UPDATE {lanes} SET streaming = false, epoch = epoch + 1, protocol_epoch = epoch + 1, owner = NULL,
+UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL,
        lease_until = '-infinity'
  WHERE source = 'wal'"""
 

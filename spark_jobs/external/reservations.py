@@ -49,8 +49,8 @@ SELECT due.*, due.response IS NOT NULL AS known, due.attempts - due.budget_from 
            FOR UPDATE OF one SKIP LOCKED) AS due
  LIMIT %(most)s"""
 # The earlier call is locked: its settlement comes before this, and is seen, or waits, and then sees what was parked.
-# So a parked call always has an earlier open one that releases it or the next one. In case a call was deleted, or
-# settled by an older version, which releases none, parked calls are due again after an hour.
+# So a parked call always has an earlier open one that releases it or the next one. In case a call was deleted by hand,
+# parked calls are due again after an hour.
 _PARK: Final = """
 WITH front AS MATERIALIZED ({front}),
 behind AS MATERIALIZED (

@@ -62,17 +62,23 @@ _DEAD_KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
 # One partition at a time, so that offsets give the order. For a key that has moved to another partition, because
-# partitions were added, the ids of the dead letters give the order.
+# partitions were added, the ids of the dead letters give the order. Both parts read the index of those to be retried:
+# ORDER BY id alone would read the primary key, and in it the dead letters of all groups.
 _RETRIED: Final = """
-WITH first AS (
-    SELECT topic, topic_id, part FROM {dead_letters}
-     WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry' ORDER BY id LIMIT 1)
-SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time, reason,
+WITH lowest AS (
+    SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
+     ORDER BY id + 0 LIMIT 1),
+first AS (SELECT topic, topic_id, part FROM {dead_letters} WHERE id = (SELECT id FROM lowest))
+SELECT letter.id, letter.topic, letter.part, letter.message_offset, letter.message_key, letter.message_value,
+       letter.message_headers, letter.message_time, letter.reason,
        %(keep_order)s AND EXISTS (
            SELECT FROM {dead_letters} AS other WHERE {earlier})
-  FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
- WHERE grp = %(grp)s AND state = 'retry'
- ORDER BY message_offset, id LIMIT %(most)s"""
+  FROM first CROSS JOIN LATERAL (
+        SELECT * FROM {dead_letters} AS one
+         WHERE one.grp = %(grp)s AND one.topic = first.topic AND one.topic_id = first.topic_id
+           AND one.part = first.part AND one.state = 'retry'
+         ORDER BY one.message_offset, one.id LIMIT %(most)s) AS letter
+ ORDER BY letter.message_offset, letter.id"""
 # A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
 _STRANDED: Final = """
 grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'

@@ -76,7 +76,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("forgotten_before", sa.Date),
         # When the last driver ended normally. If NULL or before taken_at, the driver is running or was killed.
         sa.Column("ended_at", sa.DateTime(timezone=True)),
-        # What the job of the last take-over declares; only shown, never used. NULL before consumer_0006.
+        # What the job of the last take-over declares; only shown, never used. NULL before the first one.
         sa.Column("strategy", sa.Text),
         sa.Column("atomic", sa.Text),
         # {topic: {added partition: {"topic_id": …, "ends": {other partition: end}}}}; see driver/added_partitions.
@@ -101,8 +101,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("dead", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset; if it is not, an
-        # earlier version has moved that back.
+        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset.
         sa.Column("leader_epoch", sa.Integer),
         sa.Column("epoch_offset", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
@@ -192,14 +191,6 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             *("grp", "topic", sa.text("sha256(message_key)"), "part", "message_offset"),
             postgresql_where=sa.text("state = 'dead' AND reason <> 'behind'"),
         ),
-        # For the query of each round: the few that may have to be retried.
-        sa.Index(
-            "dead_letters_waiting",
-            "grp",
-            "state",
-            "topic",
-            postgresql_where=sa.text("state = 'retry' OR reason = 'behind'"),
-        ),
         # With keep_order those that are behind others, slice by slice. An expression, because the primary key would be
         # taken for an order by id, and filter all of the others.
         sa.Index(
@@ -209,7 +200,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
         ),
         schema=schema,
-        comment="Messages that could not be applied, whole. `outbox consumers retry` or `discard`.",
+        comment="Messages that could not be applied, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
     losses = sa.Table(
         "losses",

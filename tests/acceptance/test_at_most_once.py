@@ -104,13 +104,13 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once(url, outbox_kafka
     let_pass(outbox_kafka, small)
     outbox(
         url,
-        "failures",
+        "dead-letters",
         "discard",
         "--reason",
         "x",
         *(i for (i,) in rows(url, "SELECT event_id::text FROM outbox.dead_letters WHERE event_type <> 'a1'")),
     )
-    outbox(url, "failures", "retry", "--all")
+    outbox(url, "dead-letters", "retry", "--all")
     assert names(outbox_kafka.consume(small, 1)) == ["a1"]
     assert relay.running
 

@@ -61,7 +61,7 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
     assert "takes no message of this size" in headers(whole)["outbox-dead-letter"]
     assert headers(whole)["outbox-attempts"] == "3"
     assert (omitted.value(), headers(omitted)["outbox-payload-omitted"]) == (None, "true")
-    waiting = {failure["event_type"]: failure["state"] for failure in outbox(url, "failures", "list")["failures"]}
+    waiting = {failure["event_type"]: failure["state"] for failure in outbox(url, "dead-letters", "list")["failures"]}
     assert waiting == {"a1": "dead, its key waits", "n1": "dead, its key waits", "s1": "dead", "t1": "dead"}
     # The copies are on Kafka, and settled a moment later.
     waits = "SELECT event_type FROM outbox.events ORDER BY event_type"
@@ -73,15 +73,15 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
 
     let_pass(outbox_kafka, block)
     let_pass(outbox_kafka, skip)
-    assert len(outbox(url, "failures", "retry", "--all")["retried"]) == 4
+    assert len(outbox(url, "dead-letters", "retry", "--all")["retried"]) == 4
     assert names(outbox_kafka.consume(block, 4)) == ["b1", "a1", "a2", "a3"]
     assert sorted(names(outbox_kafka.consume(skip, 5))[3:]) == ["s1", "t1"]
     # The unroutable one fails again.
     wait_for_dead(url, "n1")
-    discarded = [failure["event_id"] for failure in outbox(url, "failures", "list")["failures"]]
-    assert outbox(url, "failures", "discard", *discarded, "--reason", "no route")["discarded"] == discarded
+    discarded = [failure["event_id"] for failure in outbox(url, "dead-letters", "list")["failures"]]
+    assert outbox(url, "dead-letters", "discard", *discarded, "--reason", "no route")["discarded"] == discarded
     wait_for_dead(url, "n2")
-    outbox(url, "failures", "discard", "--all", "--reason", "no route")
+    outbox(url, "dead-letters", "discard", "--all", "--reason", "no route")
     assert backlog(url) == 0
     assert rows(url, "SELECT * FROM outbox.failures") == []
     audit = rows(url, "SELECT what, why FROM outbox.audit ORDER BY id")
@@ -115,7 +115,7 @@ def test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other(url, outbox_kaf
     assert rows(url, "SELECT * FROM outbox.failures") == []
     let_pass(outbox_kafka, topic)
     let_pass(outbox_kafka, copies)
-    assert len(outbox(url, "failures", "retry", "--all")["retried"]) == 1
+    assert len(outbox(url, "dead-letters", "retry", "--all")["retried"]) == 1
     drained(url)
     assert names(outbox_kafka.consume(topic)) == ["a2", "a1"]
     assert names(outbox_kafka.consume(copies)) == ["a1"]
@@ -138,7 +138,7 @@ def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
     relay = outbox_relay(env=allowed, **settings)
     wait_for_dead(url, "a1")
     assert names(outbox_kafka.consume(copies, 1)) == ["a1"]
-    outbox(url, "failures", "discard", "--all", "--reason", "test")
+    outbox(url, "dead-letters", "discard", "--all", "--reason", "test")
     drained(url)
     relay.terminate()
     assert relay.wait() == 0
@@ -215,7 +215,7 @@ def test_a_relay_needs_no_more_than_the_docs_grant(url, relay_role, outbox_kafka
     wait_for_dead(url, "a1")
     assert names(outbox_kafka.consume(copies, 1)) == ["a1"]
     let_pass(outbox_kafka, small)
-    outbox(url, "failures", "retry", "--all")
+    outbox(url, "dead-letters", "retry", "--all")
     assert names(outbox_kafka.consume(small, 1)) == ["a1"]
     drained(url)
     if not at_most_once:

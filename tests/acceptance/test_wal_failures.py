@@ -167,14 +167,14 @@ def test_what_is_no_event_and_a_replay_from_the_archive(url, outbox_kafka, outbo
     wait_until(lambda: len(rows(url, archived)) == 3, what="the archive")
     assert rows(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
     relay.wait_for_log("event is a dead letter now")
-    (failure,) = outbox(url, "failures", "list")["failures"]
+    (failure,) = outbox(url, "dead-letters", "list")["failures"]
     assert (failure["aggregate_type"], failure["state"]) == ("unreadable-message", "dead")
     done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
     again = outbox_kafka.consume(topic, 5)[3:]
     assert names(again) == ["a1", "a2"]
     assert [headers(each)["ce_id"] for each in again] == [headers(sent[0])["ce_id"], headers(sent[2])["ce_id"]]
     assert all("outbox-replay" in headers(each) for each in again)
-    outbox(url, "failures", "discard", failure["event_id"], "--reason", "test")
+    outbox(url, "dead-letters", "discard", failure["event_id"], "--reason", "test")
     assert streaming(url)
     assert relay.running
 

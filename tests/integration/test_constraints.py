@@ -111,11 +111,15 @@ def test_one_key_is_always_in_one_lane(outbox_postgres):
         ("events_headers_text", {"headers": "null"}),
         ("events_headers_text", {"headers": '{"good": "x", "a\\n": "x"}'}),
         ("events_headers_text", {"headers": '{"' + "x" * 101 + '": "x"}'}),
-        ("events_headers_text", {"headers": '{"ce_type": "x"}'}),
-        *[("events_headers_text", {"headers": f'{{"{name}": "x"}}'}) for name in sorted(RESERVED_HEADERS)],
+        *[
+            ("events_headers_text", {"headers": f'{{"tenant": "acme", "{name}": "x"}}'})
+            for lower in ("ce_type", *sorted(RESERVED_HEADERS))
+            for name in (lower, lower.upper(), lower.title())
+        ],
+        *[("events_headers_text", {"headers": f'{{"{name}": "x"}}'}) for name in ("Content-Type", "TRACEPARENT")],
         *[
             ("events_relay_headers", {"headers": f'{{"tenant": "acme", "{name}": "x"}}'})
-            for name in ("outbox-", "outbox-dead-letter", "outbox-replay", "outbox-attempts", "outbox-anything")
+            for name in ("outbox-", "outbox-dead-letter", "outbox-replay", "Outbox-Replay", "OUTBOX-", "outbox-any")
         ],
         ("events_size", {"payload_bytes": b"x" * 1_000_000}),
         ("events_size", {"headers": '{"a": "' + "x" * 1_000_000 + '"}'}),

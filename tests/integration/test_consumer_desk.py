@@ -80,8 +80,11 @@ class Sink:
     def audit(self) -> list[Any]:
         return self.rows("SELECT what, why, details FROM consumer.audit ORDER BY id")
 
-    def outbox(self, *arguments: str) -> Any:
-        return CliRunner().invoke(app, ["consumers", *arguments], env={"OUTBOX_DATABASE_URL": self.url})
+    def outbox(self, command: str, *arguments: str) -> Any:
+        group = ["consumers"] if command == "groups" else ["dead-letters", "--side", "consumer"]
+        return CliRunner().invoke(
+            app, [group[0], command, *group[1:], *arguments], env={"OUTBOX_DATABASE_URL": self.url}
+        )
 
     def done(self, *arguments: str) -> str:
         result = self.outbox(*arguments)
@@ -361,7 +364,7 @@ def test_the_list(sink):
 
     assert ids() == [first, second]
     assert (ids("--group", "h"), ids("--topic", "t"), ids("--topic", "u")) == ([second], [first, second], [])
-    assert (ids("--reason", "undecodable"), ids("--limit", "1")) == ([first], [first])
+    assert (ids("--cause", "undecodable"), ids("--limit", "1")) == ([first], [first])
     assert "no more than 1 are shown" in sink.done("list", "--limit", "1")
     (row, _) = sink.json("list")["dead_letters"]
     assert not {"value", "headers"} & set(row)
@@ -399,12 +402,12 @@ def test_retry_and_discard_by_command(sink):
         (["retry", "1", "--all"], "say which"),
         (["discard", "--all", "--reason", " "], "--reason: say why the message may be lost"),
         (["discard", "--all"], "Missing option '--reason'"),
-        (["list", "--reason", "bad"], "must be one of undecodable"),
+        (["list", "--cause", "bad"], "must be one of undecodable"),
     ],
 )
 def test_commands_that_say_too_little(outbox_postgres, arguments, shown):
     done = CliRunner(env={"OUTBOX_DATABASE_URL": outbox_postgres.url, "COLUMNS": "200"}).invoke(
-        app, ["consumers", *arguments]
+        app, ["dead-letters", *arguments, "--side", "consumer"]
     )
     assert (done.exit_code, shown in done.output) == (2, True), done.output
 

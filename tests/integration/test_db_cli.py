@@ -41,18 +41,18 @@ def refused(*arguments: str, url: str = NOWHERE, schema: str | None = None) -> t
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (("downgrade", "nope"), "no revision 'nope' here; choose from base, outbox_0001"),
+        (("downgrade", "nope"), "no revision 'nope' here; choose from base, outbox_1"),
         (("downgrade", ""), "no revision ''"),
         (("downgrade", "head"), "no revision 'head'"),
-        (("downgrade", "consumer_0001"), "no revision 'consumer_0001'"),
-        (("downgrade", "outbox_0001", "--consumer"), "no revision 'outbox_0001'"),
+        (("downgrade", "consumer_1"), "no revision 'consumer_1'"),
+        (("downgrade", "outbox_1", "--consumer"), "no revision 'outbox_1'"),
         (("sql", "--from", "nope"), "no revision 'nope'"),
         (("sql", "--from", ""), "no revision ''"),
         (("sql", "--to", "nope"), "no revision 'nope'"),
         (("sql", "--to", ""), "no revision ''"),
         (("sql", "--to", "base"), "no revision 'base'"),
-        (("sql", "--to", "outbox_0001:head"), "no revision 'outbox_0001:head'"),
-        (("sql", "--consumer", "--to", "outbox_0001"), "no revision 'outbox_0001'"),
+        (("sql", "--to", "outbox_1:head"), "no revision 'outbox_1:head'"),
+        (("sql", "--consumer", "--to", "outbox_1"), "no revision 'outbox_1'"),
         *(
             ((*command, *option, number), "lanes must be")
             for command, option in ((("upgrade",), ("--lanes",)), (("sql",), ("--lanes",)), (("lanes",), ("--",)))
@@ -68,9 +68,9 @@ def test_arguments_that_cannot_be_are_refused_before_the_database_is_asked(argum
 
 
 def test_a_step_backwards_is_no_upgrade(monkeypatch):
-    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_0001", "outbox_0002"])
-    status, line = refused("sql", "--from", "outbox_0002", "--to", "outbox_0001")
-    assert (status, "outbox_0002, comes after outbox_0001" in line) == (2, True), line
+    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_1", "outbox_2"])
+    status, line = refused("sql", "--from", "outbox_2", "--to", "outbox_1")
+    assert (status, "outbox_2, comes after outbox_1" in line) == (2, True), line
 
 
 @pytest.mark.parametrize("command", [*WITH_DATABASE, ("sql",)])
@@ -152,19 +152,31 @@ def test_a_schema_that_was_never_made(empty):
 
 
 def test_a_downgrade_goes_back_only(outbox_postgres, monkeypatch):
-    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_0001", "outbox_0002", "outbox_0003"])
+    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_1", "outbox_2", "outbox_3"])
     with outbox_postgres.connect() as connection:
-        connection.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_0001'")
-    status, line = refused("downgrade", "outbox_0003", url=outbox_postgres.url)
-    assert (status, "is at outbox_0001 already" in line) == (1, True), line
+        connection.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_1'")
+    status, line = refused("downgrade", "outbox_3", url=outbox_postgres.url)
+    assert (status, "is at outbox_1 already" in line) == (1, True), line
 
 
 @pytest.mark.parametrize("command", [("upgrade",), ("downgrade", "base")])
-def test_tables_of_a_later_version(outbox_postgres, command):
+@pytest.mark.parametrize("revision", ["outbox_9999", "outbox_0001", "outbox_0009"])
+def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres, command, revision):
     with outbox_postgres.connect() as connection:
-        connection.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_9999'")
+        connection.execute("UPDATE outbox.alembic_version SET version_num = %s", (revision,))
     status, line = refused(*command, url=outbox_postgres.url)
-    assert (status, "'outbox_9999', which this version does not have" in line) == (1, True), line
+    assert (status, f"'{revision}', which this version does not have" in line) == (1, True), line
+    assert "drop the schema and make it anew with `outbox db upgrade`" in line
+
+
+def test_consumers_tables_of_an_unreleased_version(outbox_postgres):
+    db.upgrade_consumer(outbox_postgres.url)
+    with outbox_postgres.connect() as connection:
+        connection.execute("UPDATE consumer.alembic_version SET version_num = 'consumer_0001'")
+    for command in (("upgrade",), ("downgrade", "base")):
+        status, line = refused(*command, "--consumer", url=outbox_postgres.url)
+        assert (status, "'consumer_0001', which this version does not have" in line) == (1, True), line
+        assert "drop the schema and make it anew with `outbox db upgrade --consumer`" in line
 
 
 def test_tables_that_another_history_made(outbox_postgres):

@@ -178,22 +178,22 @@ def test_discarding_an_event_that_waits_frees_its_key_and_one_that_is_due_is_lef
 
 
 def test_the_list_shows_what_waits_and_what_is_dead_the_oldest_failure_first(lane):
-    assert "no failed events" in outbox(lane, "failures", "list")
-    assert json.loads(outbox(lane, "failures", "list", "--json")) == {"failures": []}
+    assert "no failed events" in outbox(lane, "dead-letters", "list")
+    assert json.loads(outbox(lane, "dead-letters", "list", "--json")) == {"failures": []}
     source = lane.source(attempts=2)
     ids = lane.add("a1", "b1", "c1")
     turn(source, "a1", "b1", "c1")
     lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() - interval '1 s' WHERE aggregate_id = 'a'")
     turn(source, "a1")
-    lines = outbox(lane, "failures", "list").splitlines()
+    lines = outbox(lane, "dead-letters", "list").splitlines()
     shown = {line.split()[0]: line for line in lines}
     assert "Order/a" in shown[ids[0]]
     assert "waiting, 1 attempts: b1 is bad" in shown[ids[1]]
     assert "dead, its key waits, 2 attempts: a1 is bad" in shown[ids[0]]
-    listed = json.loads(outbox(lane, "failures", "list", "--json"))["failures"]
+    listed = json.loads(outbox(lane, "dead-letters", "list", "--json"))["failures"]
     assert [failure["event_id"] for failure in listed] == ids
-    assert json.loads(outbox(lane, "failures", "list", "--json", "--aggregate-type", "Cart")) == {"failures": []}
-    assert len(json.loads(outbox(lane, "failures", "list", "--json", "--limit", "1"))["failures"]) == 1
+    assert json.loads(outbox(lane, "dead-letters", "list", "--json", "--aggregate-type", "Cart")) == {"failures": []}
+    assert len(json.loads(outbox(lane, "dead-letters", "list", "--json", "--limit", "1"))["failures"]) == 1
 
 
 def test_show_gives_the_payload_as_it_is_and_how_much_waits_behind(lane):
@@ -207,13 +207,13 @@ def test_show_gives_the_payload_as_it_is_and_how_much_waits_behind(lane):
     lane.add("a2", "a3", "b1")
     turn(source, "a1")
     for arguments in ((), ("--json",)):
-        text = outbox(lane, "failures", "show", event_id, *arguments)
+        text = outbox(lane, "dead-letters", "show", event_id, *arguments)
         assert "123456789012345678901234567890" in text
         assert "0.10000000000000000000001" in text
         shown = json.loads(text)
         assert shown["headers"] == {"tenant": "acme"}
         assert (shown["state"], shown["events_behind_it"]) == ("dead, its key waits", 2)
-    assert outbox(lane, "failures", "show", event_id, "--json").count("\n") == 1
+    assert outbox(lane, "dead-letters", "show", event_id, "--json").count("\n") == 1
 
 
 def test_show_gives_bytes_as_hexadecimal_digits_also_of_an_event_that_waits(lane):
@@ -221,36 +221,36 @@ def test_show_gives_bytes_as_hexadecimal_digits_also_of_an_event_that_waits(lane
     with lane.database.connect() as connection:
         event_id = str(Outbox().add(connection, Event("Order", "a", "a1", b"\x00\xff")))
     turn(source, "a1")
-    shown = json.loads(outbox(lane, "failures", "show", event_id))
+    shown = json.loads(outbox(lane, "dead-letters", "show", event_id))
     assert (shown["state"], shown["payload_bytes"], shown["payload"]) == ("waiting", "00ff", None)
 
 
 def test_retry_and_discard_want_to_be_told_which(lane):
     for arguments in (("retry",), ("discard", "--reason", "x"), ("retry", "--aggregate-type", "Order")):
-        assert "say which: event ids, or --all" in outbox(lane, "failures", *arguments, status=2)
-    assert "say which" in outbox(lane, "failures", "retry", NOBODY, "--all", status=2)
-    assert "--reason" in outbox(lane, "failures", "discard", "--all", "--reason", " ", status=2)
-    done = CliRunner().invoke(app, ["failures", "discard", "--all"])
+        assert "say which: event ids, or --all" in outbox(lane, "dead-letters", *arguments, status=2)
+    assert "say which" in outbox(lane, "dead-letters", "retry", NOBODY, "--all", status=2)
+    assert "--reason" in outbox(lane, "dead-letters", "discard", "--all", "--reason", " ", status=2)
+    done = CliRunner().invoke(app, ["dead-letters", "discard", "--all"])
     assert (done.exit_code, "--reason" in done.stderr) == (2, True)
 
 
 def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
-    assert f"no failed event has the id {NOBODY}" in outbox(lane, "failures", "show", NOBODY, status=1)
+    assert f"no failed event has the id {NOBODY}" in outbox(lane, "dead-letters", "show", NOBODY, status=1)
     for arguments in (("retry", NOBODY), ("discard", "--reason", "x", NOBODY)):
-        line = outbox(lane, "failures", *arguments, status=1)
+        line = outbox(lane, "dead-letters", *arguments, status=1)
         assert "not among the failed events" in line
         assert NOBODY in line
-    done = CliRunner().invoke(app, ["failures", "retry", "no-uuid"])
+    done = CliRunner().invoke(app, ["dead-letters", "retry", "no-uuid"])
     assert done.exit_code == 2
     assert lane.rows("SELECT * FROM outbox.audit") == []
     (healthy,) = lane.add("a1")
-    outbox(lane, "failures", "discard", "--reason", "x", healthy, status=1)
+    outbox(lane, "dead-letters", "discard", "--reason", "x", healthy, status=1)
     assert backlog(lane.database.url) == 1
 
 
 def test_all_and_nothing_failed_is_no_error(lane):
-    assert "0 events will be tried again" in outbox(lane, "failures", "retry", "--all")
-    assert json.loads(outbox(lane, "failures", "discard", "--all", "--reason", "x", "--json")) == {
+    assert "0 events will be tried again" in outbox(lane, "dead-letters", "retry", "--all")
+    assert json.loads(outbox(lane, "dead-letters", "discard", "--all", "--reason", "x", "--json")) == {
         "discarded": [],
         "locked": [],
     }
@@ -263,10 +263,12 @@ def test_retry_and_discard_by_id_and_by_type(lane):
     with lane.database.connect() as connection:
         ids.append(str(Outbox().add(connection, Event("Cart", "c", "c1"))))
     turn(source, "a1", "b1", "c1")
-    assert json.loads(outbox(lane, "failures", "retry", ids[0], "--json")) == {"retried": [ids[0]], "locked": []}
-    discarded = outbox(lane, "failures", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json")
+    assert json.loads(outbox(lane, "dead-letters", "retry", ids[0], "--json")) == {"retried": [ids[0]], "locked": []}
+    discarded = outbox(
+        lane, "dead-letters", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json"
+    )
     assert json.loads(discarded) == {"discarded": [ids[2]], "locked": []}
-    assert "1 events were discarded" in outbox(lane, "failures", "discard", ids[1], "--reason", "old")
+    assert "1 events were discarded" in outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old")
     assert [row[0] for row in lane.rows("SELECT what FROM outbox.audit ORDER BY id")] == ["retry", "discard", "discard"]
     assert turn(source) == ["a1"]
 
@@ -283,10 +285,10 @@ def test_an_operator_needs_no_more_than_the_docs_grant(lane):
         ids = lane.add("a1", "b1", "c1", "a2")
         assert turn(source, "a1", "b1") == ["c1"]
         as_operator = {"OUTBOX_DATABASE_URL": f"{lane.database.url}?user={role}"}
-        assert len(json.loads(outbox(lane, "failures", "list", "--json", env=as_operator))["failures"]) == 2
-        assert json.loads(outbox(lane, "failures", "show", ids[0], env=as_operator))["payload"] == {"n": "a1"}
-        outbox(lane, "failures", "retry", ids[0], env=as_operator)
-        outbox(lane, "failures", "discard", ids[1], "--reason", "old", env=as_operator)
+        assert len(json.loads(outbox(lane, "dead-letters", "list", "--json", env=as_operator))["failures"]) == 2
+        assert json.loads(outbox(lane, "dead-letters", "show", ids[0], env=as_operator))["payload"] == {"n": "a1"}
+        outbox(lane, "dead-letters", "retry", ids[0], env=as_operator)
+        outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old", env=as_operator)
         outbox(lane, "replay", "--all", "--yes", env=as_operator)
         assert turn(source) == ["a1"]
         assert turn(source) == ["a2", "c1"]
@@ -318,6 +320,6 @@ def test_an_operator_needs_no_more_than_the_docs_grant(lane):
                 }
                 lane.admin.execute(f"GRANT SELECT ON outbox.{table} TO {role}")
         lane.admin.execute(sql.SQL("REVOKE SELECT ON outbox.dead_letters FROM {}").format(sql.Identifier(role)))
-        assert "permission denied" in outbox(lane, "failures", "list", env=as_operator, status=1)
+        assert "permission denied" in outbox(lane, "dead-letters", "list", env=as_operator, status=1)
     finally:
         lane.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))

@@ -27,8 +27,7 @@ class Both:
         # The turns are not lost: at-least-once would repeat them, and exactly-once stops a lane for them.
         tables.run("DROP TABLE saved_events")
         tables.run(
-            "UPDATE outbox.lanes AS l SET epoch = s.epoch, protocol_epoch = s.epoch, owner = NULL "
-            "FROM saved_lanes AS s WHERE s.lane = l.lane"
+            "UPDATE outbox.lanes AS l SET epoch = s.epoch, owner = NULL FROM saved_lanes AS s WHERE s.lane = l.lane"
         )
         self.heirs = LaneTable(tables.table._connection, "outbox", "heir", "0", 600.0)
         self.heir = Worker(place, "b", tables.acquire(range(LANES), self.heirs), exact=exact)

@@ -7,11 +7,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from external_support import Sink, in_thread, lease_runs_out, payments, provider, sink
+from external_support import in_thread, lease_runs_out, payments, provider, sink
 from psycopg import sql
 from support import wait_until
 
-from outbox._app import migrate as db
 from spark_jobs.external import reservations
 from spark_jobs.external.caller import Caller
 from spark_jobs.external.declaration import External
@@ -245,7 +244,6 @@ def test_two_settlements_of_a_key_at_once_release_what_is_behind_both(sink):
 
 
 def test_what_was_parked_behind_a_deleted_call_is_due_again(sink, provider):
-    """Also behind one that an earlier version of the caller has settled, which releases nothing."""
     external = payments(provider.url)
     sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
     with sink.connect() as connection:
@@ -282,31 +280,3 @@ def test_two_callers_work_through_keys_with_hundreds_of_calls_in_order(sink, pro
             dict.fromkeys(name for name in order if name in {one for one, its in names if its == f"key{key}"})
         )
         assert firsts == [one for one, its in names if its == f"key{key}"]
-
-
-def test_the_migration_parks_what_waits_and_what_an_earlier_version_postponed(outbox_postgres, provider):
-    sink = Sink(outbox_postgres.url)
-    db.downgrade(sink.url, "consumer", "consumer_0006", history=db.CONSUMER, drop_rows=True)
-    external = payments(provider.url)
-    with sink.connect() as connection:
-        insert(connection, "hot", MANY, "hot")
-        insert(connection, "free", 10, "own")
-        connection.execute("UPDATE consumer.reservations SET state = 'stuck' WHERE request ->> 'order' = 'hot1'")
-        # As an earlier version left it.
-        connection.execute(
-            "UPDATE consumer.reservations SET next_attempt_at = now() + interval '1 hour' "
-            "WHERE order_key = 'hot' AND state = 'reserved' AND message_offset < 1000"
-        )
-    db.upgrade_consumer(sink.url)
-    assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE parked") == [(MANY - 1,)]
-    with sink.connect() as connection:
-        assert max(explain(connection, reservations._DUE)[1].values()) <= 10
-        book = Reservations("consumer", "orders", "payments", external.rules)
-        claims, _ = book.claim(connection, 100, "w", 3600.0, 7200.0)
-        assert [claim.request["order"] for claim in claims] == [f"free{n}" for n in range(1, 11)]
-        ((stuck,),) = sink.rows("SELECT message_id FROM consumer.reservations WHERE state = 'stuck'")
-        Caller(external, sink.connect).settle_by_hand(stuck, confirmed=True, why="asked")
-        ((second,), _) = book.claim(connection, 1, "w", 3600.0, 7200.0)
-        assert second.request["order"] == "hot2"
-    db.downgrade(sink.url, "consumer", "consumer_0006", history=db.CONSUMER, drop_rows=True)
-    assert sink.rows("SELECT count(*) FROM consumer.reservations WHERE next_attempt_at <= now()") == [(MANY - 1,)]

@@ -1,4 +1,4 @@
-"""`outbox failures retry | discard` with as many dead letters as an outage of a topic leaves. No Kafka here."""
+"""`outbox dead-letters retry | discard` with as many dead letters as an outage of a topic leaves. No Kafka here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Box:
         return self.rows(COUNTS)[0]
 
     def run(self, *arguments: str, status: int = 0) -> tuple[str, str]:
-        done = CliRunner().invoke(app, ["failures", *arguments], env={"OUTBOX_DATABASE_URL": self.url})
+        done = CliRunner().invoke(app, ["dead-letters", *arguments], env={"OUTBOX_DATABASE_URL": self.url})
         assert done.exit_code == status, (done.output, done.exception)
         return done.stdout, done.stderr
 
@@ -154,7 +154,7 @@ def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_t
         # It is held up in the second batch, and killed there.
         relay.execute(f"SELECT FROM outbox.{table} WHERE id > 1000 AND id % 2 = 0 FOR UPDATE")
         killed = subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "failures", *command, "--all"],
+            [sys.executable, "-m", "relay.cli", "dead-letters", *command, "--all"],
             env={**os.environ, "OUTBOX_DATABASE_URL": box.url},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -165,7 +165,7 @@ def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_t
             killed.kill()
     # Its last statement may be under way still.
     others = (
-        "SELECT 1 FROM pg_stat_activity WHERE application_name = 'outbox failures' AND datname = current_database()"
+        "SELECT 1 FROM pg_stat_activity WHERE application_name = 'outbox dead-letters' AND datname = current_database()"
     )
     wait_until(lambda: not box.rows(others), what="the server to notice")
     events, dead, failures, audit = box.counts()

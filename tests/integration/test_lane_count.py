@@ -17,7 +17,7 @@ __all__ = ["empty"]
 def test_lanes_change_after_a_drain(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as connection:
-        connection.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
+        connection.execute("UPDATE outbox.lanes SET epoch = 41 WHERE lane = 2")
         Outbox().add(connection, Event("Order", "1", "T"))
     with pytest.raises(SchemaError, match="1 events are not published"):
         db.change_lanes(empty, 6)
@@ -41,7 +41,7 @@ def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
         relay.execute(
-            "UPDATE outbox.lanes SET owner = 'me', epoch = epoch + 1, protocol_epoch = epoch + 1,"
+            "UPDATE outbox.lanes SET owner = 'me', epoch = epoch + 1,"
             " lease_until = now() + interval '1 hour' WHERE lane = 2"
         )
         with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
@@ -54,7 +54,7 @@ def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
 def test_new_lanes_get_epochs_that_no_relay_ever_had(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
+        relay.execute("UPDATE outbox.lanes SET epoch = 41 WHERE lane = 2")
         with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
             relay.commit()
             done.result(30)
@@ -65,7 +65,7 @@ def test_lanes_do_not_wait_for_ever(empty, monkeypatch):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 1, protocol_epoch = 1")
+        relay.execute("UPDATE outbox.lanes SET epoch = 1")
         with pytest.raises(SchemaError, match="long transactions use these tables; try again"):
             db.change_lanes(empty, 6)
 

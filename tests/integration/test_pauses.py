@@ -224,18 +224,6 @@ def test_lanes_do_not_change_while_one_is_paused(url):
     db.change_lanes(url, 8)
 
 
-def test_a_downgrade_would_publish_what_is_paused(url):
-    from outbox._app import migrate as db
-    from outbox.errors import SchemaError
-
-    pause(url, ALL)
-    with pytest.raises(SchemaError, match=r"pauses still has rows.*outbox relay resume"):
-        db.downgrade(url, revision="outbox_0006")
-    resume(url, ALL)
-    db.downgrade(url, revision="outbox_0006")
-    db.upgrade(url)
-
-
 def test_the_doctor_mentions_them(url, outbox_kafka):
     pause(url, LANE, reason="ledger")
     settings = load(database_url=url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})

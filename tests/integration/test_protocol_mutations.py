@@ -123,7 +123,7 @@ def two_under_one_epoch(place: Place) -> None:
     """As above, and the heir has the same epoch: a failover has lost the commit of the former's take-over."""
     tables = place.tables
     former = joined(place, "a")
-    tables.run("UPDATE outbox.lanes SET epoch = epoch - 1, protocol_epoch = epoch - 1, owner = NULL")
+    tables.run("UPDATE outbox.lanes SET epoch = epoch - 1, owner = NULL")
     tables.table = LaneTable(tables.table._connection, "outbox", "heir", "0", 600.0)
     begins_anew(place, former, joined(place, "b"))
 
@@ -206,8 +206,8 @@ def no_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def fence_first_only(patch: pytest.MonkeyPatch) -> None:
-    real = takeover.ids_to_fence
-    patch.setattr(takeover, "ids_to_fence", lambda *named: real(*named)[:1])
+    real = takeover.own_ids
+    patch.setattr(takeover, "own_ids", lambda base: real(base)[:1])
 
 
 def replaced(patch: pytest.MonkeyPatch, module: Any, name: str, old: str, new: str) -> None:

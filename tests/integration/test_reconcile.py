@@ -268,7 +268,7 @@ def test_what_hangs_is_ended_for_good(hanging):
 def test_a_lane_is_freed_whose_lease_lies_in_the_future(outbox, outbox_relay):
     """As after a clock that jumped back by a day."""
     outbox.run(
-        "UPDATE outbox.lanes SET owner = 'killed', epoch = 7, protocol_epoch = 7, transactional_id = 'x',"
+        "UPDATE outbox.lanes SET owner = 'killed', epoch = 7, transactional_id = 'x',"
         " lease_until = clock_timestamp() + interval '1 day' WHERE lane = 3"
     )
     assert outbox.command("relay", "release", "3").returncode == 2

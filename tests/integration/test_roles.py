@@ -89,7 +89,7 @@ def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_post
 def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
     writer = roles("writer")
     with outbox_postgres.connect(autocommit=True) as admin:
-        # As an earlier version's page had it.
+        # On the whole table, as somebody may have granted it by hand.
         admin.execute(
             sql.SQL("GRANT USAGE ON SCHEMA outbox TO {0}; GRANT INSERT ON outbox.events TO {0}").format(
                 sql.Identifier(writer)

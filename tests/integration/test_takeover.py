@@ -9,7 +9,7 @@ from dataclasses import replace
 import psycopg
 import pytest
 import takeover_support
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from support import wait_until
 from takeover_support import LANES, Worker, place
@@ -17,9 +17,8 @@ from takeover_support import LANES, Worker, place
 from outbox import Event, Outbox
 from relay.config import producer_options
 from relay.kafka.fencing import fence
-from relay.kafka.takeover import ids_to_fence, own_ids
+from relay.kafka.takeover import own_ids
 from relay.kafka.transactional import TransactionalPublisher
-from relay.lease import LEGACY_ID
 from relay.marker import StateLost
 from relay.ports import Completed, Failed, IdBusy, LaneLost, Receipt, Sent
 
@@ -303,35 +302,6 @@ def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place
     assert heir.publisher.join(heir.leases[:2]) == {}
     heir.drain()
     assert place.all_once()
-
-
-def test_relays_from_before_had_an_id_for_each_lane(place):
-    """The migration writes '' into the rows: such a relay may have written them, and may have a transaction open."""
-    assert ids_to_fence(LEGACY_ID, 3, "shop") == ["shop.relay.3"]
-    place.state.require(LANES)
-    place.add()
-    place.tables.run("UPDATE outbox.lanes SET transactional_id = '' WHERE lane IN (1, 4)")
-    old = {}
-    for lane in (1, 2, 4):
-        each = {"bootstrap.servers": place.kafka.bootstrap_servers}
-        old[lane] = Producer({**each, "transactional.id": f"{place.settings.name}.relay.{lane}"})
-        old[lane].init_transactions(30)
-        old[lane].begin_transaction()
-    # Open, and in the lane's marker partition: nothing is decided before it is fenced.
-    old[4].produce(place.state.name, b"{}", b"marker", partition=4)
-    assert old[4].flush(30) == 0
-    heir = place.worker("b")
-    assert heir.join() == {}
-    assert heir.fenced == [f"{place.settings.name}.relay.{lane}" for lane in (1, 4)]
-    for lane in (1, 4):
-        old[lane].produce(place.topic, b"{}", "late")
-        with pytest.raises(KafkaException):
-            old[lane].commit_transaction(30)
-    # Of lane 2 the row says that nobody can have written it.
-    old[2].abort_transaction(30)
-    heir.drain()
-    assert place.all_once()
-    assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
 
 
 def test_an_at_least_once_worker_fences_the_lanes_that_name_an_id_and_settles_what_was_committed(place):

@@ -8,8 +8,10 @@ from typing import Any
 import psycopg
 import pytest
 from plans import forget_rows, nodes
+from psycopg import sql
 
 from outbox._app import migrate
+from spark_jobs.postgres import group_store
 from spark_jobs.postgres.group_store import Store
 
 LETTERS = 100_000
@@ -63,16 +65,52 @@ def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
     store = Store(url, "consumer", "g", "test")
     if place == "middle":
         store._below = LETTERS // 2
-    query = store._state_query(keep_order=True).as_string(admin)
-    with admin.transaction():
-        admin.execute("SELECT set_config('plan_cache_mode', %s, true)", (plans,))
-        [(explained,)] = admin.execute(
-            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {query}".encode(),
-            {"grp": "g", "topics": [TOPIC]},
-            prepare=True,
-        ).fetchall()
-    plan = explained[0]["Plan"]
+    plan = explained(admin, plans, store._state_query(keep_order=True), grp="g", topics=[TOPIC])
     for node in nodes(plan):
         read = (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
         assert read <= 1_000, (node["Node Type"], node.get("Index Name"), node.get("Index Cond"), node.get("Filter"))
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 3_000, plan
+
+
+@pytest.fixture(scope="module", params=["no statistics", "analyzed"])
+def retrying(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+    """Two groups with 100,000 dead letters each: all of the one are retried, and the last ten of the other."""
+    from outbox.testing.fixtures import token
+
+    name = f"letters_{token()}"
+    url = outbox_postgres_server.create_database(name)
+    migrate.upgrade_consumer(url)
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("ALTER TABLE consumer.dead_letters SET (autovacuum_enabled = off)")
+        for group in ("neighbour", "g"):
+            admin.execute(FILL, {"grp": group, "keys": LETTERS, "causes": LETTERS, "letters": LETTERS})
+        admin.execute(
+            "UPDATE consumer.dead_letters SET state = 'retry' WHERE grp = 'neighbour' OR message_offset >= %s",
+            (LETTERS - 10,),
+        )
+        if request.param == "analyzed":
+            admin.execute("VACUUM ANALYZE consumer.dead_letters")
+        yield url, admin
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.mark.parametrize("plans", PLANS)
+def test_what_is_retried_is_found_among_the_dead_letters_of_all_groups(retrying, plans):
+    url, admin = retrying
+    store = Store(url, "consumer", "g", "test")
+    query = sql.SQL(group_store._RETRIED).format(**store._names)
+    plan = explained(admin, plans, query, grp="g", topics=[TOPIC], most=100, keep_order=True)
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 300, plan
+    found = store.retried([TOPIC], 4, keep_order=True)
+    assert [one.place for one in found] == [(TOPIC, 0, LETTERS - 10 + n) for n in range(4)]
+
+
+def explained(admin: psycopg.Connection[Any], plans: str, query: sql.Composed, **values: Any) -> dict[str, Any]:
+    """Run a statement with a custom or generic plan, and return that plan with what it read."""
+    with admin.transaction():
+        admin.execute("SELECT set_config('plan_cache_mode', %s, true)", (plans,))
+        [(explained,)] = admin.execute(
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {query.as_string(admin)}".encode(), values, prepare=True
+        ).fetchall()
+    plan: dict[str, Any] = explained[0]["Plan"]
+    return plan

@@ -76,7 +76,7 @@ def test_three_pages_of_dead_letters_are_tried_again_in_order(bench):
     send(bench, bench.topic, [({"n": n}, f"k{n % KEYS}", 0) for n in range(LETTERS)])
     assert bench.once(job).dead == LETTERS
 
-    command(bench, "consumers", "retry", "--all", "--group", "many")
+    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
     pages: list[int] = []
     with bench.runner(replace(job, effect=effect)) as runner:
         attempt = runner._rounds._retry
@@ -101,7 +101,7 @@ def test_three_pages_of_dead_letters_are_tried_again_in_order(bench):
     assert "ValueError: no name" in error
 
     bench.run("ALTER TABLE numbers DROP CONSTRAINT sane")
-    command(bench, "consumers", "retry", "--all", "--group", "many")
+    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
     assert bench.once(replace(job, effect=wholly)).applied == len(held)
     in_order(bench, set(range(LETTERS)))
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
@@ -198,7 +198,7 @@ def test_two_topics_whose_messages_are_of_different_types(bench, way):
     assert bench.rows(counts.format(payments)) == [(part, GOOD // 2 + 1, GOOD // 2, GOOD // 2, 2) for part in range(2)]
 
     bench.run("ALTER TABLE orders DROP CONSTRAINT orders_sane; ALTER TABLE payments DROP CONSTRAINT paid_sane")
-    command(bench, "consumers", "retry", "--all", "--group", "both", "--topic", payments)
+    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "both", "--topic", payments)
     assert bench.once(job).applied == 1
     assert bench.rows(dead.format(orders)) == [(0, "failed", 1), (1, "undecodable", 1)]
     assert bench.rows(dead.format(payments)) == [(1, "undecodable", 3)]

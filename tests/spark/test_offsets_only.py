@@ -241,8 +241,17 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE message_id IS NOT NULL") == [(0,)]
 
     bench.run("ALTER TABLE seen DROP CONSTRAINT sane; UPDATE state SET mended = true")
-    command(bench, "consumers", "discard", "--reason", "never right", str(letter(bench, UNREADABLE)))
-    command(bench, "consumers", "retry", "--all", "--group", "letters")
+    command(
+        bench,
+        "dead-letters",
+        "discard",
+        "--side",
+        "consumer",
+        "--reason",
+        "never right",
+        str(letter(bench, UNREADABLE)),
+    )
+    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
     assert bench.once(job).applied == len(held) - 1
     # Nor does a round that comes after it.
     assert bench.once(job).applied == 0

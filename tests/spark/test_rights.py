@@ -97,15 +97,15 @@ def test_a_whole_job_with_the_rights_of_its_role(bench: Bench, desk: Desk):
     bench.send("a", 2)
     bench.send_raw(b"no JSON", [("ce_id", str(uuid7()).encode())], "b")
     assert bench.once(job).dead == 3
-    desk.command("consumers", "retry", "--all", "--group", job.group, "--reason", "failed")
+    desk.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
     assert bench.once(job).applied == 0
     assert desk.dead() == [("failed", "dead", 2), ("behind", "dead", 2), ("undecodable", "dead", 1)]
     desk.as_owner("ALTER TABLE order_totals DROP CONSTRAINT sane")
-    desk.command("consumers", "retry", "--all", "--group", job.group, "--reason", "failed")
+    desk.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
     assert bench.once(job).applied == 2
     assert bench.totals()["a"] == (5010, 2, 2, 0, "s2")
     [(number,)] = bench.rows("SELECT id FROM consumer.dead_letters")
-    desk.command("consumers", "discard", str(number), "--reason", "test")
+    desk.command("dead-letters", "discard", "--side", "consumer", str(number), "--reason", "test")
     assert desk.dead() == []
 
     # Moved by hand, and taken over by another driver.

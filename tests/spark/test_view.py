@@ -80,7 +80,8 @@ class Desk:
         return (self.folder / "consume.log").read_text()
 
     def command(self, *arguments: str) -> Any:
-        done = CliRunner(env=self.environment).invoke(app, ["consumers", *arguments, "--json"])
+        given = ["dead-letters", *arguments, "--side", "consumer", "--json"]
+        done = CliRunner(env=self.environment).invoke(app, given)
         assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 

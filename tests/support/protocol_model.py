@@ -82,7 +82,7 @@ Actions
 | written           | the coordinator has written a transaction's commit markers: readers see it             |
 
 Known limit, shown by a test: a failover that loses an acquire, or a written id, loses the name of the id to fence. The
-holder of that id can then commit beside the next one. With an id per lane, as before, Kafka alone knew whom to fence.
+holder of that id can then commit beside the next one. With an id for each lane Kafka alone would know whom to fence.
 
 Not in the model: tampering (a state topic that was deleted, a restored dump), dropped commit markers (KAFKA-20734), how
 lanes are spread. At-least-once workers may repeat what they published first; their delivery time-out is shorter than

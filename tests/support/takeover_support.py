@@ -79,7 +79,7 @@ class Tables:
             "WHERE NOT EXISTS (SELECT FROM outbox.events AS e WHERE e.id = s.id)"
         )
         self.run(
-            "UPDATE outbox.lanes AS l SET epoch = s.epoch, protocol_epoch = s.epoch, last_batch = s.last_batch, "
+            "UPDATE outbox.lanes AS l SET epoch = s.epoch, last_batch = s.last_batch, "
             "transactional_id = s.transactional_id FROM saved_lanes AS s WHERE s.lane = l.lane"
         )
 
@@ -122,7 +122,6 @@ class Worker:
             self.source.store,
             self.place.state,
             fencing,
-            settings.name,
             self.base_id if self.exact else None,
             abandoned=self.abandoned,
         )

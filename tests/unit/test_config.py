@@ -258,7 +258,7 @@ def test_every_pattern_has_words_for_its_error():
         "db upgrade",
         "db check",
         "consume a:b --once",
-        "failures list",
+        "dead-letters list",
         "consumers groups",
         "offsets show",
         "external list",
@@ -273,7 +273,7 @@ def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     assert (result.exit_code, "did you mean OUTBOX_DELIVERY?" in result.stderr) == (2, True), result.output
 
 
-@pytest.mark.parametrize("command", ["dead-letters list --side consumer", "consumers list", "offsets show"])
+@pytest.mark.parametrize("command", ["dead-letters list --side consumer", "consumers groups", "offsets show"])
 def test_a_command_that_is_put_together_alone_refuses_it_too(command):
     code = "import sys; from relay.cli import main; sys.argv[0] = 'outbox'; main()"
     done = subprocess.run(

@@ -1,0 +1,69 @@
+"""``outbox replay``: sends archived events again."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say
+from outbox.errors import ConfigurationError
+from relay.config import load
+
+
+@failing_clearly
+def replay(
+    since: Annotated[dt.datetime | None, typer.Option(help="Published at or after; UTC unless it has a zone.")] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="Published before.")] = None,
+    aggregate: Annotated[str | None, typer.Option(help="TYPE or TYPE/ID.")] = None,
+    event_id: Annotated[list[UUID] | None, typer.Option(help="May be repeated.")] = None,
+    topic: Annotated[str | None, typer.Option(help="Published to this topic.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The whole archive.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reason: Annotated[str | None, typer.Option(help="Why; it is kept in the audit.")] = None,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
+    from relay.database import Connector
+    from relay.operations.replay import Replay, ReplaySelection
+
+    kind, _, key = (aggregate or "").partition("/")
+    chosen = ReplaySelection(
+        _utc(since), _utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
+    )
+    if chosen == ReplaySelection() and not everything:
+        raise ConfigurationError(
+            "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
+        )
+    settings = load(database_url=database_url)
+    with Connector(settings.require_database(), "outbox replay")() as connection:
+        archive = Replay(connection, settings.db_schema)
+        found = archive.count(chosen)
+        if not as_json and not (found["events"] or found["too_large"]):
+            say("no archived events match")
+        elif not as_json:
+            say(
+                f"{found['events']} events of {found['keys']} keys, published {found['first']} to {found['last']}, "
+                f"to {', '.join(filter(None, found['topics'] or [])) or 'no known topic'}"
+            )
+            if found["too_large"]:
+                say(f"{found['too_large']} more are too large to be marked and will not be sent")
+        if dry_run or not found["events"]:
+            sent = 0
+        else:
+            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them once more?")):
+                raise ConfigurationError("nothing was sent: answer yes, or give --yes")
+            sent = archive.send(chosen, reason)
+    if as_json:
+        print_json({**found, "dry_run": dry_run, "sent": sent})
+    elif sent:
+        say(f"{sent} events are in the outbox again")
+
+
+def _utc(time: dt.datetime | None) -> dt.datetime | None:
+    return time.replace(tzinfo=dt.UTC) if time is not None and time.tzinfo is None else time
