@@ -27,7 +27,10 @@ from outbox._app import schema_drift as schema_check
         ("ALTER TABLE outbox.events ALTER COLUMN id SET CYCLE", "events: identity id is"),
         ("ALTER TABLE outbox.events ALTER COLUMN id SET CACHE 100", "events: identity id is"),
         ('ALTER TABLE outbox.lanes ALTER COLUMN owner TYPE text COLLATE "C"', "lanes: column owner is"),
-        ("UPDATE outbox.alembic_version SET version_num = 'outbox_0001'", "is at outbox_0001, expected outbox_"),
+        (
+            "UPDATE outbox.alembic_version SET version_num = 'outbox_0001'",
+            "alembic_version: is at outbox_0001, expected outbox_",
+        ),
         ("DELETE FROM outbox.alembic_version", "alembic_version: is at no revision, expected outbox_"),
         ("ALTER TABLE outbox.events DROP CONSTRAINT events_size", "events: constraint events_size is missing"),
         (
