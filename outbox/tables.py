@@ -145,10 +145,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # Source wal: the lane takes its events from the stream, not from the table.
         sa.Column("streaming", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL) and its
-        # number in that transaction.
+        # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL).
         sa.Column("commit_lsn", sa.BigInteger),
-        sa.Column("commit_number", sa.BigInteger),
         # Exactly-once: the id under which the lane may have been written; the next holder fences it first. NULL: no id
         # needs to be fenced. Empty: the ids of relays before outbox_0005.
         sa.Column("transactional_id", sa.Text),
@@ -158,7 +156,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
-        sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
         sa.CheckConstraint("protocol_epoch = epoch", name="lanes_protocol"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
@@ -275,8 +272,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # moved it.
         sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
         sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        # When an event without a row was last seen.
-        sa.Column("message_at", sa.DateTime(timezone=True)),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
         schema=schema,
@@ -295,8 +290,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("reason", sa.Text),
         # A drain: events of transactions with a lower id are published first. NULL: a pause at once.
         sa.Column("drain_xid", sa.BigInteger),
-        # When these transactions have ended: the position that the slot must pass (source wal), and the highest id.
-        sa.Column("wal_lsn", sa.BigInteger),
+        # The highest id when these transactions had ended.
         sa.Column("last_id", sa.BigInteger),
         # From then on the drain is a pause.
         sa.Column("drained_at", sa.DateTime(timezone=True)),
@@ -306,7 +300,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
         sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
         sa.CheckConstraint(
-            "drain_xid IS NOT NULL OR pg_catalog.num_nonnulls(wal_lsn, last_id, drained_at) = 0",
+            "drain_xid IS NOT NULL OR pg_catalog.num_nonnulls(last_id, drained_at) = 0",
             name="pauses_drain",
         ),
         schema=schema,

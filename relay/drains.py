@@ -1,26 +1,24 @@
 """Finds out when a drain is complete. From then on it is a pause; see pauses.py.
 
-Published must be: every event of a transaction that had a transaction id when the drain was requested. In three steps,
-each recorded in the drain's row, so that any relay goes on with it:
+Published must be: every event of a transaction that had a transaction id when the drain was requested. In two steps,
+the second recorded in the drain's row, so that any relay goes on with it:
 
 1. Those transactions have ended: ``pg_snapshot_xmin`` has passed ``drain_xid``, the id of the request's own
-transaction. (A snapshot's xmax would not do; see polling/low_water_mark.py.) What they wrote is visible or in the WAL
-by now. 2. Source wal: ``wal_lsn`` is the WAL's end after that. When the slot's checkpoint has reached it, every event
-without a row before it is published, or is in the table. A heartbeat makes the slot of an idle outbox move. 3.
-``last_id`` is the highest id in the scope's lanes after that. When no row up to it is left, the scope is drained:
+transaction. (A snapshot's xmax would not do; see polling/low_water_mark.py.) What they wrote is visible by now.
+2. ``last_id`` is the highest id in the scope's lanes after that. When no row up to it is left, the scope is drained:
 ``drained_at`` is set.
 
 Transactions that begin later may be published too, until relays obey; what they leave waits as under a pause.
 
 | what happens                               | what follows                                                            |
 |--------------------------------------------|-------------------------------------------------------------------------|
-| the relay that looks is killed             | every relay of the source looks; another goes on with the recorded step |
+| the relay that looks is killed             | every relay looks; another goes on with the recorded step               |
 | a relay is killed while it publishes       | its rows are still in the table, or its markers settle them             |
 | an old transaction stays open              | step 1 waits for it; the command names it                               |
-| a key waits behind a dead letter           | its rows are left: step 3 waits for an operator; the command says so    |
+| a key waits behind a dead letter           | its rows are left: step 2 waits for an operator; the command says so    |
 | a lane of the scope is paused by itself    | the same                                                                |
-| the source is switched                     | relays of the new one go on; the steps that were recorded still hold    |
-| two relays look at the same time           | each step is recorded once: where it is not set yet                     |
+| the source is switched                     | nothing: the rows in the table count, whoever reads them                |
+| two relays look at the same time           | ``last_id`` is recorded once: where it is not set yet                   |
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ from relay.kafka.routing import NoRoute, Router
 from relay.pauses import CurrentPauses, Scope, ScopeKind
 from relay.ports import Kind
 from relay.statements import names_of
-from relay.wal.slot import SlotNames, heartbeat_prefix
 
 log = structlog.get_logger("relay")
 
@@ -49,15 +46,8 @@ _SEARCH_PART: Final = 1 / 5
 
 _OPEN: Final = """
 SELECT p.number, p.scope, p.name, pg_snapshot_xmin(pg_current_snapshot())::text::bigint > p.drain_xid AS ended,
-       p.wal_lsn, p.wal_lsn <= (SELECT s.flushed_lsn FROM {streams} AS s ORDER BY s.created_at DESC LIMIT 1) AS passed,
-       p.last_id, NOT EXISTS (SELECT FROM {lanes} AS l WHERE l.source <> %(source)s) AS ours
+       p.last_id
   FROM {pauses} AS p WHERE p.drain_xid IS NOT NULL AND p.drained_at IS NULL ORDER BY p.number"""
-
-_NOTE_LSN: Final = """
-UPDATE {pauses} SET wal_lsn = (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
- WHERE number = %(number)s AND wal_lsn IS NULL"""
-
-_HEARTBEAT: Final = "SELECT pg_logical_emit_message(false, %s, '')"
 
 # By the primary key, lane by lane.
 _NOTE_ID: Final = """
@@ -94,8 +84,6 @@ class _Drain:
     number: int
     scope: Scope
     ended: bool
-    wal_lsn: int | None
-    passed: bool | None
     last_id: int | None
 
     @property
@@ -107,26 +95,22 @@ class _Drain:
 class Drains:
     """Takes the steps of all drains. Call ``look`` from time to time, from one thread.
 
-    While no drain is known, a look does nothing: ``pauses`` are those that the control loop has read. ``wal``: this
-    relay reads the WAL.
+    While no drain is known, a look does nothing: ``pauses`` are those that the control loop has read.
     """
 
     def __init__(
         self,
         connect: Callable[[], psycopg.Connection[Any]],
-        names: SlotNames,
+        schema: str,
         router: Router,
         pauses: CurrentPauses,
         *,
-        wal: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect = connect
-        self._names = names_of(names.schema)
-        self._prefix = heartbeat_prefix(names.schema)
+        self._names = names_of(schema)
         self._router = router
         self._pauses = pauses
-        self._wal = wal
         self._clock = clock
         self._connection: psycopg.Connection[Any] | None = None
         # The kinds of events that a topic has, and when to search again.
@@ -156,12 +140,9 @@ class Drains:
             connection.close()
 
     def _open(self, connection: psycopg.Connection[Any]) -> list[_Drain]:
-        rows = self._run(connection, _OPEN, source="wal" if self._wal else "polling").fetchall()
-        # A relay of the other source does not see what is left in the stream.
         return [
-            _Drain(number, Scope(ScopeKind(kind), name), ended, wal_lsn, passed, last_id)
-            for number, kind, name, ended, wal_lsn, passed, last_id, ours in rows
-            if ours
+            _Drain(number, Scope(ScopeKind(kind), name), ended, last_id)
+            for number, kind, name, ended, last_id in self._run(connection, _OPEN).fetchall()
         ]
 
     def _go_on(self, connection: psycopg.Connection[Any], drain: _Drain) -> None:
@@ -169,10 +150,6 @@ class Drains:
             return
         last = drain.last_id
         if last is None:
-            if self._wal and not drain.passed:
-                self._run(connection, _NOTE_LSN, number=drain.number)
-                connection.execute(_HEARTBEAT, (self._prefix,))
-                return
             row = self._run(connection, _NOTE_ID, number=drain.number, lane=drain.lane).fetchone()
             if row is None:
                 return

@@ -19,8 +19,8 @@ A drain is a pause that begins later: when everything that was written before it
 | a relay of a version without pauses runs  | it publishes; it never confirms, and the command names it                |
 | Postgres is unavailable                   | the pauses that were read last hold                                      |
 | source wal, a lane is paused              | it goes over to the table durably; its events are dropped from the       |
-|                                           | stream, those without a row are written to the table: the slot advances, |
-|                                           | and other lanes go on. On resume the lane catches up                     |
+|                                           | stream: the slot advances, and other lanes go on. On resume the lane     |
+|                                           | catches up                                                               |
 | killed while a lane goes over             | as with any lane in the table; see wal/source.py                         |
 """
 

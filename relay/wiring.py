@@ -94,7 +94,7 @@ def build(settings: Settings) -> Supervisor:
         meter = TurnMetrics(registry)
         outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
-    drains = Drains(connect, slot_names(settings), build_router(settings), pauses, wal=wal is not None)
+    drains = Drains(connect, settings.db_schema, build_router(settings), pauses)
     upkeep.append(MaintenanceTask("drain", drains.look, _DRAIN_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
@@ -175,8 +175,6 @@ class _Wal:
             StreamLimits(
                 max_events=4 * settings.relay.batch_size * min(len(leases), 8),
                 heartbeat_seconds=settings.wal.heartbeat_seconds,
-                messages=settings.wal.messages,
-                refuses_messages=_refuses_messages(settings),
             ),
         )
 
@@ -296,11 +294,6 @@ def _new_base(settings: Settings) -> str:
     return f"{settings.name}.relay.{uuid.uuid4()}"
 
 
-def _refuses_messages(settings: Settings) -> bool:
-    """Return whether the settings say that there are no events without a row, instead of nothing about them."""
-    return "messages" in settings.wal.model_fields_set and not settings.wal.messages
-
-
 def _upkeep(
     settings: Settings, connect: Connector, instance: str, registry: CollectorRegistry
 ) -> list[MaintenanceTask]:
@@ -314,7 +307,7 @@ def _upkeep(
         by_checkpoint=settings.source is not SourceKind.WAL,
     )
     tasks = [MaintenanceTask("slot", watch.look, _WATCH_SECONDS)]
-    if settings.source is SourceKind.WAL and _refuses_messages(settings):
+    if settings.source is SourceKind.WAL:
         healing = SlotHealing(connect, slot_names(settings), instance, slot_repairs(registry).inc)
         tasks.append(MaintenanceTask("slot_repair", healing.look, _WATCH_SECONDS))
     if settings.relay.archive_days > 0:

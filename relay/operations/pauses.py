@@ -48,9 +48,8 @@ _DELETE: Final = "DELETE FROM {pauses} WHERE number = %(number)s RETURNING set_c
 _LANES: Final = "SELECT lane FROM {lanes} ORDER BY lane"
 
 _STEP: Final = """
-SELECT p.drain_xid, p.wal_lsn, p.last_id, p.drained_at IS NOT NULL,
+SELECT p.drain_xid, p.last_id, p.drained_at IS NOT NULL,
        pg_snapshot_xmin(pg_current_snapshot())::text::bigint > p.drain_xid,
-       (SELECT s.flushed_lsn FROM {streams} AS s ORDER BY s.created_at DESC LIMIT 1),
        EXISTS (SELECT FROM {relays} WHERE alive_until >= clock_timestamp())
   FROM {pauses} AS p WHERE p.number = %(number)s"""
 
@@ -174,7 +173,7 @@ def left(connection: psycopg.Connection[Any], schema: str, paused: Paused, route
         step = connection.execute(sql.SQL(_STEP).format(**names), {"number": paused.number}).fetchone()
         if step is None:
             return Left(drained=False, causes=["the drain was ended by somebody else"])
-        xid, wal_lsn, last, drained, ended, flushed_lsn, alive = step
+        xid, last, drained, ended, alive = step
         if drained:
             return Left(drained=True, events=0)
         causes = [] if alive else ["no relay is running"]
@@ -183,8 +182,6 @@ def left(connection: psycopg.Connection[Any], schema: str, paused: Paused, route
             causes += [f"a transaction from before the drain is open: {one}" for one in old] or [
                 "a transaction from before the drain is open"
             ]
-        elif wal_lsn is not None and (flushed_lsn is None or flushed_lsn < wal_lsn):
-            causes.append("the replication slot has not passed the drain's position")
         counted = _counted(connection, names, paused.scope, last, router)
     if counted is None:
         return Left(drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"])

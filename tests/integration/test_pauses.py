@@ -38,11 +38,9 @@ from relay.polling.source import PollingSource
 from relay.retries import FailurePolicy, Failures
 from relay.supervisor import Components, Supervisor
 from relay.wal.lane_hash import lane_of
-from relay.wal.slot import SlotNames
 
 LANE, OTHER_LANE = scopes_of([1, 2], [])
 ORDERS = Scope(ScopeKind.TOPIC, "order-events")
-NAMES = SlotNames("outbox", "none", "none")
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
         admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
         try:
             name = f"operator_{outbox_postgres.name}"
-            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False, messages=False):
+            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             with psycopg.connect(url, user=name, autocommit=True) as mine:
                 may_write = Router().may_write
@@ -436,7 +434,7 @@ class Draining:
         self.url = url
         self.router = router or Router()
         self.current = CurrentPauses()
-        self.task = Drains(Connector(url, "drains"), NAMES, self.router, self.current, wal=False)
+        self.task = Drains(Connector(url, "drains"), "outbox", self.router, self.current)
 
     def look(self) -> None:
         rows = [(one.number, one.scope.kind, one.scope.name, one.draining) for one in read(self.url).values()]
@@ -535,20 +533,10 @@ def test_a_key_behind_a_dead_letter_holds_the_drain_and_is_named(outbox_postgres
 
 def test_no_drain_costs_nothing(url):
     with Counting(url) as counting:
-        task = Drains(Connector(counting.url, "drains"), NAMES, Router(), CurrentPauses(), wal=False)
+        task = Drains(Connector(counting.url, "drains"), "outbox", Router(), CurrentPauses())
         for _ in range(5):
             task.look()
         assert counting.opened == 0
-
-
-def test_a_relay_of_the_other_source_does_not_complete_a_drain(url, draining):
-    drain(url, ALL)
-    place = draining()
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 3")
-        assert not place.drained(ALL)
-        connection.execute("UPDATE outbox.lanes SET source = 'polling'")
-    assert place.drained(ALL)
 
 
 def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):
