@@ -19,7 +19,6 @@ from outbox.errors import (
     SchemaMismatch,
     SchemaRefused,
     SchemaRegistryUnavailable,
-    SlotMissing,
     TargetError,
 )
 from outbox.event import Event
@@ -48,7 +47,6 @@ __all__ = [
     "SchemaRegistryUnavailable",
     "Serialized",
     "Serializer",
-    "SlotMissing",
     "TargetError",
     "outbox_tables",
 ]

@@ -1,10 +1,9 @@
 """The writer's statements, in SQLAlchemy Core; for psycopg and asyncpg each is compiled to text once.
 
 One event takes ``INSERT … VALUES``. Several events, or any with ``lock_key``, take one ``INSERT … SELECT`` over arrays:
-its text is the same for any number of events, and rows get their ids in the list's order. Messages are emitted by one
-``SELECT`` over an array, whatever their number.
+its text is the same for any number of events, and rows get their ids in the list's order.
 
-The locks are taken in the same statement, before it draws an id or emits anything: the count over the locking CTE is a
+The locks are taken in the same statement, before it draws an id: the count over the locking CTE is a
 subquery that does not depend on a row, so the server evaluates it before the first row. Keys are always locked in the
 same order, so two transactions that add many events at once can't deadlock.
 
@@ -33,7 +32,6 @@ COLUMNS: Final = (
     "payload_bytes",
     "headers",
 )
-KEY: Final = ("aggregate_type", "aggregate_id")
 _TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "headers": pg.JSONB()}
 
 _DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
@@ -87,35 +85,6 @@ def cancel(schema: str) -> sa.Select[tuple[int]]:
 
 
 @cache
-def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
-    """Return a statement that binds ``prefix``, ``slot``, a list ``content``, and with lock_key a list for each of KEY.
-
-    It returns the number of emitted messages: all, or 0 if there is no such slot to deliver them. The slot is checked
-    in the same statement, and without an error, which would abort the caller's transaction.
-    """
-    rows = _rows("content", *(KEY if lock_key else ()))
-    slots = sa.table(
-        "pg_replication_slots",
-        *map(sa.column, ("slot_name", "database", "wal_status")),
-        schema="pg_catalog",
-    )
-    # wal_status is 'lost' for an invalidated slot too, whatever the reason.
-    slot: sa.Select[tuple[Any]] = sa.select(sa.literal_column("1")).where(
-        slots.c.slot_name == sa.cast(sa.bindparam("slot", type_=sa.Text()), sa.Text()),
-        slots.c.database == sa.func.pg_catalog.current_database(),
-        slots.c.wal_status.is_distinct_from(sa.literal_column("'lost'")),
-    )
-    chosen = sa.select(rows.c.content).where(slot.exists()).order_by(rows.c.n)
-    if lock_key:
-        chosen = chosen.where(_locked(rows))
-    # The OFFSET is an optimization fence: rows are sorted first, and then emitted.
-    ordered = chosen.offset(sa.literal_column("0")).subquery("ordered")
-    prefix = sa.cast(sa.bindparam("prefix", type_=sa.Text()), sa.Text())
-    emitted = sa.func.pg_catalog.pg_logical_emit_message(sa.literal_column("true"), prefix, ordered.c.content)
-    return sa.select(sa.func.pg_catalog.count(emitted, type_=sa.BigInteger()))
-
-
-@cache
 def psycopg_sql(statement: sa.ClauseElement) -> str:
     """Return one of these statements as text for psycopg, with ``%(name)s`` parameters."""
     return str(statement.compile(dialect=_DIALECT))
@@ -164,7 +133,7 @@ def _table(name: str, schema: str, columns: Sequence[str]) -> sa.Table:
 
 
 def _plain(name: str) -> sa.types.TypeEngine[Any]:
-    return pg.BYTEA() if name in {"payload_bytes", "content"} else sa.Text()
+    return pg.BYTEA() if name == "payload_bytes" else sa.Text()
 
 
 def _typed(name: str, value: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:

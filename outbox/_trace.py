@@ -28,7 +28,6 @@ CONSUMER_GROUP: Final = "messaging.consumer.group.name"
 ERROR_TYPE: Final = "error.type"
 AGGREGATE_TYPE: Final = "outbox.aggregate.type"
 EVENT_TYPE: Final = "outbox.event.type"
-TRANSPORT: Final = "outbox.transport"
 
 KAFKA: Final = "kafka"
 _SCOPE: Final = "outbox"
@@ -52,7 +51,7 @@ def fail(span: Span, error: BaseException) -> None:
 
 
 @contextmanager
-def writing(events: Sequence[Event], ids: Sequence[UUID], transport: str) -> Iterator[Mapping[str, str]]:
+def writing(events: Sequence[Event], ids: Sequence[UUID]) -> Iterator[Mapping[str, str]]:
     """Yield ``traceparent`` and ``tracestate`` for these events, which are written within the block.
 
     They are those of a span of this write, or, where no tracer provider is configured, of the active span; empty
@@ -68,7 +67,7 @@ def writing(events: Sequence[Event], ids: Sequence[UUID], transport: str) -> Ite
         yield _current()
         return
     span = tracer(provider).start_span(
-        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, ids, transport), record_exception=False
+        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, ids), record_exception=False
     )
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
@@ -86,12 +85,11 @@ def _current() -> dict[str, str]:
     return carrier
 
 
-def _attributes(events: Sequence[Event], ids: Sequence[UUID], transport: str) -> dict[str, str | int]:
+def _attributes(events: Sequence[Event], ids: Sequence[UUID]) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         SYSTEM: KAFKA,
         OPERATION_TYPE: "create",
         OPERATION_NAME: "add",
-        TRANSPORT: transport,
     }
     if len(events) == 1:
         found[MESSAGE_ID] = str(ids[0])

@@ -76,28 +76,6 @@ class TargetError(OutboxError):
     """The session or connection given to ``add`` can't take part in a transaction, or is of an unknown kind."""
 
 
-class SlotMissing(OutboxError):
-    """No replication slot would deliver an event that is written as a message. Nothing was written.
-
-    ``slot`` is the name that was looked for, in the database of the connection.
-    """
-
-    def __init__(self, slot: str) -> None:
-        super().__init__(
-            f"the database has no replication slot {slot!r}, or has lost it, so nobody would ever read the event: "
-            "run `outbox cdc setup`, or write with transport='table'"
-        )
-        self.slot = slot
-
-
-class MessageError(OutboxError):
-    """A logical decoding message with the outbox's prefix is not a valid event. ``problem`` says why."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"a message of the outbox can't be read: {problem}")
-        self.problem = problem
-
-
 class SchemaError(OutboxError):
     """The outbox's tables are missing or differ from what this version needs."""
 

@@ -151,10 +151,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # Source wal: the lane takes its events from the stream, not from the table.
         sa.Column("streaming", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL) and its
-        # number in that transaction.
+        # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL).
         sa.Column("commit_lsn", sa.BigInteger),
-        sa.Column("commit_number", sa.BigInteger),
         # Exactly-once: the prefix of the ids under which the lane may have been written; the next holder fences them
         # first. NULL: no id needs to be fenced.
         sa.Column("transactional_id", sa.Text),
@@ -165,7 +163,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
-        sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
         sa.CheckConstraint("(low_water_mark IS NULL) = (mark_failures IS NULL)", name="lanes_mark"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
@@ -282,8 +279,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # moved it.
         sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
         sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        # When an event without a row was last seen.
-        sa.Column("message_at", sa.DateTime(timezone=True)),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
         schema=schema,

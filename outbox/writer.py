@@ -5,7 +5,6 @@
         session.add(order)
         outbox.add(session, Event("Order", order.id, "OrderPlaced", {"total": order.total}))
 
-An event is a row of the outbox's table, or, with ``transport="message"``, only a logical decoding message in the WAL.
 Nothing here commits, rolls back or opens a transaction: events are committed or rolled back with the business rows.
 Events are checked before anything is sent, so a rejected one leaves the transaction usable.
 """
@@ -14,20 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from outbox import _message, _payload, _statements, _targets, _topics, _trace
-from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
+from outbox import _payload, _statements, _targets, _topics, _trace
+from outbox.errors import ConfigurationError, EventError
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, id_of
 from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 
     from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
 
-Transport = Literal["table", "message"]
-
-_SLOT_NAME: Final = re.compile("[a-z0-9_]{1,63}")
 _MOST_LOCKS: Final = 1000
 """Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
 it is full, any statement of any session may fail."""
@@ -55,13 +50,11 @@ class _Batch:
     """What is ready to be sent: a statement and its parameters.
 
     counts   the statement returns one number.
-    emits    the parameters have the prefix of messages, which is the schema's.
     """
 
     statement: sa.Insert | sa.Select[tuple[int]]
     values: dict[str, Any]
     counts: bool = False
-    emits: bool = False
 
 
 class _Writer:
@@ -71,24 +64,16 @@ class _Writer:
         self,
         schema: str,
         max_event_bytes: int,
-        transport: Transport,
-        slot: str,
         serializer: Serializer | None,
         routed: Collection[str],
     ) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
-        if transport not in get_args(Transport):
-            raise ConfigurationError(f"transport must be 'table' or 'message', not {transport!r}")
-        if not _SLOT_NAME.fullmatch(slot):
-            raise ConfigurationError(f"slot: {slot!r} is no name of a replication slot: 1 to 63 of a-z 0-9 _")
         if isinstance(routed, str):
             raise ConfigurationError(f"routed must be a collection of aggregate types, not the text {routed!r}")
         self._routed = frozenset(routed)
         self._schema = schema
         self._limit = max_event_bytes
-        self.emits = transport == "message"
-        self._slot = slot
         self._serializer = serializer
 
     @property
@@ -118,7 +103,7 @@ class _Writer:
 
     def writing(self, events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
         """Yield the trace of events that are written within the block."""
-        return _trace.writing(events, ids, "message" if self.emits else "table")
+        return _trace.writing(events, ids)
 
     def prepare(
         self,
@@ -140,15 +125,6 @@ class _Writer:
                     f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
                     f"lock table, which all sessions share; {_OTHERS_LOCKS}",
                 )
-        if self.emits:
-            values: dict[str, Any] = {
-                "prefix": _message.message_prefix(self._schema),
-                "slot": self._slot,
-                "content": [self._content(event, its, trace) for event, its in zip(events, ids, strict=True)],
-            }
-            if lock_key:
-                values |= {name: [getattr(event, name) for event in events] for name in _statements.KEY}
-            return _Batch(_statements.emit_many(lock_key=lock_key), values, counts=True, emits=True)
         rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
         if not lock_key and len(rows) == 1:
             return _Batch(_statements.insert_one(self._schema), rows[0])
@@ -162,7 +138,7 @@ class _Writer:
     def _scheduled(
         self, events: Sequence[Event], ids: Sequence[UUID], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
     ) -> _Batch:
-        """Return rows of another table, whatever the transport: nothing else can wait."""
+        """Return rows of the table of scheduled events."""
         if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
             raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
         if not _has_year(not_before):
@@ -173,7 +149,13 @@ class _Writer:
         return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
 
     def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
-        payload, _, stored = self._checked(event, trace)
+        payload = _payload.encode(event)
+        headers = _trace.merged(trace, event.headers)
+        if payload.content_type is not None:
+            headers[CONTENT_TYPE] = payload.content_type
+        # The option allows header names that are members of a StrEnum.
+        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
+        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
         return {
             "event_id": str(event_id),
             "aggregate_type": event.aggregate_type,
@@ -184,31 +166,6 @@ class _Writer:
             "headers": None if stored is None else stored.decode(),
         }
 
-    def _content(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> bytes:
-        payload, headers, _ = self._checked(event, trace)
-        return _message.encode(
-            _message.EventMessage(
-                str(event_id),
-                event.aggregate_type,
-                event.aggregate_id,
-                event.event_type,
-                headers or None,
-                payload.raw if payload.json is None else payload.json,
-                json=payload.json is not None,
-            )
-        )
-
-    def _checked(self, event: Event, trace: Mapping[str, str]) -> tuple[_payload.Encoded, dict[str, str], bytes | None]:
-        """Return the payload and headers to be written, and the headers also as JSON, if there are any."""
-        payload = _payload.encode(event)
-        headers = _trace.merged(trace, event.headers)
-        if payload.content_type is not None:
-            headers[CONTENT_TYPE] = payload.content_type
-        # The option allows header names that are members of a StrEnum.
-        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
-        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
-        return payload, headers, stored
-
     def to_session(self, session: Session, batch: _Batch) -> int | None:
         """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
         # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
@@ -218,18 +175,9 @@ class _Writer:
     def to_connection(self, connection: sa.Connection, batch: _Batch) -> int | None:
         """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
         _targets.check_connection(connection, "the outbox", _UNBOUND)
-        if not batch.emits:
-            with self.explained():
-                result = _targets.execute(connection, batch.statement, batch.values)
-            return int(result.scalar_one()) if batch.counts else None
-        # If SQLAlchemy would put rows into another schema, that schema's relay must read the message.
-        translated = connection.get_execution_options().get("schema_translate_map") or {}
-        schema = translated.get(self._schema, self._schema)
-        if schema is None:
-            raise TargetError(f"schema_translate_map maps {self._schema} to no name, which a message has to bear")
-        values = {**batch.values, "prefix": _message.message_prefix(schema)}
         with self.explained():
-            return int(_targets.execute(connection, batch.statement, values).scalar_one())
+            result = _targets.execute(connection, batch.statement, batch.values)
+        return int(result.scalar_one()) if batch.counts else None
 
     def explained(self) -> AbstractContextManager[None]:
         """Add to the driver's errors in the block what to do about them."""
@@ -247,20 +195,12 @@ class _Writer:
             }
         )
 
-    def check(self, batch: _Batch, count: int | None) -> None:
-        """Raise SlotMissing when no message was written."""
-        if batch.emits and not count:
-            raise SlotMissing(self._slot)
-
 
 class Outbox:
     """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
 
     schema           of the outbox's tables.
     max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
-    transport        "table": an event is a row. "message": it is a message in the WAL without a row, which only a relay
-                     with source=wal reads; see docs/guides/writing-events.md.
-    slot             the replication slot of that relay; "message" checks that it exists before writing.
     serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
                      AsyncOutbox calls it in a thread, since it may ask a server.
     routed           aggregate types that the relay's routes give a topic. All others must be of characters that a
@@ -272,17 +212,14 @@ class Outbox:
         *,
         schema: str = DEFAULT_SCHEMA,
         max_event_bytes: int = MAX_EVENT_BYTES,
-        transport: Transport = "table",
-        slot: str = _message.DEFAULT_SLOT,
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
     ) -> None:
         """Check and store the arguments, which the class describes.
 
-        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), an unknown transport, or an
-        invalid slot name.
+        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
         """
-        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer, routed)
+        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
 
     def add(
         self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -290,16 +227,16 @@ class Outbox:
         """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
-        relay writes it as an event of that moment: behind all that was written before, and it delays nothing. It has
-        the transport "table". Those of one key are in the order in which they become due. See ``cancel``.
+        relay writes it as an event of that moment: behind all that was written before, and it delays nothing. Those of
+        one key are in the order in which they become due. See ``cancel``.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
         the aggregate's row anyway. At most 1,000 keys in one call.
 
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
-        transaction, SlotMissing for a message that no relay would read. The transaction stays usable. The driver's own
-        errors are passed through, with a note where one of our commands is the way out.
+        transaction. The transaction stays usable. The driver's own errors are passed through, with a note where one of
+        our commands is the way out.
         """
         return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
 
@@ -321,7 +258,7 @@ class Outbox:
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
             batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            self._writer.check(batch, send(batch))
+            send(batch)
         return ids
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
@@ -364,13 +301,11 @@ class AsyncOutbox:
         *,
         schema: str = DEFAULT_SCHEMA,
         max_event_bytes: int = MAX_EVENT_BYTES,
-        transport: Transport = "table",
-        slot: str = _message.DEFAULT_SLOT,
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes."""
-        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer, routed)
+        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
 
     async def add(
         self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -398,7 +333,7 @@ class AsyncOutbox:
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
             batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            self._writer.check(batch, await send(batch))
+            await send(batch)
         return ids
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:

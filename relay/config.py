@@ -90,11 +90,6 @@ class WalSettings(BaseModel):
     """While the outbox is idle: how often the slot is advanced past what other applications write."""
     retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
     """More retained WAL than this is an alert."""
-    messages: bool = False
-    """Publish events that are messages in the WAL (``Outbox(transport="message")``). Off by default: Postgres lets
-    every role of the database write messages, so first grant that right to the writers only (``outbox db roles``).
-    After messages were published, a relay does not start without this setting; with false they become dead letters.
-    Set to false, and not only left out, it also lets relays repair a lost slot by themselves."""
 
 
 class RouteSettings(BaseModel):

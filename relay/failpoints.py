@@ -54,7 +54,6 @@ NAMES: Final = frozenset(
         "stream.told",
         "stream.entered",
         "stream.left",
-        "stream.spilled",
         # the repair of a lost slot by a relay
         "heal.dropped",
         "heal.made",

@@ -477,8 +477,7 @@ class WorkerLoop:
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
 
     def _settle_again(self, source: Source, number: int, lane: _Lane) -> None:
-        """Settle results that another source may not have settled. Rows may be gone already, and the source recognizes
-        events without a row by their ids.
+        """Settle results that another source may not have settled. Rows may be gone already.
 
         If an event can't be settled, those before it are, and the error names it.
         """
@@ -505,14 +504,14 @@ class WorkerLoop:
 
     def _unsettled_rows(self, number: int) -> bool:
         """Return whether Postgres may still have rows of the lane that are published."""
-        return any(claim.has_row for claim, _ in self._lanes[number].unsettled)
+        return bool(self._lanes[number].unsettled)
 
     def _forget_rows(self, lanes: Collection[int]) -> None:
-        """Record that published rows are settled. The next source must still be given events without a row."""
+        """Record that published rows are settled."""
         for number in lanes:
             lane = self._lanes.get(number)
-            if lane is not None and lane.unsettled:
-                lane.unsettled = [result for result in lane.unsettled if not result[0].has_row]
+            if lane is not None:
+                lane.unsettled = []
 
     # Letting go
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -38,7 +38,6 @@ from typing import Any, Final
 import orjson
 
 from outbox.errors import OutboxError
-from relay.position import WalPosition, has_row
 
 _VERSION: Final = 1
 _FIRST_EVENTS: Final = 2
@@ -65,9 +64,9 @@ class Marker:
     """One committed batch of one lane.
 
     ``positions`` are the rows' ids, and ``event_ids`` (as text, in the same order) guard against reused ids.
-    ``system_identifier`` and ``timeline`` identify the Postgres that they were read from. For events from the WAL,
-    ``stream`` is the position up to which all events are published or settled; some of them may have no row, see
-    ``has_row``. ``writer`` is the prefix of the writer's transactional ids, if known.
+    ``system_identifier`` and ``timeline`` identify the Postgres that they were read from. ``commit_lsn`` is the
+    position of the last event, if they came from the WAL. ``writer`` is the prefix of the writer's transactional ids,
+    if known.
     """
 
     batch: int
@@ -76,21 +75,13 @@ class Marker:
     timeline: int
     positions: Sequence[int] = ()
     event_ids: Sequence[str] = ()
-    stream: WalPosition | None = None
+    commit_lsn: int | None = None
     writer: str | None = None
 
     @property
     def rows(self) -> list[tuple[int, str]]:
-        """Return the row id and the event id of each event that has a row."""
-        return [(place, event_id) for place, event_id in self._named() if has_row(place)]
-
-    @property
-    def without_row(self) -> list[tuple[int, str]]:
-        """Return the number and the event id of each event that was written as a message."""
-        return [(place, event_id) for place, event_id in self._named() if not has_row(place)]
-
-    def _named(self) -> Iterable[tuple[int, str]]:
-        return zip(self.positions, self.event_ids, strict=True)
+        """Return the row id and the event id of each event."""
+        return list(zip(self.positions, self.event_ids, strict=True))
 
     def encode(self) -> bytes:
         """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
@@ -105,7 +96,7 @@ class Marker:
                 "timeline": self.timeline,
                 "positions": steps,
                 "event_ids": base64.b64encode(raw).decode(),
-                "stream": None if self.stream is None else list(self.stream),
+                "commit_lsn": self.commit_lsn,
                 "writer": self.writer,
             }
         )
@@ -121,7 +112,7 @@ class Marker:
                     "version that wrote it, or a newer one"
                 )
             raw = base64.b64decode(fields["event_ids"], validate=True)
-            stream = fields["stream"]
+            commit_lsn = fields["commit_lsn"]
             marker = Marker(
                 batch=int(fields["batch"]),
                 epoch=int(fields["epoch"]),
@@ -129,7 +120,7 @@ class Marker:
                 timeline=int(fields["timeline"]),
                 positions=tuple(accumulate(map(int, fields["positions"]))),
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
-                stream=None if stream is None else WalPosition(*map(int, stream)),
+                commit_lsn=None if commit_lsn is None else int(commit_lsn),
                 writer=None if fields["writer"] is None else str(fields["writer"]),
             )
         except (ValueError, KeyError, TypeError) as error:

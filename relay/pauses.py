@@ -16,8 +16,8 @@ topic that can't be written to; no attempt of theirs is counted.
 | is requested                              | publish one turn, if its leases have not expired                         |
 | Postgres is unavailable                   | the pauses that were read last hold                                      |
 | source wal, a lane is paused              | it goes over to the table durably; its events are dropped from the       |
-|                                           | stream, those without a row are written to the table: the slot advances, |
-|                                           | and other lanes go on. On resume the lane catches up                     |
+|                                           | stream: the slot advances, and other lanes go on. On resume the lane     |
+|                                           | catches up                                                               |
 | killed while a lane goes over             | as with any lane in the table; see wal/source.py                         |
 """
 

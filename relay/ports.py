@@ -14,7 +14,7 @@ from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.lease import Lease
 from relay.marker import StateLost
-from relay.position import WalPosition, has_row
+from relay.position import WalPosition
 
 if TYPE_CHECKING:
     from relay.marker import Identity, Marker
@@ -28,7 +28,7 @@ class Claim(NamedTuple):
     """One event from a source, with its position there.
 
     A tuple, not a dataclass: a relay creates tens of thousands of these a second.
-    ``position`` is the row's id; an event without a row has a negative number of its own.
+    ``position`` is the row's id.
     ``at`` is its position in the stream, if it came from there. ``lane`` is -1 where it is not needed.
     ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are the row's.
     """
@@ -43,11 +43,6 @@ class Claim(NamedTuple):
     headers: Mapping[str, str] | None
     at: WalPosition | None = None
     lane: int = -1
-
-    @property
-    def has_row(self) -> bool:
-        """Return whether the event is a row of ``events``. One that was written as a message has none."""
-        return has_row(self.position)
 
     @property
     def size(self) -> int:
@@ -198,14 +193,12 @@ class Receipt:
 
     ``results`` has the events whose outcome is known, in the order of sending. An event that is not in it may or may
     not have reached Kafka, and must be read and sent again. ``batch`` is the lane's batch number of the Kafka
-    transaction with the published events, if there was one. ``needs_rows``: nothing of the batch was published, because
-    one of its events was not sent and others have no row; the source writes rows for all of them. ``left_out``: events
+    transaction with the published events, if there was one. ``left_out``: events
     were not sent because their topic can't be written to.
     """
 
     results: Sequence[Result] = ()
     batch: int | None = None
-    needs_rows: bool = False
     left_out: bool = False
 
 

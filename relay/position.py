@@ -1,4 +1,4 @@
-"""Positions of events: in the WAL, or as rows."""
+"""Positions of events in the WAL."""
 
 from __future__ import annotations
 
@@ -15,13 +15,3 @@ class WalPosition(NamedTuple):
     commit_lsn: int
     number: int
     xid: int
-
-
-def up_to(at: WalPosition, end_lsn: int) -> WalPosition:
-    """Return the position, or the last possible one before ``end_lsn``: a number is an int in the table."""
-    return at if at.commit_lsn < end_lsn else WalPosition(end_lsn - 1, 2**31 - 1, 0)
-
-
-def has_row(position: int) -> bool:
-    """Return whether a position is a row's id. An event that was written as a message has a negative number."""
-    return position > 0

@@ -162,16 +162,6 @@ class Failures:
             )
             self._copy_all(connection, lane, [claim for claim, _ in refused])
 
-    def bury_at_once(self, connection: psycopg.Connection[Any], lane: int, rows: Sequence[Claim]) -> None:
-        """Make dead letters of unpublishable rows; ``event_type`` holds the reason. Their keys do not wait."""
-        dead = {row.position for row in self.record(connection, lane, [(row, row.event_type) for row in rows])}
-        # If only one attempt is allowed, they are dead letters already, handled as their route says.
-        rows = [row for row in rows if row.position not in dead]
-        ids = [row.position for row in rows]
-        connection.execute(self._bury, {"lane": lane, "ids": ids})
-        self._copy_all(connection, lane, rows)
-        connection.execute(self._forget, {"lane": lane, "ids": ids})
-
     def _bury_all(self, connection: psycopg.Connection[Any], lane: int, dead: Sequence[Claim]) -> None:
         everyone = [claim.position for claim in dead]
         connection.execute(self._bury, {"lane": lane, "ids": everyone})

@@ -50,7 +50,6 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
-from relay.position import WalPosition
 from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
 
 RENEW_PART: Final = 0.7
@@ -62,42 +61,30 @@ _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
 
 @dataclass(frozen=True, slots=True)
 class UnsettledBatch:
-    """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction.
-
-    ``claims`` are all of them, including those without a row; ``at`` is the position up to which the stream is done.
-    """
+    """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction."""
 
     rows: Sequence[Claim] = ()
     places: Sequence[Published] = ()
     batch: int | None = None
-    claims: Sequence[Claim] = ()
-    at: WalPosition | None = None
 
     @staticmethod
-    def of(receipt: Receipt, at: WalPosition | None = None) -> UnsettledBatch:
+    def of(receipt: Receipt) -> UnsettledBatch:
         """Return what has to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
-        rows = [result for result in done if result[0].has_row]
-        return UnsettledBatch(
-            [claim for claim, _ in rows],
-            [place for _, place in rows],
-            receipt.batch,
-            [claim for claim, _ in done],
-            at,
-        )
+        return UnsettledBatch([claim for claim, _ in done], [place for _, place in done], receipt.batch)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
         """Return what has to be settled of two turns, neither of which is in a Kafka transaction."""
         assert self.batch is None
         assert later.batch is None
-        return UnsettledBatch(
-            [*self.rows, *later.rows],
-            [*self.places, *later.places],
-            None,
-            [*self.claims, *later.claims],
-            later.at or self.at,
-        )
+        return UnsettledBatch([*self.rows, *later.rows], [*self.places, *later.places])
+
+    @property
+    def commit_lsn(self) -> int | None:
+        """The position in the WAL up to which the lane is published, if its events came from there."""
+        at = self.rows[-1].at if self.rows else None
+        return None if at is None else at.commit_lsn
 
     def covers(self, other: UnsettledBatch) -> bool:
         """Return whether these include all rows of the other, of the same Kafka transaction if there is one."""
@@ -105,7 +92,7 @@ class UnsettledBatch:
         return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
 
     def __bool__(self) -> bool:
-        return bool(self.claims) or self.batch is not None or self.at is not None
+        return bool(self.rows) or self.batch is not None
 
 
 NOTHING: Final = UnsettledBatch()
@@ -199,8 +186,7 @@ class Settlement:
             **lease_values([lane.lease for lane in held]),
             "expected": array([lane.expected for lane in held]),
             "batches": array([part.batch for part in pending]),
-            "lsns": array([None if part.at is None else part.at.commit_lsn for part in pending]),
-            "numbers": array([None if part.at is None else part.at.number for part in pending]),
+            "lsns": array([part.commit_lsn for part in pending]),
             "own_ids": [lane.own_id for lane in held],
             "versions": _versions(held),
             "writes": array(["t" if lane.written else "f" for lane in held]),
@@ -383,7 +369,7 @@ class Settlement:
     def _writes(self, lane: SettledLane) -> bool:
         """Return whether the lane's row has to be written, not only locked."""
         pending = lane.pending
-        return pending.batch is not None or pending.at is not None or self.prolongs(lane.lease.lane)
+        return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
     def _statement(
         self, lanes: Collection[int], *, in_transaction: bool = False

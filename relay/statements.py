@@ -8,7 +8,6 @@ from typing import Any, Final, LiteralString
 from psycopg import sql
 
 from relay.lease import Lease
-from relay.position import WalPosition
 
 _TABLES: Final = (
     "events",
@@ -46,13 +45,6 @@ _CREATED_AT: Final = "least(greatest(created_at, '0001-01-03'), '9999-12-29')"
 """SQL: when an event was written. A writer may set it, and Postgres has times that Python has not: infinity, and those
 before year 1."""
 
-_FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
-       commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
-                            WHEN %(commit_lsn)s::bigint = commit_lsn
-                            THEN greatest(commit_number, %(commit_number)s::int)
-                            ELSE commit_number END"""
-"""SQL for SET: advance a lane's position in the WAL; it never goes back. NULL leaves it unchanged."""
-
 # IS TRUE makes the planner hash the list of lanes instead of joining it row by row. LIMIT prevents it from reversing
 # the join. If the statistics are from a moment without rows (between two bursts, while an old snapshot keeps the dead
 # ones), it believes that the table is empty and would compare each row with each id: a minute for 2,000 ids and a
@@ -61,9 +53,8 @@ _FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
 _SETTLING: Final = """
 WITH mine AS (
     SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(expected)s::bigint[], %(batches)s::bigint[],
-                         %(lsns)s::bigint[], %(numbers)s::int[], %(writes)s::boolean[], %(own_ids)s::text[],
-                         %(versions)s::tid[])
-                  AS m(lane, epoch, expected, batch, lsn, number, writes, own_id, version)),
+                         %(lsns)s::bigint[], %(writes)s::boolean[], %(own_ids)s::text[], %(versions)s::tid[])
+                  AS m(lane, epoch, expected, batch, lsn, writes, own_id, version)),
 held AS MATERIALIZED (
     SELECT l.lane, l.ctid AS version FROM {lanes} AS l JOIN mine AS m ON {ours}{by_version}
      WHERE (m.expected IS NULL OR l.last_batch = m.expected)
@@ -71,8 +62,7 @@ held AS MATERIALIZED (
        FOR NO KEY UPDATE OF l SKIP LOCKED),
 written AS (
     UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
-           last_batch = coalesce(m.batch, l.last_batch), commit_lsn = coalesce(m.lsn, l.commit_lsn),
-           commit_number = coalesce(m.number, l.commit_number)
+           last_batch = coalesce(m.batch, l.last_batch), commit_lsn = greatest(m.lsn, l.commit_lsn)
       FROM mine AS m JOIN held ON held.lane = m.lane
      WHERE l.lane = m.lane{by_version} AND m.writes
     RETURNING l.lane, l.ctid AS version),
@@ -160,11 +150,6 @@ def lease_values(leases: Collection[Lease]) -> dict[str, Any]:
     }
 
 
-def position(at: WalPosition | None) -> dict[str, int | None]:
-    """Return a position in the WAL as parameters."""
-    return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
-
-
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
     return {
@@ -173,7 +158,6 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         "timeline": sql.SQL(TIMELINE),
         "leases": sql.SQL(LEASES),
         "ours": sql.SQL(OURS),
-        "further": sql.SQL(_FURTHER),
         "created_at": sql.SQL(_CREATED_AT),
     }
 

@@ -171,8 +171,6 @@ class _Wal:
             StreamLimits(
                 max_events=4 * settings.relay.batch_size * min(len(leases), 8),
                 heartbeat_seconds=settings.wal.heartbeat_seconds,
-                messages=settings.wal.messages,
-                refuses_messages=_refuses_messages(settings),
             ),
         )
 
@@ -295,11 +293,6 @@ def _new_base(settings: Settings) -> str:
     return f"{settings.name}.relay.{uuid.uuid4()}"
 
 
-def _refuses_messages(settings: Settings) -> bool:
-    """Return whether the settings say that there are no events without a row, instead of nothing about them."""
-    return "messages" in settings.wal.model_fields_set and not settings.wal.messages
-
-
 def _upkeep(
     settings: Settings, connect: Connector, instance: str, registry: CollectorRegistry
 ) -> list[MaintenanceTask]:
@@ -313,7 +306,7 @@ def _upkeep(
         by_checkpoint=settings.source is not SourceKind.WAL,
     )
     tasks = [MaintenanceTask("slot", watch.look, _WATCH_SECONDS)]
-    if settings.source is SourceKind.WAL and _refuses_messages(settings):
+    if settings.source is SourceKind.WAL:
         healing = SlotHealing(connect, slot_names(settings), instance, slot_repairs(registry).inc)
         tasks.append(MaintenanceTask("slot_repair", healing.look, _WATCH_SECONDS))
     if settings.relay.archive_days > 0:

@@ -73,11 +73,6 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 }
 CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
-EVERYBODY_EMITS: Final = """
-SELECT coalesce(bool_or(has_function_privilege('public', oid, 'EXECUTE')), false) FROM pg_proc
- WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace"""
-"""Whether every role of the database may write messages into the WAL, which is Postgres's default."""
-
 
 def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
     """Upgrade the outbox's tables to this version. Does nothing if they are up to date.
@@ -247,20 +242,11 @@ def _refuse_paused_lanes(connection: sa.Connection, schema: str) -> None:
         raise SchemaError("lanes are paused by their numbers; end these pauses first (`outbox relay resume --lane N`)")
 
 
-def grant(url: str, statements: Sequence[str], *, messages: bool) -> None:
-    """Execute grants in one transaction.
-
-    With ``messages``, raises SchemaError when everybody may still write messages into the WAL afterwards: only a
-    function's owner can revoke that right, and anybody else gets no more than a warning from Postgres.
-    """
+def grant(url: str, statements: Sequence[str]) -> None:
+    """Execute grants in one transaction."""
     with _transaction(url) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement.replace("%", "%%"))
-        if messages and connection.execute(sa.text(EVERYBODY_EMITS)).scalar_one():
-            raise SchemaError(
-                "everybody may still write messages into the WAL, and nothing was granted: EXECUTE on "
-                "pg_logical_emit_message can be revoked by a superuser alone; run this as one, or with --no-messages"
-            )
 
 
 def check_name(schema: str) -> None:

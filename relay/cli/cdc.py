@@ -22,12 +22,7 @@ app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is
 @app.command()
 @failing_clearly
 def setup(
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Have the table read once; replace the slot if it has a gap.")
-    ] = False,
-    lose_messages: Annotated[
-        bool, typer.Option("--lose-messages", help="With --repair: replace the slot even if it holds messages.")
-    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Replace the slot; each lane reads the table once.")] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
 ) -> None:
@@ -35,14 +30,12 @@ def setup(
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """
-    if lose_messages and not repair:
-        raise ConfigurationError("--lose-messages goes with --repair: nothing was changed")
     if repair:
         require_reason(reason, "what happened; it is kept in the audit")
     with _cdc(database_url) as (cdc, settings):
         if repair:
-            kept = cdc.repair(reason or "", lose_messages=lose_messages)
-            typer.echo(f"Slot {settings.wal.slot!r} is {'kept, with all that is in it' if kept else 'new'}.")
+            cdc.repair(reason or "")
+            typer.echo(f"Slot {settings.wal.slot!r} is new.")
             typer.echo("Each lane reads the table once before it streams again.")
         elif cdc.setup():
             typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} are there.")
@@ -78,7 +71,7 @@ def drop(
     slot: Annotated[str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="Its name, typed.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Drop the slot and the publication. Events without a row that were not read yet are lost."""
+    """Drop the slot and the publication."""
     with _cdc(database_url) as (cdc, settings):
         if slot != settings.wal.slot:
             raise ConfigurationError(f"the slot is {settings.wal.slot!r}, not {slot!r}: nothing was dropped")
@@ -119,7 +112,6 @@ def _summary(found: Status, settings: Settings) -> dict[str, Any]:
         "lag_bytes": slot.lag_bytes,
         "lag_seconds": round(slot.lag_seconds, 3),
         "timeline": slot.timeline,
-        "messages_seen_at": None if slot.message_at is None else slot.message_at.isoformat(),
         "lanes": [
             {
                 "lane": lane.lane,

@@ -219,10 +219,6 @@ def roles(
     wal: Annotated[
         bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE.")
     ] = None,
-    messages: Annotated[
-        bool | None,
-        typer.Option("--messages/--no-messages", help="The right to write messages in the WAL; OUTBOX_WAL__MESSAGES."),
-    ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Execute the grants in one transaction, as the tables' owner.")
     ] = False,
@@ -234,21 +230,19 @@ def roles(
 
     settings = load(database_url=database_url)
     chosen = [_role(item) for item in which or ()] or [(kind, kind.default_role) for kind in USUAL]
-    with_messages = settings.wal.messages if messages is None else messages
     statements = list(
         grants(
             chosen,
             settings.db_schema if schema is None else schema,
             settings.consumer_schema,
             wal=settings.source is SourceKind.WAL if wal is None else wal,
-            messages=with_messages,
         )
     )
     # Whoever executes them has a search path of its own.
     for statement in ("SET search_path = pg_catalog", *statements, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
-        db.grant(settings.require_database(), statements, messages=with_messages)
+        db.grant(settings.require_database(), statements)
         typer.echo("-- granted")
 
 

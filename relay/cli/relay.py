@@ -244,8 +244,7 @@ def wait(
 ) -> None:
     """Wait until every event committed by now has left the outbox: published, or a dead letter.
 
-    For scripts that need published events. Events without a row (transport="message") are not seen. Exit status 1 when
-    some are left.
+    For scripts that need published events. Exit status 1 when some are left.
     """
     from relay.database import Connector
     from relay.operations.waiting import wait_until_published
@@ -269,12 +268,6 @@ def wait(
 def switch(
     to: Annotated[SourceKind, typer.Argument(help="The source to read events from.")],
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
-    wait_seconds: Annotated[
-        float, typer.Option(min=0, help="To polling: how long to wait until events without a row are published.")
-    ] = 60.0,
-    leave_messages: Annotated[
-        bool, typer.Option("--leave-messages", help="To polling: do not wait; events without a row stay in the slot.")
-    ] = False,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Switch the outbox to polling, or to the WAL. Relays and writers may keep running.
@@ -289,7 +282,7 @@ def switch(
     settings = load(database_url=database_url)
     with closing(Connector(settings.require_database(), "outbox relay switch")()) as connection:
         cdc = Cdc(connection, slot_names(settings))
-        switched = cdc.switch(to, wait_seconds=wait_seconds, leave_messages=leave_messages, reason=reason)
+        switched = cdc.switch(to, reason)
         slot_there = cdc.status().slot.there
     say(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:

@@ -41,8 +41,8 @@ def trace(
 ) -> None:
     """Show where an event is: written, waiting, published, applied by each group or dead, and the time between.
 
-    An event that left no row (no archive, or transport="message") is looked for in its topic, from the time in its id
-    on. Exit status 1 when nothing is known of it.
+    An event that left no row (no archive) is looked for in its topic, from the time in its id on. Exit status 1 when
+    nothing is known of it.
     """
     if (event_id is None) == (aggregate is None):
         raise ConfigurationError("say which: an event's id, or --aggregate TYPE/ID")

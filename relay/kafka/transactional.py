@@ -79,7 +79,6 @@ from relay.ports import (
     Unavailable,
     Unconfirmed,
 )
-from relay.position import WalPosition
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9
@@ -277,19 +276,8 @@ class TransactionalPublisher:
             return Completed(
                 {lane: Receipt(refused, left_out=lane in sender.left_out) for lane, refused in sender.refused.items()}
             )
-        gaps = [
-            lane
-            for lane, sent in sender.sent.items()
-            if len(sent) < len(batches[lane]) and any(not claim.has_row for claim in batches[lane])
-        ]
-        if gaps:
-            # For events without a row, a marker says only that everything up to its position is published, and an event
-            # that is not sent would be a gap. So nothing of the lane is published: the source writes rows for all of
-            # it, and it comes again.
-            self._abort(sender)
-            return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
-        markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
+        markers = {lane: self._marker(lane, numbers[lane], sender.sent[lane]) for lane in numbers}
         self._commit(sender, markers, deadline, confirm)
         for lane, number in numbers.items():
             self._joined[lane].batch = number
@@ -333,7 +321,7 @@ class TransactionalPublisher:
             raise self._explained(sender.explained(error), doing) from error
         return None
 
-    def _marker(self, lane: int, number: int, claims: Sequence[Claim], sent: Sequence[Claim]) -> Marker:
+    def _marker(self, lane: int, number: int, sent: Sequence[Claim]) -> Marker:
         joined = self._joined[lane]
         return Marker(
             number,
@@ -342,7 +330,7 @@ class TransactionalPublisher:
             joined.identity.timeline,
             tuple(claim.position for claim in sent),
             tuple(claim.event_id for claim in sent),
-            reached(claims, sent),
+            None if sent[-1].at is None else sent[-1].at.commit_lsn,
             self._base_id,
         )
 
@@ -443,15 +431,3 @@ class TransactionalPublisher:
         with contextlib.suppress(KafkaException):
             sender.producer.abort_transaction(_ABORT_SECONDS)
         self.close()
-
-
-def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> WalPosition | None:
-    """Return the position of the last event before the first that was not sent."""
-    if len(sent) == len(claims):
-        return claims[-1].at
-    last = None
-    for claim, other in zip(claims, sent, strict=False):
-        if claim is not other:
-            break
-        last = claim.at
-    return last

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import errors, sql
 
-from outbox._app.migrate import EVERYBODY_EMITS
 from outbox.errors import SchemaError
 from relay.config import Settings, SourceKind
 from relay.database import unavailable_on_error
@@ -267,7 +266,6 @@ def _rights(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
     name = sql.Identifier(settings.db_schema, "events").as_string(connection)
     with unavailable_on_error("looking at rights"):
         posers = connection.execute(sql.SQL(_POSERS).format(name=sql.Literal(name))).fetchall()
-        emits = connection.execute(EVERYBODY_EMITS).fetchone()
     for (role,) in posers:
         yield Finding(
             Level.WARNING,
@@ -275,14 +273,6 @@ def _rights(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
             f"may set from_relay in {settings.db_schema}.events, so that its rows can pose as copies of dead letters "
             "and pass a blocked key by",
             f"`outbox db roles writer={role} --apply` grants INSERT on the other columns alone",
-        )
-    if settings.wal.messages and emits == (True,):
-        yield Finding(
-            Level.WARNING,
-            "messages",
-            "wal.messages is on, and every role of this database may write messages: the relay publishes them",
-            "`outbox db roles writer=ROLE relay=ROLE --messages --apply` as a superuser; it revokes EXECUTE on "
-            "pg_logical_emit_message from PUBLIC, and grants it to these roles",
         )
 
 
@@ -323,19 +313,6 @@ def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
             "a lane can't be taken over",
             "`outbox dead-letters list`; the relay's log and /readyz name what a lane waits for",
         )
-    if status.slot.message_at is not None and settings.source is SourceKind.WAL and not settings.wal.messages:
-        meant = "messages" in settings.wal.model_fields_set
-        yield Finding(
-            Level.WARNING if meant else Level.FAILURE,
-            "messages",
-            f"events without a row were published, the last at {status.slot.message_at.isoformat(timespec='seconds')}, "
-            + (
-                "and wal.messages is false: they become dead letters"
-                if meant
-                else "and wal.messages is not set: a relay with these settings does not start"
-            ),
-            "set OUTBOX_WAL__MESSAGES=true; or, when no service uses transport='message' any more, false",
-        )
     if status.slot.retained_bytes > settings.wal.retained_limit_bytes:
         yield Finding(
             Level.FAILURE,
@@ -358,10 +335,7 @@ def _failover(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
     if row is None:
         return
     failover, standbys, waited_for = row
-    lost = (
-        "after a failover it is not there: the lanes stop until `outbox cdc setup`, and events without a row that were "
-        "not published are lost"
-    )
+    lost = "after a failover it is not there: the lanes stop until `outbox cdc setup --repair`"
     if failover and (waited_for or not standbys):
         yield Finding(Level.OK, about, "it is synchronized to standbys that have sync_replication_slots")
     elif failover:

@@ -1,11 +1,9 @@
 """Waits until what was written before a moment is published: ``outbox relay drain``, which pauses then.
 
-Published must be: every event of a transaction that had a transaction id when the drain began. In three steps:
+Published must be: every event of a transaction that had a transaction id when the drain began. In two steps:
 
 - Those transactions have ended: ``pg_snapshot_xmin`` has passed a transaction id of the drain's own. (A snapshot's xmax
-  would not do; see polling/low_water_mark.py.) What they wrote is visible or in the WAL by now.
-- Source wal: the slot's checkpoint has passed the WAL's end after that. Every event without a row before it is
-  published, or is in the table.
+  would not do; see polling/low_water_mark.py.) What they wrote is visible by now.
 - No row is left in the scope up to the highest id after that.
 
 Transactions that begin later may be published too, until relays obey the pause; what they leave waits.
@@ -16,10 +14,9 @@ Transactions that begin later may be published too, until relays obey the pause;
 | time is over                               |                                                                         |
 | a relay is killed while it publishes       | its rows are still in the table, or its markers settle them             |
 | an old transaction stays open              | the first step waits for it; the command names it                       |
-| a key waits behind a dead letter           | its rows are left: the last step waits for an operator; the command     |
-|                                            | says so                                                                 |
+| a key waits behind a dead letter           | its rows are left: the second step waits for an operator, and the       |
+|                                            | command says so                                                         |
 | the scope or a lane of it is paused        | the same                                                                |
-| the source is switched                     | the second step asks what the lanes are read from now                   |
 """
 
 from __future__ import annotations
@@ -39,7 +36,6 @@ from relay.kafka.routing import NoRoute, Router
 from relay.pauses import ALL, Scope, ScopeKind
 from relay.settlement import lanes_text
 from relay.statements import STATEMENT_LIMIT, names_of
-from relay.wal.slot import heartbeat_prefix
 
 COUNTED: Final = 10_000
 """How many events of each lane are counted."""
@@ -51,15 +47,9 @@ _BEGIN: Final = "SELECT pg_current_xact_id()::text::bigint"
 # lane.
 _STEP: Final = """
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint > %(xid)s AS ended,
-       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint AS lsn,
-       NOT EXISTS (SELECT FROM {lanes} WHERE source = 'wal')
-       OR coalesce((SELECT flushed_lsn FROM {streams} ORDER BY created_at DESC LIMIT 1) >= %(lsn)s::bigint, false)
-       AS passed,
        coalesce((SELECT max((SELECT e.id FROM {events} AS e WHERE e.lane = l.lane ORDER BY e.id DESC LIMIT 1))
                    FROM {lanes} AS l), 0) AS last,
        EXISTS (SELECT FROM {relays} WHERE alive_until >= clock_timestamp()) AS alive"""
-
-_HEARTBEAT: Final = "SELECT pg_logical_emit_message(false, %s, '')"
 
 # xact_start of other roles' sessions is shown to members of pg_read_all_stats only; the rest to all.
 _OLD: Final = """
@@ -111,9 +101,7 @@ class Drain:
         self._schema = schema
         self._names = names_of(schema)
         self._router = router
-        self._lsn: int | None = None
         self._last: int | None = None
-        self._may_beat = True
         with unavailable_on_error("beginning a drain"):
             row = connection.execute(_BEGIN).fetchone()
         assert row is not None
@@ -127,10 +115,9 @@ class Drain:
 
     def _step(self) -> list[str]:
         """Take the next step. Returns what holds all scopes."""
-        values = {"xid": self._xid, "lsn": self._lsn}
-        row = self._connection.execute(sql.SQL(_STEP).format(**self._names), values).fetchone()
+        row = self._connection.execute(sql.SQL(_STEP).format(**self._names), {"xid": self._xid}).fetchone()
         assert row is not None
-        ended, lsn, passed, last, alive = row
+        ended, last, alive = row
         causes = [] if alive else ["no relay is running"]
         if self._last is not None:
             return causes
@@ -139,20 +126,8 @@ class Drain:
             old = self._connection.execute(_OLD, {"xid": str(self._xid % (1 << 32))}).fetchall()
             text = "a transaction from before the drain is open"
             return causes + ([f"{text}: {one}" for (one,) in old] or [text])
-        if not passed:
-            self._lsn = self._lsn or lsn
-            self._beat()
-            return [*causes, "the replication slot has not passed the drain's position"]
         self._last = last
         return causes
-
-    def _beat(self) -> None:
-        """Let the slot of an idle outbox move now. Without the right to it, the relay's own heartbeats do."""
-        if self._may_beat:
-            try:
-                self._connection.execute(_HEARTBEAT, (heartbeat_prefix(self._schema),))
-            except psycopg.errors.InsufficientPrivilege:
-                self._may_beat = False
 
     def _left(self, scope: Scope, causes: Sequence[str]) -> Left:
         counted = self._counted(scope)

@@ -1,10 +1,11 @@
-"""The repair of a lost slot by the relay itself, where the settings say that every event is a row of the table."""
+"""The repair of a lost slot by the relay itself.
+
+Every event is a row of the table, so nothing is lost with a slot: each lane reads the table once, then the new slot.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Final
 
 import psycopg
 import structlog
@@ -15,29 +16,22 @@ from relay.wal.slot import SlotNames
 
 log = structlog.get_logger("relay")
 
-# A look may read all that is in the slot, so one that is refused again and again is taken less often.
-_REFUSED_SECONDS: Final = 60.0
-
 
 class SlotHealing:
     """Looks at the slot, and replaces it if it has a gap; see ``Cdc.heal``.
 
-    Only for relays that refuse events without a row. Call ``look`` from time to time, from one thread. ``on_repair`` is
-    called after each repair.
+    Call ``look`` from time to time, from one thread. ``on_repair`` is called after each repair.
     """
 
     def __init__(self, connect: Connector, names: SlotNames, instance: str, on_repair: Callable[[], None]) -> None:
         self._connect = connect
         self._names = names
-        self._by = f"the relay {instance} itself (wal.messages is false, so every event has a row)"
+        self._by = f"the relay {instance} itself"
         self._on_repair = on_repair
         self._refused: str | None = None
-        self._look_at = 0.0
 
     def look(self) -> None:
         """Repair the slot if that is needed and safe; log why it is not. Raises Unavailable or SchemaError."""
-        if time.monotonic() < self._look_at:
-            return
         with self._connect() as connection:
             # The second look, under the lock, must see what another relay has repaired meanwhile.
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
@@ -60,7 +54,6 @@ class SlotHealing:
     def _refuse(self, why: str) -> None:
         """Log why the slot is left to an operator, once for each reason."""
         if why == self._refused:
-            self._look_at = time.monotonic() + _REFUSED_SECONDS
             return
         self._refused = why
         log.error("the relay does not repair the slot by itself", slot=self._names.slot, error=why)

@@ -10,10 +10,6 @@ A lane that stopped with UndecidedTransaction waits for the end of a transaction
 It is aborted, in the lane's partition of the state topic and in the events' partitions, if the outbox still has the
 rows of the hidden events: they are published again. Otherwise nothing is done, because those events would be lost.
 
-For events from the WAL, the old marker's position is carried over, up to the point where this server's history and the
-marker's diverge. An event without a row before that position is published; one behind it comes from the stream. If no
-marker is left, the last batch's events without a row may be published again.
-
 Relays may keep running: it holds only the lanes that it repairs. Each is taken in Postgres (epoch), then the
 transactional.id in its row is fenced; reconcile's own id is in the row before its markers are written. The rows are
 listed in a temporary table: connect to the server itself, not to a pooler.
@@ -57,8 +53,7 @@ from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.lane_rows import LaneRows
 from relay.ports import Unavailable, UndecidedTransaction
-from relay.position import WalPosition, up_to
-from relay.statements import names_of, position
+from relay.statements import names_of
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
@@ -92,8 +87,7 @@ UPDATE {lanes} AS l SET transactional_id = %(own)s,
 RETURNING l.lane"""
 
 _DONE: Final = """
-UPDATE {lanes} AS l SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
-       {further}
+UPDATE {lanes} AS l SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL
   FROM {leases} WHERE {ours} RETURNING 1"""
 
 
@@ -337,11 +331,11 @@ class Reconciler:
             gone = self._gone(lane, marker)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
-        if marker.stream is not None:
+        if marker.commit_lsn is not None:
             end = self._end_of(marker.timeline, seen)
-            if marker.stream.commit_lsn >= (seen.insert_lsn if end is None else end):
+            if marker.commit_lsn >= (seen.insert_lsn if end is None else end):
                 return marker, (
-                    f"lane {lane}: Kafka holds events up to {lsn_text(marker.stream.commit_lsn)} of timeline "
+                    f"lane {lane}: Kafka holds events up to {lsn_text(marker.commit_lsn)} of timeline "
                     f"{marker.timeline}, of which this server, on timeline {seen.timeline}, has the WAL up to "
                     f"{lsn_text(seen.insert_lsn if end is None else end)} only: it has lost commits"
                 )
@@ -362,16 +356,6 @@ class Reconciler:
             with closing(self._replicate()) as replication:
                 self._ended = {switch.timeline: switch.lsn for switch in replication.switches(seen.timeline)}
         return self._ended.get(timeline)
-
-    def _published(self, marker: Marker | None, seen: _Lane) -> WalPosition | None:
-        """Return the position up to which this server's stream is on Kafka, if the marker proves one."""
-        if marker is None or marker.stream is None or marker.system_identifier != seen.system:
-            return None
-        # On the same timeline, this server may be an older copy of itself, whose WAL differs from there on.
-        end = self._end_of(marker.timeline, seen)
-        if end is None:
-            return None
-        return up_to(marker.stream, end)
 
     # -- hanging transactions
 
@@ -456,7 +440,7 @@ class Reconciler:
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
-        """Return the new markers. They keep the ids of the last marker's events without a row."""
+        """Return the new markers."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
             if isinstance(problem, UndecidedTransaction):
@@ -467,22 +451,16 @@ class Reconciler:
             # Former writers are fenced: no marker of theirs can follow this one.
             last = read.markers.get(lane)
             here = seen[lane]
-            names: list[tuple[int, str]] = []
-            if last is not None and last.system_identifier == here.system:
-                names = last.without_row
             fresh[lane] = Marker(
                 max(state.next_batch, here.last_batch or 0, 0 if last is None else last.batch + 1),
                 holding.epochs[lane],
                 here.system,
                 here.timeline,
-                tuple(place for place, _ in names),
-                tuple(event_id for _, event_id in names),
-                self._published(last, here),
             )
         return fresh
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
-        values = {**holding.values([lane]), "batch": fresh.batch, **position(fresh.stream)}
+        values = {**holding.values([lane]), "batch": fresh.batch}
         if not self._rows.run(_DONE, values, f"releasing lane {lane}"):
             raise taken(lane)
         holding.done(lane)

@@ -204,18 +204,6 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
 
 # Blocks of code run as a superuser, or as the tables' owner, with whatever search path the session has: names are
 # qualified, and operators have exactly the types of pg_catalog's. See outbox/_app/search_path.py.
-# The function's arguments differ since Postgres 17. By default everybody may execute it.
-_EMIT: Final = """DO {tag}
-DECLARE
-    emit regprocedure;
-BEGIN
-    FOR emit IN SELECT oid FROM pg_catalog.pg_proc
-                 WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace::oid
-    LOOP
-        EXECUTE pg_catalog.format('REVOKE EXECUTE ON FUNCTION %s FROM PUBLIC', emit);
-        EXECUTE pg_catalog.format('GRANT EXECUTE ON FUNCTION %s TO %s', emit, {names});
-    END LOOP;
-END {tag}"""
 _TAG: Final = "$outbox$"
 
 # CREATE on the database is for the first revision, `outbox db check` (its scratch schema) and `outbox cdc setup`. The
@@ -235,20 +223,13 @@ BEGIN
 END {tag}"""
 
 
-def grants(
-    roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str, *, wal: bool, messages: bool
-) -> Iterator[str]:
+def grants(roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str, *, wal: bool) -> Iterator[str]:
     """Yield the statements for existing roles, each of a kind.
 
-    ``wal`` is for a relay with source=wal. With ``messages``, only the writers and relays among the roles may write
-    messages into the WAL (the statement needs a superuser). Raises ConfigurationError for an invalid name.
+    ``wal`` is for a relay with source=wal. Raises ConfigurationError for an invalid name.
     """
     for kind, role in roles:
         yield from _of(kind, role, consumer_schema if kind.of_sink else schema, wal=wal)
-    emitters = [name for kind, name in roles if kind in {Kind.WRITER, Kind.RELAY}]
-    if messages and emitters:
-        names = ", ".join(sql.Identifier(name).as_string() for name in dict.fromkeys(emitters))
-        yield sql.SQL(_EMIT).format(tag=sql.SQL(_TAG), names=sql.Literal(names)).as_string()
 
 
 def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
@@ -291,7 +272,7 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if kind is Kind.RELAY and wal:
         streams = sql.Identifier(schema, "streams")
         yield sql.SQL("GRANT UPDATE ON {streams} TO {role}").format(streams=streams, **names).as_string()
-        # Only for the repair of a lost slot, which the relay does by itself where every event is a row.
+        # Only for the repair of a lost slot, which the relay does by itself.
         audit = sql.Identifier(schema, "audit")
         yield (
             sql.SQL("GRANT INSERT (what, why, details) ON {audit} TO {role}").format(audit=audit, **names).as_string()

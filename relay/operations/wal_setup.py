@@ -5,9 +5,8 @@
 | setting up, slot not made yet    | at most a publication            | run it again                                 |
 | setting up, slot made            | a slot without a checkpoint; it  | run it again with ``--repair``               |
 |                                  | holds WAL                        |                                              |
-| repairing, publication replaced  | one that the checkpoint does not | run it again                                 |
-|                                  | know: relays stop                |                                              |
-| repairing, old slot dropped      | a checkpoint, no slot: they stop | run it again                                 |
+| repairing, old slot dropped,     | a checkpoint, no slot: they stop | run it again                                 |
+| publication replaced or not      |                                  |                                              |
 | repairing, new slot made         | a slot above it: relays stop     | run it again                                 |
 | switching                        | one transaction: before or after | look (``outbox cdc status``)                 |
 | dropping                         | parts of it                      | run it again                                 |
@@ -21,28 +20,23 @@ there, with all lanes reading the table.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import errors, sql
 
-from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.operations.audit import note
-from relay.ports import DatabaseUnavailable, Unavailable
+from relay.ports import DatabaseUnavailable
 from relay.statements import names_of
-from relay.wal.events import UNREADABLE
-from relay.wal.replication import lsn_text
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 
 _FAILOVER_FROM: Final = 170000
 _GENERATED_FROM: Final = 180000
-_ABSENT_FROM: Final = 180000
 
 _CHECKPOINT: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
@@ -58,21 +52,13 @@ SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::
        timeline = excluded.timeline, opened_xid = excluded.opened_xid,
        flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
 
-# The slot is kept, and with it the lanes' positions. Open transactions may have written rows while the publication was
-# missing: lanes read the table until these have ended.
-_KEPT_CHECKPOINT: Final = """
-UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
-       opened_xid = pg_current_xact_id()::text::bigint
- WHERE slot = %(slot)s::text"""
-
-# Only a checkpoint of this history, in which no event without a row was seen. The publication's version stays: if it
-# was changed meanwhile, relays stop.
+# Only a checkpoint of this history. The publication's version stays: if it was changed meanwhile, relays stop.
 _HEALED_CHECKPOINT: Final = """
 UPDATE {streams} AS b
    SET opened_xid = pg_current_xact_id()::text::bigint,
        flushed_lsn = (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint, flushed_at = clock_timestamp()
   FROM pg_replication_slots AS s, pg_control_system() AS c
- WHERE b.slot = %(slot)s::text AND s.slot_name = b.slot AND b.message_at IS NULL
+ WHERE b.slot = %(slot)s::text AND s.slot_name = b.slot
    AND b.system_identifier = c.system_identifier::text AND b.timeline = {timeline}"""
 
 # What a role lacks for healing. REPLICATION is not looked for: some hosts have another right in its place.
@@ -84,8 +70,6 @@ SELECT concat_ws(', ', CASE WHEN NOT has_table_privilege(%(streams)s::text, 'UPD
 
 _READS_THE_WAL: Final = "SELECT EXISTS (SELECT FROM {lanes} WHERE source = 'wal')"
 
-_REFUSED_MESSAGES: Final = "SELECT EXISTS (SELECT FROM {dead_letters} WHERE aggregate_type = %(unreadable)s::text)"
-
 _DROP_IF_THERE: Final = """
 SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %(slot)s::text"""
 
@@ -95,36 +79,18 @@ UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL,
        lease_until = '-infinity'
  WHERE source = 'wal'"""
 
-# Of every lane, also one that is polled: a new slot has no older events, and a position from the WAL of another server
-# (the tables may have been moved) would skip all events up to it.
-_FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL, commit_number = NULL WHERE commit_lsn IS NOT NULL"
+# Of every lane, also one that is polled: the tables may have been moved, and a position in another server's WAL would
+# look like a fault.
+_FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL WHERE commit_lsn IS NOT NULL"
 
-# The lane's position in the stream stays valid, so events without a row are not published again. Owners see the change
-# when they renew: they settle what is in flight and release the lane. No epoch ends, so nothing is repeated.
+# Owners see the change when they renew: they settle what is in flight and release the lane. No epoch ends, so nothing
+# is repeated.
 _TO_WAL: Final = """
 UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
 _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
 
 _LANES: Final = """
 SELECT lane, source, streaming, owner, commit_lsn FROM {lanes} ORDER BY lane"""
-
-# Transactions that were open when another one, which has ended, drew its id; without those known to be in another
-# database.
-_OPEN_BEFORE: Final = """
-SELECT coalesce('server process ' || a.pid, 'prepared transaction ' || quote_literal(p.gid), 'transaction ' || x.xid)
-  FROM pg_snapshot_xip(pg_current_snapshot()) AS x (xid)
-  LEFT JOIN pg_stat_activity AS a ON a.backend_xid = x.xid::xid
-  LEFT JOIN pg_prepared_xacts AS p ON p.transaction = x.xid::xid
- WHERE x.xid < %(xid)s::text::xid8 AND coalesce(a.datname, p.database, current_database()) = current_database()
- ORDER BY x.xid"""
-
-# pgoutput's message: M, flags (1: transactional), its LSN, and the prefix, which ends with a zero byte.
-_UNREAD: Final = """
-SELECT count(*) FILTER (WHERE substr(data, 1, 2) = '\\x4d01'::bytea
-                          AND substr(data, 11, octet_length(%(prefix)s::bytea)) = %(prefix)s::bytea)
-  FROM pg_logical_slot_peek_binary_changes(%(slot)s::text, NULL, NULL, 'proto_version', '1',
-                                           'publication_names', %(publications)s::text, 'messages', 'true')"""
-
 
 _OUTBOXES: Final = """
 SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -217,12 +183,10 @@ class Cdc:
         self._make()
         return True
 
-    def repair(self, reason: str, *, lose_messages: bool = False) -> bool:
-        """Make every lane read the table once before it streams again. Returns whether the slot was kept.
+    def repair(self, reason: str) -> None:
+        """Make a new slot, and have every lane read the table once before it streams again: nothing is lost.
 
-        It is kept if it has no gap and only the publication was at fault. Otherwise it is replaced, and events without
-        a row (``transport="message"``) that are still in it are lost. Raises CdcRefused if there are such events, or if
-        that can't be determined; with ``lose_messages`` the slot is replaced in any case.
+        Raises CdcRefused while the slot is being read.
         """
         state = self._slot.look()
         self._require_server(state)
@@ -232,29 +196,15 @@ class Cdc:
                 f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
                 "repair; to replace it anyway, stop the relays first"
             )
-        if not lose_messages and state.known and slot_fault(state, self._names) is None:
-            self._publish()
-            if self._readable():
-                self._keep(reason)
-                return True
-        unread = self._messages(state, lose_messages=lose_messages)
-        if unread != 0 and not lose_messages:
-            held = "it can't be seen whether there are any" if unread is None else f"it has {unread}, not all published"
-            raise CdcRefused(
-                f"the slot {self._names.slot!r} has to be replaced, and events without a row (transport='message') in "
-                f"it would be lost: {held}. To go on without them, use --lose-messages"
-            )
         if state.there:
             self._drop_slot()
-        self._make(reason, unread)
-        return False
+        self._make(reason)
 
     def heal(self, by: str) -> str | None:
-        """Replace a slot that has a gap, where every event is a row: then nothing can be lost.
+        """Replace a slot that has a gap. Returns the fault that was repaired; None if there is none.
 
-        The caller must know that no event is without a row. Returns the fault that was repaired; None if there is none,
-        or if another session is at it. Raises CdcRefused, with the reason, if more than the slot may be at fault;
-        SchemaError if the role lacks a right. ``by`` is who heals, for the audit. Needs no owner's rights.
+        None also if another session is at it. Raises CdcRefused, with the reason, if more than the slot may be at
+        fault; SchemaError if the role lacks a right. ``by`` is who heals, for the audit. Needs no owner's rights.
         """
         if self._fault() is None:
             return None
@@ -278,7 +228,7 @@ class Cdc:
                 raise DatabaseUnavailable(f"the checkpoint of slot {self._names.slot!r} was changed meanwhile")
             self._connection.execute(self._query(_READ_THE_TABLE))
             self._connection.execute(self._query(_FORGET_PLACES))
-            self._note("cdc repair", f"{by}: {fault}", slot_kept=False, messages_lost_at_most=0)
+            self._note("cdc repair", f"{by}: {fault}")
             failpoint("heal.noted")
         return fault
 
@@ -296,21 +246,15 @@ class Cdc:
             self._connection.execute(self._query("DELETE FROM {streams} WHERE slot = %(slot)s::text"), self._bound())
             self._note("cdc drop", None)
 
-    def switch(
-        self, to: SourceKind, *, wait_seconds: float = 60.0, leave_messages: bool = False, reason: str | None = None
-    ) -> bool:
+    def switch(self, to: SourceKind, reason: str | None = None) -> bool:
         """Switch every lane to a source. Returns whether any was on another. Relays follow within seconds.
 
-        To polling: first waits until every event without a row that was written before is published, including those of
-        open transactions. With ``leave_messages`` it does not wait: such events stay in the slot, and are lost if it
-        is. Raises CdcRefused when the stream has a gap, or when the wait takes longer than ``wait_seconds``.
+        Raises StreamLost or SchemaError when the stream has a gap, or is not set up.
         """
         state = self._slot.look()
         self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
-        elif not leave_messages and any(lane.source == "wal" for lane in self._lanes()):
-            self._await_messages(state, wait_seconds)
         with unavailable_on_error("switching the lanes"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
             query = _TO_WAL if to is SourceKind.WAL else _TO_POLLING
@@ -322,50 +266,6 @@ class Cdc:
     def _lanes(self) -> list[LaneState]:
         with unavailable_on_error("looking at the lanes"):
             return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
-
-    def _await_messages(self, state: SlotState, seconds: float) -> None:
-        """Wait until relays have published every event without a row that was written by now."""
-        deadline = time.monotonic() + seconds
-        with unavailable_on_error("drawing a transaction id"):
-            row = self._connection.execute("SELECT pg_current_xact_id()::text").fetchone()
-        assert row is not None
-        target: int | None = None
-        while True:
-            self._require_messages(state)
-            # An event's position in the stream is determined when its transaction commits, not when it writes.
-            waits_for = self._open_before(row[0]) if target is None else None
-            if waits_for is None and target is None:
-                target = self._slot.look().current_lsn
-            if target is not None and (state.confirmed_lsn or 0) >= target:
-                return
-            if time.monotonic() > deadline:
-                raise CdcRefused(
-                    _not_published(
-                        f"{waits_for} was begun before, is open still, and may have written some"
-                        if target is None
-                        else f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
-                    )
-                )
-            # Without a heartbeat nothing else might move the slot past the target.
-            self._slot.heartbeat(0)
-            time.sleep(0.2)
-            state = self._slot.look()
-
-    def _require_messages(self, state: SlotState) -> None:
-        problem = find_problem(state, self._names)
-        if problem is None:
-            return
-        if not state.there or state.wal_status == "lost":
-            raise CdcRefused(
-                f"{problem}. Events without a row (transport='message') that the slot had not given are lost with it; "
-                "use --leave-messages to go to polling without them"
-            )
-        raise CdcRefused(_not_published(str(problem)))
-
-    def _open_before(self, xid: str) -> str | None:
-        with unavailable_on_error("looking for open transactions"):
-            row = self._connection.execute(_OPEN_BEFORE, {"xid": xid}).fetchone()
-        return None if row is None else str(row[0])
 
     @staticmethod
     def _require_primary(state: SlotState) -> None:
@@ -394,25 +294,16 @@ class Cdc:
         self._require_own_slot(state)
         if not self._ask(_READS_THE_WAL):
             raise CdcRefused("no lane is read from the WAL")
-        if self._ask(_REFUSED_MESSAGES):
-            raise CdcRefused(f"there are dead letters of the type {UNREADABLE!r}: somebody writes events without a row")
         missing = self._ask(_MISSING_RIGHTS)
         if missing:
             raise SchemaError(
                 f"slot {self._names.slot!r} can't be repaired by the relay, whose role lacks {missing}: see `outbox db "
                 "roles relay=ROLE --wal`"
             )
-        whole = state.there and state.wal_status != "lost"
-        # The publication is there: no second way to read the slot, which this transaction would not survive.
-        unread = self._unread(self._names.publication) if whole else 0
-        if unread != 0:
-            held = "it can't be seen whether it has any" if unread is None else f"it has {unread}"
-            raise CdcRefused(f"events without a row that are in slot {self._names.slot!r} would be lost: {held}")
 
     def _ask(self, query: LiteralString) -> Any:
         """Return the one value of a query."""
         values = self._bound() | {
-            "unreadable": UNREADABLE,
             "streams": self._tables["streams"].as_string(None),
             "audit": self._tables["audit"].as_string(None),
         }
@@ -461,7 +352,7 @@ class Cdc:
                 f"the slot {self._names.slot!r} is not this outbox's ({whose}): choose another name (OUTBOX_WAL__SLOT)"
             )
 
-    def _make(self, reason: str | None = None, unread: int | None = None) -> None:
+    def _make(self, reason: str | None = None) -> None:
         self._publish()
         with unavailable_on_error("making the slot"):
             self._make_slot()
@@ -471,18 +362,7 @@ class Cdc:
             self._connection.execute(self._query(_CHECKPOINT), bound)
             self._connection.execute(self._query(_READ_THE_TABLE))
             self._connection.execute(self._query(_FORGET_PLACES))
-            if reason is None:
-                self._note("cdc setup", None)
-            else:
-                self._note("cdc repair", reason, slot_kept=False, messages_lost_at_most=unread)
-
-    def _keep(self, reason: str) -> None:
-        bound = self._bound() | {"version": self._slot.look().publication_version_now}
-        with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
-            self._connection.execute(self._query(_KEPT_CHECKPOINT), bound)
-            self._connection.execute(self._query(_READ_THE_TABLE))
-            self._note("cdc repair", reason, slot_kept=True)
+            self._note("cdc setup" if reason is None else "cdc repair", reason)
 
     def _publish(self) -> None:
         bound = self._bound()
@@ -505,40 +385,6 @@ class Cdc:
                 f"{_reason(error)}: making the publication needs the rights of the tables' owner, and CREATE on the "
                 "database"
             ) from error
-
-    def _readable(self) -> bool:
-        # Up to Postgres 17 a slot can't be read past a point where its publication did not exist.
-        if self._connection.info.server_version >= _ABSENT_FROM:
-            return True
-        return self._unread(self._names.publication) is not None
-
-    def _messages(self, state: SlotState, *, lose_messages: bool) -> int | None:
-        """Return the number of events without a row in the slot; None if it can't be determined."""
-        if not state.there or state.wal_status == "lost":
-            return 0
-        try:
-            # Without a publication, no rows have to be read. Postgres up to 15 requires one.
-            found = self._unread("")
-            return self._unread(self._names.publication) if found is None else found
-        except (Unavailable, SchemaError):
-            if lose_messages:
-                # Then the count is only for the audit: a timeout must not prevent the repair.
-                return None
-            raise
-
-    def _unread(self, publication: str) -> int | None:
-        values = {
-            "slot": self._names.slot,
-            "prefix": message_prefix(self._names.schema).encode() + b"\0",
-            "publications": sql.Identifier(publication).as_string(None) if publication else "",
-        }
-        with unavailable_on_error("reading the slot"):
-            try:
-                row = self._connection.execute(_UNREAD, values).fetchone()
-            except (errors.UndefinedObject, errors.InvalidParameterValue):
-                return None
-        assert row is not None
-        return int(row[0])
 
     def _make_slot(self) -> None:
         # Since Postgres 17, a failover slot is synchronized to standbys.
@@ -564,8 +410,8 @@ class Cdc:
         except SchemaError as error:
             raise SchemaError(f"{_reason(error)}: {_NEEDS_REPLICATION}") from error
 
-    def _note(self, what: str, why: str | None, **more: int | None) -> None:
-        details = {"slot": self._names.slot, "publication": self._names.publication} | more
+    def _note(self, what: str, why: str | None) -> None:
+        details = {"slot": self._names.slot, "publication": self._names.publication}
         note(self._connection, self._tables, what, why, details)
 
     def _bound(self) -> dict[str, Any]:
@@ -578,11 +424,6 @@ class Cdc:
 def unhealable(state: SlotState, names: SlotNames) -> str | None:
     """Return why a slot with a fault must not be replaced without an operator; None if it may be."""
     slot = names.slot
-    if state.message_at is not None:
-        return (
-            "this outbox has had events without a row, the last at "
-            f"{state.message_at.isoformat(timespec='seconds')}: some may be lost with slot {slot!r}"
-        )
     if state.system_identifier != state.system_identifier_now:
         return f"the checkpoint is of the database {state.system_identifier}, this is {state.system_identifier_now}"
     if state.timeline != state.timeline_now:
@@ -601,14 +442,6 @@ def unhealable(state: SlotState, names: SlotNames) -> str | None:
     if state.active_pid is not None:
         return f"slot {slot!r} is being read, by process {state.active_pid} of the server"
     return None
-
-
-def _not_published(why: str) -> str:
-    return (
-        'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
-        f"{why}. Let a relay with source=wal get there first, and have writers use "
-        'transport="table"; or use --leave-messages, if there are none or they may stay where they are'
-    )
 
 
 def _reason(error: SchemaError) -> str:

@@ -107,7 +107,7 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
             if sink_url is None and not has_tables(connection, schema):
                 _search(found, settings, topics, seconds, named=bool(named))
                 return found
-            # The topic of an event without a row is unknown, so the topics that groups read are searched.
+            # The topic of an event that left no row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, named=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
@@ -157,7 +157,7 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
-    """Return the event's topic; for an event without a row, all topics that the routes name."""
+    """Return the event's topic; for an event that left no row, all topics that the routes name."""
     from relay.kafka.routing import NoRoute
     from relay.parts import build_router
 

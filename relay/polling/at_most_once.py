@@ -78,7 +78,7 @@ class AtMostOnceSource:
         fetched = self._without_held(self._source.fetch(limits))
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
-            settlement.lanes[lane].pending = UnsettledBatch(claims, claims=claims)
+            settlement.lanes[lane].pending = UnsettledBatch(claims)
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
         failed = settlement.settle(list(fetched.batches))

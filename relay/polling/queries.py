@@ -173,7 +173,8 @@ SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timel
   FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 _ADOPTED: Final = """
-UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s, {further}
+UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s,
+       commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint)
  WHERE lane = %(lane)s"""
 
 # For multi-statement transactions, which lock the lane's row.

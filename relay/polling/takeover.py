@@ -1,4 +1,4 @@
-"""The database's side of taking over lanes whose events are rows; see kafka/takeover.py."""
+"""The database's side of taking over lanes; see kafka/takeover.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relay.polling.session import Session
 from relay.ports import LaneBusy
 from relay.retries import Failures
 from relay.settlement import NOTHING, SettledLane
-from relay.statements import lease_values, position
+from relay.statements import lease_values
 
 
 class RowTakeover:
-    """Takes over lanes whose events are rows. See ports.TakeoverStore for the contract."""
+    """Takes over lanes. See ports.TakeoverStore for the contract."""
 
     def __init__(self, session: Session, queries: Queries, failures: Failures) -> None:
         self._session = session
@@ -69,20 +69,19 @@ class RowTakeover:
                 raise self._settlement.lost(lane)
             last_batch, system_identifier, timeline, insert_lsn = held
             adopted = resume(lane, last_batch, marker, system_identifier, timeline)
-            if adopted is not None and adopted.stream is not None and adopted.stream.commit_lsn > insert_lsn:
+            if adopted is not None and adopted.commit_lsn is not None and adopted.commit_lsn > insert_lsn:
                 raise StateLost(
                     f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "
                     "lost commits (a restore, or a failover to a standby that was behind). See `outbox relay reconcile`"
                 )
-            batch, stream = last_batch, None
+            batch, commit_lsn = last_batch, None
             if adopted is not None and adopted.batch != last_batch:
-                # On another timeline another event can have the same position. The marker's own events are known by
-                # their ids.
-                stream = adopted.stream if adopted.timeline == timeline else None
+                # A position on another timeline says nothing here.
+                commit_lsn = adopted.commit_lsn if adopted.timeline == timeline else None
                 batch = adopted.batch
                 self._settle_marker(lane, last_batch, adopted)
             self._connection.execute(
-                self._queries.adopted, {"lane": lane, "batch": batch, "own_id": own_id, **position(stream)}
+                self._queries.adopted, {"lane": lane, "batch": batch, "own_id": own_id, "commit_lsn": commit_lsn}
             )
         lease.former_id, lease.last_batch = own_id, batch
         held_lane.pending = NOTHING

@@ -8,13 +8,11 @@ import structlog
 
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
-from relay.ports import Claim
 from relay.wal.channel import Channel
-from relay.wal.from_table import DROPPED_AT_ONCE
+from relay.wal.from_table import drop_visible
 from relay.wal.lane import InTable, StreamLane
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
-from relay.wal.slot import Snapshot, current_snapshot
 
 log = structlog.get_logger("relay")
 
@@ -23,13 +21,9 @@ class AbsentLanes:
     """Keeps lanes that are ours and can't be taken over (for example with a lost state) from delaying the others.
 
     There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill the
-    stream. So such a lane is put into the state ``table``, durably, and its rows in the stream are dropped, as in that
-    state: they stay in the table until they are settled. That is correct before the lane is taken over, too: then the
-    marker settles what its former holder has published, by ids, and everything else is read from the table.
-
-    An event without a row is not dropped. It is only in the WAL, and an undecided transaction may have published it, so
-    writing it into the table could duplicate it. So the slot stays before the first such event, and the other lanes go
-    on until the stream is full.
+    stream. So such a lane is put into the state ``table``, durably, and its events in the stream are dropped, as in
+    that state: their rows stay in the table until they are settled. That is correct before the lane is taken over, too:
+    then the marker settles what its former holder has published, by ids, and everything else is read from the table.
     """
 
     def __init__(
@@ -45,7 +39,7 @@ class AbsentLanes:
         """The lanes that the others must not wait for."""
 
     def see_to(self, present: Collection[int]) -> None:
-        """Move absent lanes to the table, as far as nothing is lost. ``present`` are lanes that were just read."""
+        """Move absent lanes to the table, where possible. ``present`` are lanes that were just read."""
         for number in present:
             self._lanes[number].absent = False
         absent = [number for number in self.numbers if number in self._lanes and number not in present]
@@ -56,7 +50,8 @@ class AbsentLanes:
             channel = self._stream.channel(number)
             # Published events must be settled before the lane changes its state; the loop does that first.
             if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
-                self._let_go_of_rows(channel)
+                while drop_visible(self._connection, channel):
+                    pass
 
     def _leave(self, number: int, channel: Channel) -> bool:
         """Put an absent lane into the state ``table``. Returns whether it is in that state."""
@@ -69,23 +64,7 @@ class AbsentLanes:
         # retried.
         if row is not None:
             lane.absent, lane.state, lane.batch = True, InTable(), ()
-            channel.rewind((-1, -1), ())
+            channel.rewind()
             self._table.reader.read_all_again(number)
             log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
         return row is not None
-
-    def _let_go_of_rows(self, channel: Channel) -> None:
-        """Drop visible rows, up to the first event without a row."""
-        while claims := channel.take(DROPPED_AT_ONCE):
-            snapshot = current_snapshot(self._connection)
-            kept = [n for n, claim in enumerate(claims) if not claim.has_row or not _is_visible(snapshot, claim)]
-            count = kept[0] if kept else len(claims)
-            channel.put_back(claims[count:])
-            channel.done(claims[:count])
-            if kept:
-                break
-
-
-def _is_visible(snapshot: Snapshot, claim: Claim) -> bool:
-    assert claim.at is not None
-    return snapshot.sees(claim.at.xid)

@@ -14,20 +14,19 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
 from relay.ports import Claim
+from relay.position import WalPosition
 from relay.settlement import lanes_text
 from relay.statements import array
-from relay.wal.channel import Channel
-from relay.wal.events import UNREADABLE
+from relay.wal.channel import Channel, StreamEvent
 from relay.wal.lane import LaneStates, Pauses, StreamLane, each
 from relay.wal.queries import StreamQueries
-from relay.wal.settling import StreamSettling
 from relay.wal.slot import Snapshot
 
 _MOST_ROWS: Final = 50_000
 
 
 class StreamReader:
-    """Reads turns from the stream. ``settling`` takes unreadable events."""
+    """Reads turns from the stream."""
 
     def __init__(
         self,
@@ -35,13 +34,11 @@ class StreamReader:
         table: PollingSource,
         queries: StreamQueries,
         states: LaneStates,
-        settling: StreamSettling,
         pauses: Pauses,
     ) -> None:
         self._lanes = lanes
         self._queries = queries
         self._states = states
-        self._settling = settling
         self._pauses = pauses
         self._connection = table.connection
         self._settlement = table.settlement
@@ -73,12 +70,12 @@ class StreamReader:
             failpoint("batch.fetched")
         return batches
 
-    def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[Claim]]:
+    def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[StreamEvent]]:
         """Take the next events of as many lanes as a turn has room for, estimated by the size of their last events.
 
         Each of them gives at least one event, however large. So with large events the lanes alternate.
         """
-        announced: dict[int, Sequence[Claim]] = {}
+        announced: dict[int, Sequence[StreamEvent]] = {}
         expected = 0.0
         after, self._first = self._first, 0
         for number in sorted(limits, key=lambda number: (number < after, number)):
@@ -90,22 +87,10 @@ class StreamReader:
             if taken := lane.channel.take(min(limits[number], lane.rows)):
                 announced[number] = taken
                 expected += lane.row_bytes
-        share = self._turn_bytes // max(len(announced), 1)
-        for number, claims in announced.items():
-            # Rows are limited when they are read; events without a row are in memory already.
-            before = 0
-            for n, claim in enumerate(claims):
-                if before > share:
-                    channel = self._lanes[number].channel
-                    assert channel is not None
-                    channel.put_back(claims[n:])
-                    announced[number] = claims[:n]
-                    break
-                before += claim.size
         return announced
 
     def _read(
-        self, announced: Mapping[int, Sequence[Claim]]
+        self, announced: Mapping[int, Sequence[StreamEvent]]
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
         """Settle what is pending, and return the existing rows, by lane and id.
 
@@ -114,8 +99,7 @@ class StreamReader:
         """
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
-        named = [(lane, claim.position, n) for lane, claims in announced.items() for n, claim in enumerate(claims)]
-        named = [each for each in named if each[1] > 0]
+        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
         asked_at = time.monotonic()
         going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
         settling, checking = self._connection.cursor(), self._connection.cursor()
@@ -154,8 +138,8 @@ class StreamReader:
                 cuts[lane] = row[9]
         return rows, cuts, failed
 
-    def _filled(  # noqa: C901  one loop over all cases of an event
-        self, lane: StreamLane, announced: Sequence[Claim], rows: dict[int, Sequence[Any]], cut: int | None
+    def _filled(
+        self, lane: StreamLane, announced: Sequence[StreamEvent], rows: dict[int, Sequence[Any]], cut: int | None
     ) -> Sequence[Claim]:
         """Return the events to publish, up to the first that is not visible yet. Those without their rows are done."""
         channel, number_of_lane = lane.channel, lane.lease.lane
@@ -166,38 +150,29 @@ class StreamReader:
             announced = announced[:cut]
         if len(rows) == len(announced):
             # All rows exist, and none is announced twice.
-            return [Claim._make((*rows[claim.position][:8], claim.at, number_of_lane)) for claim in announced]
+            return [Claim._make((*rows[event.id][:8], event.at, number_of_lane)) for event in announced]
         kept: list[Claim] = []
-        gone: list[Claim] = []
+        gone: list[WalPosition] = []
         again: tuple[AbstractSet[int], Snapshot] | None = None
-        for number, claim in enumerate(announced):
-            row = rows.pop(claim.position, None)
+        for number, event in enumerate(announced):
+            row = rows.pop(event.id, None)
             if row is not None:
-                kept.append(Claim._make((*row[:8], claim.at, number_of_lane)))
+                kept.append(Claim._make((*row[:8], event.at, number_of_lane)))
                 continue
             if again is None:
                 again = self._look_again(lane, announced[number:])
-            assert claim.at is not None
-            if claim.position in again[0] or not again[1].sees(claim.at.xid):
+            if event.id in again[0] or not again[1].sees(event.at.xid):
                 channel.put_back(announced[number:])
                 if not kept:
                     self._pauses.wait_for_visibility()
                 break
-            if claim.has_row:
-                gone.append(claim)
-            elif claim.aggregate_type != UNREADABLE:
-                kept.append(claim._replace(lane=number_of_lane))
-            elif not kept:
-                self._settling.bury(lane, channel, claim)
-            else:
-                channel.put_back(announced[number:])
-                break
+            gone.append(event.at)
         channel.done(gone)
         return kept
 
-    def _put_back(self, lane: StreamLane, claims: Sequence[Claim]) -> None:
+    def _put_back(self, lane: StreamLane, events: Sequence[StreamEvent]) -> None:
         assert lane.channel is not None
-        lane.channel.put_back(claims)
+        lane.channel.put_back(events)
 
     def _note_size(self, lane: StreamLane, asked: int) -> None:
         """Adapt the number of rows of the next turn to the size of these."""
@@ -209,9 +184,9 @@ class StreamReader:
         if asked >= lane.rows or fitting < lane.rows:
             lane.rows = max(min(lane.rows * 4, fitting, _MOST_ROWS), 1)
 
-    def _look_again(self, lane: StreamLane, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
+    def _look_again(self, lane: StreamLane, events: Sequence[StreamEvent]) -> tuple[AbstractSet[int], Snapshot]:
         """Return the events whose rows exist now, and a snapshot of the same moment."""
-        ids = array([claim.position for claim in claims if claim.has_row])
+        ids = array([event.id for event in events])
         row = self._connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
         if row is None:
             raise self._states.lost(lane)

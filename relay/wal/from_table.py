@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
+
+import psycopg
 
 from outbox.errors import OutboxError
 from relay.polling.low_water_mark import LOWEST
@@ -12,11 +14,9 @@ from relay.ports import Claim
 from relay.wal.channel import Channel
 from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
-from relay.wal.settling import StreamSettling
 from relay.wal.slot import current_snapshot
 
-DROPPED_AT_ONCE: Final = 5000
-"""How many events of the stream are dropped at a time, whose rows are in the table."""
+_DROPPED_AT_ONCE: Final = 5000
 
 
 class TableReader:
@@ -28,7 +28,6 @@ class TableReader:
         table: PollingSource,
         queries: StreamQueries,
         states: LaneStates,
-        settling: StreamSettling,
         pauses: Pauses,
     ) -> None:
         self._lanes = lanes
@@ -36,7 +35,6 @@ class TableReader:
         self._connection = table.connection
         self._queries = queries
         self._states = states
-        self._settling = settling
         self._pauses = pauses
         self.leaves_out = False
 
@@ -87,7 +85,7 @@ class TableReader:
             # A session starts when all lanes have joined: the others must not wait for our table.
             channel.check()
         else:
-            self.drop(lane, channel)
+            self.drop(channel)
 
     def _nearly_empty(self, lane: StreamLane, rows: Sequence[Claim], limit: int) -> bool:
         """Return whether the table has few other rows. Events kept from then on take room in the stream.
@@ -114,25 +112,21 @@ class TableReader:
         if channel.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
             lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
 
-    def drop(self, lane: StreamLane, channel: Channel) -> None:
-        """Drop events whose rows are visible in the table; write events without a row into the table."""
-        claims = channel.take(DROPPED_AT_ONCE)
-        if not claims:
-            return
-        snapshot = current_snapshot(self._connection)
-        visible = len(claims)
-        for number, claim in enumerate(claims):
-            assert claim.at is not None
-            if not snapshot.sees(claim.at.xid):
-                visible = number
-                channel.put_back(claims[number:])
-                break
-        dropped = claims[:visible]
-        if not dropped:
+    def drop(self, channel: Channel) -> None:
+        """Drop events whose rows are visible in the table."""
+        if drop_visible(self._connection, channel):
+            self._pauses.reset()
+        elif channel.waiting:
             self._pauses.wait_for_visibility()
-            return
-        self._pauses.reset()
-        if any(not claim.has_row for claim in dropped):
-            self._states.flush(lane)
-            self._settling.write_to_table(lane, dropped)
-        channel.done(dropped)
+
+
+def drop_visible(connection: psycopg.Connection[Any], channel: Channel) -> bool:
+    """Drop the next events whose rows are visible in the table, up to the first that is not. Returns whether any is."""
+    events = channel.take(_DROPPED_AT_ONCE)
+    if not events:
+        return False
+    snapshot = current_snapshot(connection)
+    visible = next((n for n, event in enumerate(events) if not snapshot.sees(event.at.xid)), len(events))
+    channel.put_back(events[visible:])
+    channel.done([event.at for event in events[:visible]])
+    return visible > 0

@@ -13,7 +13,6 @@ from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
-from relay.marker import Marker
 from relay.polling.source import PollingSource
 from relay.ports import Claim, LaneLost
 from relay.statements import lease_values
@@ -57,10 +56,8 @@ class StreamLane:
     """One lane. It starts in the table: ``lanes.streaming`` is read when it joins the stream."""
 
     lease: Lease
-    marker: Marker | None = None
-    unplaced: bool = False
-    # Published events without a row whose position may not be settled.
-    published: list[str] = field(default_factory=list)
+    published_lsn: int = 0
+    """The position in the WAL up to which its marker says that it is published."""
     channel: Channel | None = None
     state: LaneState = field(default_factory=InTable)
     swept_at: float = field(default_factory=time.monotonic)

@@ -10,7 +10,7 @@ from relay.polling.queries import COLUMNS, SIZE
 from relay.statements import names_of
 
 _STATE: Final = """
-SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),
+SELECT l.lane, streaming, commit_lsn, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),
        {timeline}
   FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
@@ -23,10 +23,6 @@ _LEAVE_UNLOCKED: Final = """
 UPDATE {lanes} SET streaming = false
  WHERE lane = (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
-
-_PLACED: Final = """
-UPDATE {lanes} AS l SET {further} FROM {leases} WHERE {ours}
-RETURNING l.lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
 
@@ -59,15 +55,6 @@ SELECT e.*, s.lane, s.cut
  CROSS JOIN LATERAL (SELECT {columns} FROM {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
  WHERE s.before < %(max_bytes)s"""
 
-_SPILL: Final = """
-INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers, created_at)
-SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, coalesce(e.created_at, clock_timestamp())
-  FROM unnest(%(event_ids)s::uuid[], %(kinds)s::text[], %(keys)s::text[], %(types)s::text[], %(payloads)s::bytea[],
-              %(headers)s::jsonb[], %(times)s::timestamptz[]) WITH ORDINALITY
-       AS e(event_id, kind, key, type, payload, headers, created_at, n)
- ORDER BY e.n
-RETURNING id"""
-
 
 class StreamQueries:
     """The statements on one outbox."""
@@ -83,7 +70,6 @@ class StreamQueries:
         self.state = query(_STATE)
         self.set_streaming = query(_SET_STREAMING)
         self.leave_unlocked = query(_LEAVE_UNLOCKED)
-        self.placed = query(_PLACED)
         self.highest_id = query(_HIGHEST)
         self.any_up_to = query(_ANY_UP_TO)
         self.more = query(_MORE)
@@ -91,4 +77,3 @@ class StreamQueries:
         self.lowest = query(_LOWEST)
         self.which = query(_WHICH)
         self.by_ids = query(_READ)
-        self.spill = query(_SPILL)

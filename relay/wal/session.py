@@ -6,23 +6,19 @@ events is bounded: when the lanes are behind, reading stops, and feedback goes o
 
 | what happens                            | what follows                                                            |
 |-----------------------------------------|-------------------------------------------------------------------------|
-| killed before feedback                  | the slot sends the same again; each lane skips events up to its own     |
-|                                         | position (its marker's, or the one in ``lanes``), and events without    |
-|                                         | their row                                                               |
+| killed before feedback                  | the slot sends the same again; events without their row are skipped     |
 | killed between checkpoint and feedback  | the same: the checkpoint (``streams.flushed_lsn``) is only ever ahead   |
 | the connection breaks, or Postgres dies | the session ends and drops what it holds; lanes settle, and join again  |
-| a lane can't be taken over              | the others are streamed without it. Its rows are dropped, because they  |
-|                                         | are in the table; events without a row are held, and hold the slot      |
+| a lane can't be taken over              | the others are streamed without it. Its events are dropped, because     |
+|                                         | their rows are in the table                                             |
 | Kafka is unavailable                    | channels fill up, reading stops, feedback goes on, the WAL is kept      |
 | an old relay still reads the slot       | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
 |                                         | that one walsender is ended                                             |
 | the slot is above the checkpoint        | stop: it was advanced or recreated; events could be missed              |
-| the slot is gone, or lost its WAL       | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
-|                                         | (where every event has a row, a relay does it: operations/healing.py)   |
-| the publication was changed             | stop: what was not published meanwhile is missing. The repair keeps the |
-|                                         | slot, and lanes read the table up to there; such rows are skipped in    |
-|                                         | the stream if they lack columns                                         |
-| an event's message is not transactional | a dead letter: its writer may have rolled back                          |
+| the slot is gone, or lost its WAL       | stop; a relay makes a new one (operations/healing.py), lanes read the   |
+|                                         | table; where it must not, `outbox cdc setup --repair` does the same     |
+| the publication was changed             | stop: what was not published meanwhile is missing. The repair makes     |
+|                                         | both anew, and lanes read the table                                     |
 | another timeline that left ours before  | stop: this server does not have what was published                      |
 | where we were                           |                                                                         |
 
@@ -36,22 +32,21 @@ import datetime as dt
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
 import structlog
 
-from outbox.errors import ConfigurationError
 from relay.failpoints import failpoint
 from relay.lease import Lease
-from relay.ports import Claim, Unavailable
+from relay.ports import Unavailable
 from relay.settlement import lanes_text
-from relay.wal.channel import Channel, Position
+from relay.wal.channel import Channel
 from relay.wal.events import EventReader
 from relay.wal.replication import Replication, SlotInUse
-from relay.wal.slot import Slot, SlotNames, SlotState
+from relay.wal.slot import Slot, SlotNames
 
 log = structlog.get_logger("relay")
 
@@ -60,25 +55,17 @@ _STATUS_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.2
 _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
-_OVERHEAD_BYTES: Final = 500
 _SAY_SECONDS: Final = 60.0
 _ENDS: Final = 1000
 Connect = Callable[[], psycopg.Connection[Any]]
-PublishedPosition = tuple[int, int]
-"""What a marker proves: a timeline, and the position on it up to which its lane is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """The most events and bytes that are held, and the idle seconds after which a heartbeat is written."""
+    """The most events that are held, and the idle seconds after which a heartbeat is written."""
 
     max_events: int = 30_000
-    max_bytes: int = 64 * 1024 * 1024
     heartbeat_seconds: float = 10.0
-    messages: bool = True
-    """Whether logical decoding messages are events. By default any role of the database can write one."""
-    refuses_messages: bool = False
-    """Whether ``messages`` is false on purpose: they become dead letters even if some were published before."""
 
 
 class Stream:
@@ -102,25 +89,19 @@ class Stream:
         self._session: _Session | None = None
         self._closed = False
 
-    def join(
-        self,
-        lane: int,
-        resume: Position,
-        repeated: Collection[str],
-        timeline: int,
-        published: PublishedPosition | None = None,
-    ) -> Channel:
-        """Return the lane's channel, with events after ``resume``. Raises Unavailable when the stream is closed.
+    def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
+        """Return the lane's channel, with its unsettled events. Raises Unavailable when the stream is closed.
 
-        ``timeline`` is that of the server that the lane is connected to: it must be that of the stream. ``published``
-        is the position in the lane's marker: a server without it is not the one that was read.
+        ``timeline`` is that of the server that the lane is connected to: it must be that of the stream.
+        ``published_lsn`` is the position up to which the lane or its marker has used the WAL: a server without it is
+        not the one that was read.
         """
         with self._lock:
             if self._closed:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
                 self._session = self._new_session()
-            return self._session.join(lane, resume, repeated, timeline, published)
+            return self._session.join(lane, published_lsn, timeline)
 
     def begin_without(self, lanes: Collection[int]) -> None:
         """Start, if all other lanes have joined. These lanes' channels hold all their events."""
@@ -176,22 +157,18 @@ class _Session:
         self._channels: dict[int, Channel] = {}
         # Lanes that have a channel but have not joined.
         self._not_joined: set[int] = set()
-        self._resume_lsn = 0
-        # Requested only when a lane needs it: the timeline's history file may be gone.
-        self._asks_history = False
-        self.ends: Mapping[int, int] = {}
+        self._published_lsn = 0
         self._timeline: int | None = None
         self._stopping = threading.Event()
         self._room = threading.Condition()
         self._arrived = threading.Condition()
         self._held_events = 0
-        self._held_bytes = 0
         self._full_since: float | None = None
         self._full_events = 0
         self.running = threading.Event()
         self.error: Exception | None = None
 
-        self._events = EventReader(names.schema, self._channels, len(leases), takes_messages=limits.messages)
+        self._events = EventReader(names.schema, len(leases))
         # Ends of transactions, each with the number of events that every channel had received by then.
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
         self._told = 0
@@ -199,30 +176,20 @@ class _Session:
         self.read_lsn = 0
         self._moved_at = time.monotonic()
 
-    def join(
-        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: PublishedPosition | None
-    ) -> Channel:
+    def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
         if timeline != (self._timeline or timeline):
             # After a failover a connection can still be open to the old server, whose data may be lost.
             self.error = Unavailable(f"the stream is one of timeline {self._timeline}, Postgres is on {timeline} now")
             self._stopping.set()
             raise self.error
         self._timeline = timeline
-        if published is not None and published[0] != timeline and not self._asks_history:
-            if self._thread.is_alive():
-                self.error = Unavailable(
-                    f"lane {lane} was published on timeline {published[0]}: the stream begins anew"
-                )
-                self._stopping.set()
-                raise self.error
-            self._asks_history = True
-        self._resume_lsn = max(self._resume_lsn, resume[0], 0 if published is None else published[1])
+        self._published_lsn = max(self._published_lsn, published_lsn)
         channel = self._channels.get(lane)
         if channel is not None:
-            channel.rewind(resume, repeated)
+            channel.rewind()
             self._not_joined.discard(lane)
             return channel
-        channel = self._channels[lane] = Channel(self, resume, repeated)
+        channel = self._channels[lane] = Channel(self)
         if len(self._channels) == len(self._leases):
             self._thread.start()
         return channel
@@ -234,19 +201,18 @@ class _Session:
             return
         log.warning("the stream is read without lanes that can't be taken over", lanes=lanes_text(absent))
         for lane in absent:
-            self._channels[lane] = Channel(self, (-1, -1), ())
+            self._channels[lane] = Channel(self)
         self._not_joined = absent
         self._thread.start()
 
     def channel(self, lane: int) -> Channel | None:
         return self._channels.get(lane) if self.running.is_set() else None
 
-    def freed(self, claims: Sequence[Claim]) -> None:
-        """Record that these events are no longer held."""
-        if claims:
+    def freed(self, count: int) -> None:
+        """Record that so many events are no longer held."""
+        if count:
             with self._room:
-                self._held_bytes -= self._events.size(claims, _OVERHEAD_BYTES)
-                self._held_events -= len(claims)
+                self._held_events -= count
                 self._room.notify_all()
 
     def absent(self) -> Collection[int]:
@@ -301,21 +267,18 @@ class _Session:
         slot.check(slot.look())
         # After the check that the encoding is UTF8: the samples are not valid in every encoding.
         slot.check_hash()
-        self._check_messages(slot.look())
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
         self._await_all(slot)
         while True:
             state = slot.look()
             slot.check(state)
-            slot.check_timeline(state, replication, self._resume_lsn)
+            slot.check_timeline(state, replication, self._published_lsn)
             if state.timeline_now is None or state.timeline_now != self._timeline:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
-            if self._asks_history:
-                self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
             self._told = state.flushed_lsn or 0
-            self._events.begin(state.events_oid, state.opened_xid or 0, lambda: slot.check(slot.look()), slot.snapshot)
+            self._events.begin(state.events_oid, lambda: slot.check(slot.look()))
             if state.active_pid is None:
                 try:
                     replication.start(self._names.slot, self._names.publication)
@@ -330,16 +293,6 @@ class _Session:
             slot.terminate_reader()
             self._stopping.wait(0.02)
         failpoint("stream.started")
-
-    def _check_messages(self, state: SlotState) -> None:
-        """Raise ConfigurationError if messages were published before, but would become dead letters from now on."""
-        if self._limits.messages or self._limits.refuses_messages or state.message_at is None:
-            return
-        raise ConfigurationError(
-            "this outbox has events without a row (transport='message'; the last was published at "
-            f"{state.message_at.isoformat(timespec='seconds')}), and OUTBOX_WAL__MESSAGES is not set: true publishes "
-            "them, false makes dead letters of them"
-        )
 
     def _await_all(self, slot: Slot) -> None:
         """After a failover, wait for the lanes that have not joined.
@@ -369,7 +322,7 @@ class _Session:
 
     def _has_room(self) -> bool:
         with self._room:
-            if self._held_events < self._limits.max_events and self._held_bytes < self._limits.max_bytes:
+            if self._held_events < self._limits.max_events:
                 self._full_since = None
                 return True
             self._room.wait(_WAIT_SECONDS)
@@ -402,11 +355,10 @@ class _Session:
 
     def _hand_on(self) -> None:
         new, self._events.new = self._events.new, {}
-        for lane, claims in new.items():
+        for lane, events in new.items():
             with self._room:
-                self._held_events += len(claims)
-                self._held_bytes += self._events.size(claims, _OVERHEAD_BYTES)
-            self._channels[lane].put(claims)
+                self._held_events += len(events)
+            self._channels[lane].put(events)
         if new:
             with self._arrived:
                 self._arrived.notify_all()
@@ -429,9 +381,8 @@ class _Session:
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
             flushed, at, _ = self._ends.popleft()
         if flushed > self._told:
-            slot.note(flushed, at, messages=self._events.messages_seen)
+            slot.note(flushed, at)
             failpoint("stream.noted")
-            self._events.messages_seen = False
             self._told = flushed
             self._moved_at = time.monotonic()
         else:

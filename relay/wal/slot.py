@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import sql
 
-from outbox import _message
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
 from relay.database import unavailable_on_error
@@ -29,8 +28,7 @@ from relay.wal.replication import Replication, lsn_text
 
 RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
 REPAIR: Final = (
-    "run `outbox cdc setup --repair --reason '…'`: the table is read once, and then the slot again; a new one, where "
-    "this one has not all"
+    "run `outbox cdc setup --repair --reason '…'`: it makes a new slot, and the table is read once before it"
 )
 
 _WAL_REMOVED: Final = "WAL that was not read is dropped (see max_slot_wal_keep_size)"
@@ -52,8 +50,8 @@ _VERSION: Final = """
 
 _LOOK: Final = """
 SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
-       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.message_at,
-       b.publication_version, {version} AS publication_version_now,
+       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.publication_version,
+       {version} AS publication_version_now,
        (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
                AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
                      WHERE a.attrelid = r.prrelid AND a.attnum = ANY(r.prattrs))
@@ -73,7 +71,7 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        CASE WHEN NOT pg_is_in_recovery()
             THEN {timeline} END AS timeline_now,
        to_regclass(%(events)s)::oid::bigint AS events_oid,
-       (SELECT c.system_identifier::text FROM pg_control_system() AS c) AS system_identifier_now, b.opened_xid,
+       (SELECT c.system_identifier::text FROM pg_control_system() AS c) AS system_identifier_now,
        to_jsonb(s) ->> 'invalidation_reason' AS invalidation_reason
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
@@ -95,8 +93,7 @@ SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
 
 # Synchronous: the slot must not be advanced beyond a checkpoint that a crash could lose.
 _NOTE: Final = """
-UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp()),
-       message_at = CASE WHEN %(messages)s THEN clock_timestamp() ELSE message_at END
+UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp())
  WHERE slot = %(slot)s::text AND publication_version = {version} AND {holds}
 RETURNING slot, set_config('synchronous_commit', 'on', true)"""
 
@@ -107,9 +104,6 @@ _TIMELINE: Final = "UPDATE {streams} SET timeline = %(timeline)s WHERE slot = %(
 _HEARTBEAT: Final = """
 SELECT pg_logical_emit_message(false, %(prefix)s, '')
  WHERE pg_current_wal_insert_lsn() - '0/0'::pg_lsn > %(lsn)s::numeric + %(bytes)s"""
-
-NO_TRANSACTION: Final = 0
-"""The transaction id of events outside of transactions, which are visible at once."""
 
 _SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
 
@@ -123,7 +117,6 @@ class SlotState(NamedTuple):
     system_identifier: str | None
     timeline: int | None
     flushed_lsn: int | None
-    message_at: dt.datetime | None
     publication_version: str | None
     publication_version_now: str | None
     publishes: bool | None
@@ -143,7 +136,6 @@ class SlotState(NamedTuple):
     timeline_now: int | None
     events_oid: int | None
     system_identifier_now: str
-    opened_xid: int | None
     invalidation_reason: str | None
 
     @property
@@ -227,12 +219,12 @@ class Slot:
         if problem is not None:
             raise problem
 
-    def check_timeline(self, state: SlotState, replication: Replication, resume_lsn: int) -> None:
+    def check_timeline(self, state: SlotState, replication: Replication, published_lsn: int) -> None:
         """Raise StreamLost if this is another server, or its timeline left ours before the last published event.
 
         Raises Unavailable when the two connections lead to different servers.
 
-        ``resume_lsn`` is the furthest position of all lanes and markers. Records a new timeline that has everything.
+        ``published_lsn`` is the furthest position of all lanes and markers. Records a new timeline that has everything.
         """
         identity, now = replication.identify()
         if identity != state.system_identifier:
@@ -248,7 +240,7 @@ class Slot:
             return
         # Two of these are where a commit record begins. A record that begins where the timelines diverged is not in
         # this history.
-        furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, resume_lsn + 1)
+        furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, published_lsn + 1)
         left = [switch.lsn for switch in replication.switches(now) if switch.timeline == state.timeline]
         if not left or left[0] < furthest:
             where = lsn_text(left[0]) if left else "an unknown place"
@@ -277,13 +269,13 @@ class Slot:
         with unavailable_on_error("ending the slot's last reader"):
             self._connection.execute(self._terminate, self._bound)
 
-    def note(self, flushed_lsn: int, at: dt.datetime | None, *, messages: bool) -> None:
+    def note(self, flushed_lsn: int, at: dt.datetime | None) -> None:
         """Record durably how far the stream is used. Raises StreamLost when the publication has changed.
 
         ``at`` is the commit time of the last transaction (now, if None). Raises Unavailable when the lanes are not
         ours.
         """
-        values = {"lsn": flushed_lsn, "at": at, "messages": messages, **self._bound}
+        values = {"lsn": flushed_lsn, "at": at, **self._bound}
         with unavailable_on_error("noting how far the stream is used"):
             noted = self._connection.execute(self._note, values).fetchone()
         if noted is None:
@@ -300,10 +292,6 @@ class Slot:
         if row is None or not row[0]:
             raise DatabaseUnavailable("the stream's lanes are another relay's now")
 
-    def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
-        return current_snapshot(self._connection)
-
     def heartbeat(self, told_lsn: int) -> None:
         """Write a message that comes back through the stream, if other WAL was written meanwhile."""
         values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": told_lsn, "bytes": IDLE_BYTES}
@@ -313,7 +301,7 @@ class Slot:
 
 def heartbeat_prefix(schema: str) -> str:
     """Return the prefix of heartbeats in the WAL."""
-    return f"{_message.message_prefix(schema)}.heartbeat"
+    return f"outbox.{schema}.heartbeat"
 
 
 def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
@@ -393,15 +381,9 @@ class Snapshot:
         self._xmin, self._xmax = int(xmin), int(xmax)
         self._running = frozenset(map(int, running.split(","))) if running else frozenset()
 
-    def full(self, xid: int) -> int:
-        """Return the 64-bit id of the transaction with this 32-bit id."""
-        # The epoch that brings it nearest to xmax: a transaction that is being decoded is at most 2^31 transactions
-        # old.
-        return self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
-
     def sees(self, xid: int) -> bool:
         """Return whether the transaction with this 32-bit id is visible."""
-        if xid == NO_TRANSACTION:
-            return True
-        full = self.full(xid)
+        # The epoch that brings it nearest to xmax: a transaction that is being decoded is at most 2^31 transactions
+        # old.
+        full = self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
         return full < self._xmin or (full < self._xmax and full not in self._running)

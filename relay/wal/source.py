@@ -1,16 +1,15 @@
 """The WAL source: reads a worker's lanes from the stream, or from the table where the stream can't serve a lane.
 
 The stream has the events and their order; their contents are read from their rows. So an event of the stream is
-published only when it is visible in Postgres: its row exists (or, without a row, its transaction is visible). A commit
-is in the WAL before it is visible, and with synchronous replication it stays invisible until a standby has it: until
-then a failover could undo it. A row that does not exist although its transaction is visible has been published, or
-deleted. So events that the stream repeats, or that were published from the table, are sent once.
+published only when its row is visible in Postgres. A commit is in the WAL before it is visible, and with synchronous
+replication it stays invisible until a standby has it: until then a failover could undo it. A row that does not exist
+although its transaction is visible has been published, or deleted. So events that the stream repeats, or that were
+published from the table, are sent once.
 
 | state     | events come from                       | events of the stream are                                       |
 |-----------|----------------------------------------|----------------------------------------------------------------|
-| streaming | the stream, in commit order            | published, settled by row and position                         |
-| table     | the table, as polling reads it         | dropped when visible: their rows are in the table. Those       |
-|           |                                        | without a row are written to the table                         |
+| streaming | the stream, in commit order            | published, and settled by their rows                           |
+| table     | the table, as polling reads it         | dropped when visible: their rows are in the table              |
 | catching  | the table, up to the highest id that   | kept; the first of them follows when the table has nothing up  |
 | up        | was visible when dropping stopped      | to that id                                                     |
 
@@ -26,7 +25,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, assert_never
 
 import structlog
@@ -36,11 +34,10 @@ from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.marker import Identity, Marker
 from relay.polling.source import PollingSource
-from relay.ports import Claim, Fetched, Kind, Published, Receipt
-from relay.position import up_to
+from relay.ports import Claim, Fetched, Kind, Receipt
 from relay.retries import Failures
 from relay.settlement import UnsettledBatch, lanes_text
-from relay.statements import lease_values, position
+from relay.statements import lease_values
 from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
@@ -48,7 +45,7 @@ from relay.wal.from_table import TableReader
 from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
-from relay.wal.settling import StreamSettling
+from relay.wal.settling import StreamSettling, positions
 
 log = structlog.get_logger("relay")
 
@@ -81,7 +78,7 @@ class StreamSource:
         self._pauses = Pauses()
         self._states = LaneStates(self._table, self._queries)
         self._settling = StreamSettling(self._table, self._queries, failures, on_dead)
-        parts = (self._lanes, self._table, self._queries, self._states, self._settling, self._pauses)
+        parts = (self._lanes, self._table, self._queries, self._states, self._pauses)
         self._stream_reader = StreamReader(*parts)
         self._table_reader = TableReader(*parts)
         self._absent = AbsentLanes(self._lanes, self._table, self._queries, stream)
@@ -105,12 +102,11 @@ class StreamSource:
         return self._table.store.identity(leases)
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle the rows that the marker names, and go on in the stream behind it."""
+        """Settle the rows that the marker names, and go on in the stream."""
         adopted, identity = self._table.store.adopt(lease, marker, own_id)
         lane = self._lanes[lease.lane]
-        lane.marker = adopted
-        lane.unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
-        # Events that were taken from the channel are read again, from behind the marker.
+        lane.published_lsn = 0 if adopted is None else adopted.commit_lsn or 0
+        # Events that were taken from the channel are read again.
         lane.channel, lane.batch = None, ()
         if not lane.streaming:
             lane.state = InTable()
@@ -136,7 +132,7 @@ class StreamSource:
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Leave these lanes to the table, as far as nothing is lost; see AbsentLanes."""
+        """Leave these lanes to the table; see AbsentLanes."""
         self._absent.numbers = lanes
 
     def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
@@ -147,9 +143,8 @@ class StreamSource:
             return failed
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
-            placed = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._place)
-            each(self._lanes, placed, failed, self._leave_to_table)
-            self._absent.see_to([lane for lane in placed if lane not in failed])
+            left = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
+            self._absent.see_to(left)
         except Exception:
             self.flush(list(self._lanes))
             raise
@@ -169,10 +164,7 @@ class StreamSource:
             raise
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        """Record published events. Refused events move the lane to the table.
-
-        So does a batch of which the publisher has published nothing because it can't be published as it is.
-        """
+        """Record published events. Refused events move the lane to the table; so do events that were left out."""
         failed: dict[int, OutboxError] = {}
         from_table: dict[int, Receipt] = {}
         for number, lane in self._lanes.items():
@@ -183,7 +175,7 @@ class StreamSource:
                 if error is not None:
                     failed[number] = error
             elif receipt is not None:
-                from_table[number] = _of_rows(lane, receipt)
+                from_table[number] = receipt
         return failed | self._table.settle(from_table)
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
@@ -212,16 +204,8 @@ class StreamSource:
 
     def _fetch(self, limits: Mapping[int, int]) -> Fetched:
         failed = self._join([lane for lane in limits if self._lanes[lane].channel is None])
-        left = [number for number in limits if number not in failed]
-        placed = each(self._lanes, left, failed, self._place)
-        known = len(placed) == len(left)
-        ready = []
-        for number in placed:
-            channel = self._lanes[number].channel
-            assert channel is not None
-            known = known and channel.running
-            if not self._lanes[number].unplaced:
-                ready.append(number)
+        ready = [number for number in limits if number not in failed]
+        known = all(lane.channel is not None and lane.channel.running for lane in map(self._lanes.__getitem__, ready))
         if not known:
             self._say_who_is_absent()
         self._look_for_trouble([number for number in ready if self._lanes[number].streaming])
@@ -298,52 +282,21 @@ class StreamSource:
             if state is None:
                 failed[number] = self._states.lost(lane)
                 continue
-            streaming, commit_lsn, commit_number, failures, timeline = state
+            streaming, commit_lsn, failures, timeline = state
             lane.state = Streaming() if streaming else InTable()
-            resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
-            repeated = lane.published
-            if lane.marker is not None:
-                # Of published events behind the marker's position, those with rows are settled; the others are known by
-                # ids.
-                repeated = [event_id for _, event_id in lane.marker.without_row]
-            published = None
-            if lane.marker is not None and lane.marker.stream is not None:
-                published = lane.marker.timeline, lane.marker.stream.commit_lsn
-            lane.channel = self._stream.join(number, resume, repeated, timeline, published)
+            lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
             if lane.streaming and failures:
                 each(self._lanes, [number], failed, self._leave_stream)
         return failed
 
-    def _place(self, lane: StreamLane, channel: Channel) -> None:
-        """After a failover, record the marker's position of the lane, as soon as it is known to be valid here.
-
-        ``adopt`` could not: only the stream finds out how much of the old timeline is in this server's history. It must
-        be before the next batch, whose marker replaces the one that names the events without a row: from then on only
-        the position tells that they are published.
-        """
-        if not lane.unplaced:
-            return
-        if not channel.running:
-            channel.check()
-            return
-        assert lane.marker is not None
-        assert lane.marker.stream is not None
-        end = channel.ended(lane.marker.timeline)
-        if end is not None:
-            at = up_to(lane.marker.stream, end)
-            self._states.change(lane, self._queries.placed, **position(at))
-        lane.unplaced = False
-
     def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:
         self._states.flush(lane)
         self._states.leave_stream(lane)
-        channel.rewind((-1, -1), ())
+        channel.rewind()
         self._table.reader.read_all_again(lane.lease.lane)
 
     def _leave_to_table(self, lane: StreamLane, channel: Channel) -> None:
         """Keep a paused lane's events in the table."""
-        if lane.unplaced:
-            return
         match lane.state:
             case Streaming():
                 self._leave_stream(lane, channel)
@@ -354,24 +307,9 @@ class StreamSource:
                 pass
             case _:
                 assert_never(lane.state)
-        self._table_reader.drop(lane, channel)
+        self._table_reader.drop(channel)
 
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         known = self._lanes.get(lane)
         if known is not None and known.channel is not None:
-            known.channel.done([claim for claim in pending.claims if claim.at is not None])
-
-
-def _of_rows(lane: StreamLane, receipt: Receipt) -> Receipt:
-    """Return a receipt with only the events that have rows, and remember the others for a channel that is joined later.
-
-    A joined channel already knows them.
-    """
-    if all(claim.has_row for claim, _ in receipt.results):
-        return receipt
-    if lane.channel is None:
-        results: Sequence[tuple[Claim, Any]] = receipt.results
-        lane.published += [
-            claim.event_id for claim, outcome in results if not claim.has_row and isinstance(outcome, Published)
-        ]
-    return replace(receipt, results=[result for result in receipt.results if result[0].has_row])
+            known.channel.done(positions(pending.rows))

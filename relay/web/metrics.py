@@ -58,7 +58,7 @@ def slot_repairs(registry: CollectorRegistry) -> Counter:
     """Return the counter of the repairs that a relay has done by itself."""
     return Counter(
         "outbox_slot_repairs",
-        "Repairs of a lost slot that this process has done by itself; only with source=wal and wal.messages=false.",
+        "Repairs of a lost slot that this process has done by itself; only with source=wal.",
         registry=registry,
     )
 

@@ -45,10 +45,9 @@ class Place:
             to_wal(self.url, wal)
         else:
             self.settings |= {"source": "polling"}
-        self.slot = wal["wal__slot"] if way == WAYS[3] else None
 
     def load(self, **options):
-        return TwoKinds(self.url, self.kinds, self.slot, **options)
+        return TwoKinds(self.url, self.kinds, **options)
 
     def published(self, load):
         return Published(self.kafka, load, self.topics)
@@ -60,7 +59,7 @@ class Place:
         return look_up(self.url, "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")[0][0]
 
 
-# A lane in each way; the two other scopes where their rows, and where their messages, are left out differently.
+# A lane in each way; the two other scopes with each source.
 LANES = [(way, "lane") for way in WAYS]
 TOPICS = [(WAYS[0], "topic"), (WAYS[3], "topic")]
 EVERYTHING = [(WAYS[1], "all"), (WAYS[2], "all")]
@@ -156,7 +155,7 @@ def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, 
 def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
     """The event of a transaction that was open when the drain began, too."""
     url, scope = place.url, scope_named(which, place.topics)
-    outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
+    outbox = Outbox()
     with place.load() as load, psycopg.connect(url) as old, contextlib.ExitStack() as stack:
         outbox_relay(**place.settings)
         published = place.published(load)
@@ -190,7 +189,7 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
 def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
     """At the 3rd of its batches; another relay publishes the rest, and nothing that came later is published."""
     url, count = place.url, 25_000
-    outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
+    outbox = Outbox()
     point = "txn.committed" if place.settings["delivery"] == "exactly-once" else "batch.acknowledged"
     load = place.load()
     with psycopg.connect(url) as connection:

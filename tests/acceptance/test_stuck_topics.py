@@ -86,11 +86,9 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
         for kind in HEALTHY:
             create_topic(cluster, f"{kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
         settings: dict[str, Any] = {"delivery": delivery, "source": source, "name": topics.name("outbox")}
-        messages: dict[str, Any] = {}
         if source == "wal":
             slot = settings["name"].replace("-", "_")
-            messages = {"transport": "message", "slot": slot}
-            settings |= {"wal__slot": slot, "wal__messages": True}
+            settings |= {"wal__slot": slot}
             to_wal(url, settings)
         settings |= {"bootstrap_servers": cluster.bootstrap_servers, "log_format": "json"}
         settings |= {"relay__lease_seconds": 9, "relay__batch_size": 200}
@@ -119,8 +117,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
                 )
                 assert look_up(url, lowest, kinds[STUCK]) == [(LANES, True)]
             [(highest,)] = look_up(url, "SELECT max(id) FROM outbox.events")
-            add(url, events(kinds[STUCK], range(42, 44)), **messages)
-            # Those without a row are given one, to wait in.
+            add(url, events(kinds[STUCK], range(42, 44)))
             above = "SELECT count(*) FROM outbox.events WHERE id > %s"
             wait_until(lambda: look_up(url, above, highest) == [(80,)], what="events to wait in the table")
             [reason] = [line["reason"] for line in logged(relay, UNUSABLE) if line["topic"] == stuck]

@@ -1,8 +1,7 @@
-"""Failures, events without rows, and outages with the WAL as the source: real relays, Postgres, Kafka."""
+"""Failures, kills and outages with the WAL as the source: real relays, Postgres, Kafka."""
 
 from __future__ import annotations
 
-import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +14,11 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from failing_relays import QUICK, add, dead, event, headers, names, outbox, routes, rows
+from failing_relays import QUICK, add, dead, event, headers, names, routes, rows
 from support import Crashes, Load, await_stops, check, drained, order, wait_until
 from wal_support import done, more, streaming, to_wal, wal
 
-from outbox import Event, Outbox
 from outbox._app import migrate as db
-from outbox._message import message_prefix
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
 
@@ -81,33 +78,6 @@ def url(outbox_postgres, wal):
     return outbox_postgres.url
 
 
-class MixedLoad(Load):
-    """A load of which two keys in three are written as messages, and parts are rolled back to savepoints."""
-
-    def __init__(self, url: str, aggregate_type: str, slot: str, **options: Any) -> None:
-        super().__init__(url, aggregate_type, **options)
-        self._messages = Outbox(transport="message", slot=slot)
-
-    def _transaction(
-        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
-    ) -> None:
-        with connection.transaction():
-            for key in chance.sample(keys, chance.randint(1, 4)):
-                writer = outbox if int(key.rpartition("-")[2]) % 3 == 0 else self._messages
-                for rolled_back in (chance.random() < 0.1, False):
-                    with connection.transaction(force_rollback=rolled_back):
-                        row = connection.execute(
-                            "INSERT INTO business VALUES (%s, 1) "
-                            "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
-                            (key,),
-                        ).fetchone()
-                        writer.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
-            if chance.random() < 0.1:
-                self._stop.wait(0.03)
-            if chance.random() < 0.1:
-                raise psycopg.Rollback
-
-
 def used_up(load: Load, url: str, settings: dict[str, Any]) -> None:
     """End the load, and wait until the stream is used up to here and nothing is left in the table."""
     load.stop()
@@ -156,30 +126,25 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
     assert relay.running
 
 
-def test_what_is_no_event_and_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
+def test_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
     topic = outbox_kafka.create_topic(outbox_kafka.name("orders"))
     relay = outbox_relay(env=routes(Order=topic), relay__archive_days=7, **wal)
     wait_until(lambda: streaming(url), 30, "the lane to stream")
     add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
     sent = outbox_kafka.consume(topic, 3)
-    rows(url, "SELECT pg_logical_emit_message(true, %s, 'no event')", message_prefix("outbox"))
     archived = 'SELECT event_type, topic, partition, "offset" FROM outbox.published ORDER BY id'
     wait_until(lambda: len(rows(url, archived)) == 3, what="the archive")
     assert rows(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
-    relay.wait_for_log("event is a dead letter now")
-    (failure,) = outbox(url, "dead-letters", "list")["failures"]
-    assert (failure["aggregate_type"], failure["state"]) == ("unreadable-message", "dead")
     done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
     again = outbox_kafka.consume(topic, 5)[3:]
     assert names(again) == ["a1", "a2"]
     assert [headers(each)["ce_id"] for each in again] == [headers(sent[0])["ce_id"], headers(sent[2])["ce_id"]]
     assert all("outbox-replay" in headers(each) for each in again)
-    outbox(url, "dead-letters", "discard", failure["event_id"], "--reason", "test")
     assert streaming(url)
     assert relay.running
 
 
-# --- events without rows ---------------------------------------------------------------------------------------------
+# --- kills -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,15 +155,13 @@ def test_what_is_no_event_and_a_replay_from_the_archive(url, outbox_kafka, outbo
     ],
     ids=DELIVERIES,
 )
-def test_messages_and_rows_when_relays_are_killed(
-    outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, points
-):
+def test_relays_killed_at_each_step(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, points):
     """Each relay takes over from one that was killed, and is killed at the next step itself."""
     url, (kind, topic) = outbox_postgres.url, order
     settings = wal | {"delivery": delivery, "wal__heartbeat_seconds": 0.2, "relay__lease_seconds": 20}
     to_wal(url, settings)
     crashes = Crashes(url, kind, settings["relay__batch_size"])
-    with MixedLoad(url, kind, settings["wal__slot"]) as load:
+    with Load(url, kind) as load:
         for point in points:
             nth = 1 if point.startswith(("takeover", "stream")) else 5
             relay = outbox_relay(env={VARIABLE: f"{point}=kill@{nth}"}, **settings)
@@ -211,27 +174,26 @@ def test_messages_and_rows_when_relays_are_killed(
     if delivery == "exactly-once":
         assert repeats == 0
     else:
-        # A message is forgotten by the slot alone, which hears of it within a second; its position is settled with the
-        # batch. So it is repeated as a row is: at most a batch of each lane.
+        # At most a batch of each lane.
         after = dict(zip(points, crashes.repeats(messages), strict=True))
         assert sum(after.values()) == repeats
         assert after["batch.acknowledged"] > 0, after
 
 
 def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
-    """Dead letters that are put back send their lanes to the table, where messages become rows; and so each time."""
+    """Dead letters that are put back send their lanes to the table, and so each time."""
     url, (kind, topic) = outbox_postgres.url, order
     settings = QUICK | wal | {"delivery": "exactly-once", "failures__max_attempts": 1, "wal__heartbeat_seconds": 0.2}
     environment = routes(**{kind: topic}) | {"OUTBOX_FAILURES__ON_FAILURE": "skip"}
     to_wal(url, settings)
-    with MixedLoad(url, kind, settings["wal__slot"]) as load, psycopg.connect(url, autocommit=True) as connection:
+    with Load(url, kind) as load, psycopg.connect(url, autocommit=True) as connection:
         desk = DeadLetters(connection, "outbox")
         relay = outbox_relay(env=environment, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         add(url, *(event("Nowhere", f"{key}1") for key in "abcdefgh"))
         wait_until(lambda: len(dead(url)) == 8 and streaming(url), 30, "dead letters")
         relay.kill()
-        for point in ("stream.left", "stream.spilled", "failure.recorded", "stream.entered"):
+        for point in ("stream.left", "failure.recorded", "stream.entered"):
             desk.retry(Selection())
             relay = outbox_relay(env=environment | {VARIABLE: f"{point}=kill@2"}, **settings)
             assert relay.wait(40) == -signal.SIGKILL, point
@@ -239,34 +201,6 @@ def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, o
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         used_up(load, url, settings)
     assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outbox_kafka, outbox_relay, wal):
-    """What a marker says of events without rows is a position, with no gaps: the next marker would forget them."""
-    late, good = outbox_kafka.name("late"), outbox_kafka.create_topic(outbox_kafka.name("good"))
-    settings = KEEPS_TRYING | wal | {"delivery": "exactly-once", "create_topics": False}
-    environment = routes(Late=late, Good=good)
-
-    def killed(point: str) -> None:
-        relay = outbox_relay(env=environment | {VARIABLE: f"{point}=kill"}, **settings)
-        assert relay.wait(40) == -signal.SIGKILL
-
-    relay = outbox_relay(env=environment, **settings)
-    wait_until(lambda: streaming(url), 30, "the lane to stream")
-    relay.terminate()
-    assert relay.wait() == 0
-    with psycopg.connect(url) as connection:
-        messages = Outbox(transport="message", slot=settings["wal__slot"])
-        messages.add_many(connection, [event("Late", "a1"), event("Good", "b1")])
-    killed("txn.committed")
-    outbox_kafka.create_topic(late)
-    killed("stream.noted")
-    outbox_relay(env=environment, **settings)
-    add(url, event("Good", "b2"))
-    assert names(outbox_kafka.consume(good, 2)) == ["b1", "b2"]
-    assert names(outbox_kafka.consume(late, 1)) == ["a1"]
-    drained(url)
-    assert names(outbox_kafka.consume(good)) == ["b1", "b2"]
 
 
 # --- one lane --------------------------------------------------------------------------------------------------------
@@ -326,7 +260,6 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
     topic = topics.create_topic("order-events", 3)
     settings = {
         "source": "wal",
-        "wal__messages": True,
         "name": "away",
         "wal__slot": "away",
         "delivery": "exactly-once",
@@ -345,7 +278,7 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
         "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
     )
-    with MixedLoad(url, "Order", "away") as load:
+    with Load(url, "Order") as load:
         more(load, 50)
         cluster.kill_broker(0)
         # Four batches of each lane are held.

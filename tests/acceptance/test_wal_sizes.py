@@ -57,18 +57,17 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize(("count", "message"), [(200, False), (100, True)], ids=["rows", "messages"])
-def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, count, message):
+def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery):
     url, (kind, topic) = outbox_postgres.url, order
     to_wal(url, wal)
     # What takes long here are the large events: neither their turn nor its lease is to run out meanwhile.
     relay = outbox_relay(**wal | {"delivery": delivery, "relay__lease_seconds": 30})
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
     said = len(relay.log())
-    outbox = Outbox(transport="message", slot=wal["wal__slot"]) if message else Outbox()
+    count = 200
     with psycopg.connect(url) as connection:
         for number in range(count):
-            outbox.add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
+            Outbox().add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
             connection.commit()
     with psycopg.connect(url, autocommit=True) as connection:
         (target,) = connection.execute("SELECT pg_current_wal_lsn()").fetchone()

@@ -51,7 +51,7 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
     with Load(url, kind) as load:
         for point in points:
             for source, other in (("wal", "polling"), ("polling", "wal")):
-                switch(url, settings, source, leave_messages=True)
+                switch(url, settings, source)
                 if point.startswith("stream") and source == "polling":
                     point = "takeover.settled"
                 victim = outbox_relay(env={VARIABLE: f"{point}=kill"}, **settings | {"source": source})
@@ -60,9 +60,9 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
                 more(load, 60)
                 wait_until(lambda heir=heir: "acquired" in heir.log(), 20, "the heir to take over")
                 # Switched away while it works; killed before it has let go, or just after.
-                switch(url, settings, other, leave_messages=True)
+                switch(url, settings, other)
                 heir.kill()
-        switch(url, settings, "polling", leave_messages=True)
+        switch(url, settings, "polling")
         outbox_relay(**settings | {"source": "polling"})
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0

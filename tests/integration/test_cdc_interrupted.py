@@ -8,7 +8,6 @@ import pytest
 from cdc_shell import shell
 from wal_support import cdc
 
-from outbox import Event, Outbox
 from outbox.errors import SchemaError
 from relay.config import SourceKind
 from relay.operations.wal_setup import Cdc, CdcRefused
@@ -60,56 +59,23 @@ def test_a_setup_that_was_interrupted(shell, monkeypatch, killed_in, way_on):
 
 
 @pytest.mark.parametrize(
-    ("killed_in", "kept", "found"),
-    [
-        ("_drop_slot", False, None),
-        ("_make_slot", False, "is gone"),
-        ("_note", False, "advanced it or made it anew"),
-        ("_note", True, "was changed"),
-    ],
+    ("killed_in", "found"),
+    [("_drop_slot", None), ("_make_slot", "is gone"), ("_note", "advanced it or made it anew")],
 )
-def test_a_repair_that_was_interrupted(shell, monkeypatch, killed_in, kept, found):
+def test_a_repair_that_was_interrupted(shell, monkeypatch, killed_in, found):
     """Relays stop, or nothing has changed yet; run again it is done."""
     with cdc(shell.url, {"wal__slot": shell.slot}) as commands:
         commands.setup()
         commands.switch(SourceKind.WAL)
-        if kept:
-            shell.admin.execute("ALTER PUBLICATION outbox_relay SET (publish = 'update')")
         with monkeypatch.context() as patch:
             killed_at(patch, killed_in)
             with pytest.raises(Killed):
-                commands.repair("first try", lose_messages=not kept)
+                commands.repair("first try")
         problem = commands.status().problem
         assert (problem is None) if found is None else (problem is not None and found in problem)
         commands.repair("second try")
         assert commands.status().problem is None
     assert shell.audit()[-1] == ("cdc repair", "second try")
-
-
-def test_a_new_slot_is_not_made_over_events_without_a_row(shell):
-    """A slot that is not whole may have some all the same; who repairs it says whether they may be lost."""
-    shell.done("cdc setup")
-    shell.done("relay switch", "wal")
-    shell.admin.execute("SELECT pg_drop_replication_slot(%s)", (shell.slot,))
-    _, output = shell.refused("relay switch", "polling")
-    assert "that the slot had not given are lost with it; use --leave-messages" in output
-    shell.admin.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (shell.slot,))
-    with shell.admin.transaction():
-        Outbox(transport="message", slot=shell.slot).add(shell.admin, Event("Order", "1", "Said"))
-    repair = ("cdc setup", "--repair", "--reason", "somebody made it anew")
-    _, output = shell.refused(*repair)
-    assert "has to be replaced" in output
-    assert "it has 1, not all published" in output
-    assert (shell.slots(), shell.audit()[-1][0]) == (1, "switch to wal")
-    assert shell.refused("cdc setup", "--lose-messages")[0] == 2
-    assert "is new" in shell.done(*repair, "--lose-messages")
-    details = "SELECT details - 'slot' - 'publication' FROM outbox.audit ORDER BY id DESC LIMIT 1"
-    assert shell.query(details) == [({"slot_kept": False, "messages_lost_at_most": 1},)]
-    # Now it is whole: nothing is lost by another one.
-    with shell.admin.transaction():
-        Outbox(transport="message", slot=shell.slot).add(shell.admin, Event("Order", "1", "Said"))
-    assert "is kept, with all that is in it" in shell.done(*repair)
-    assert shell.query(details) == [({"slot_kept": True},)]
 
 
 def test_a_drop_that_was_interrupted(shell, monkeypatch):

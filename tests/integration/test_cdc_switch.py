@@ -1,18 +1,15 @@
-"""``outbox relay switch`` there and back, with events of both kinds under way."""
+"""``outbox cdc`` on a server without room for a slot, and on older tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import orjson
 import psycopg
 import pytest
 from cdc_shell import shell
-from support import order, wait_until
-from wal_support import cdc, streaming, wal
+from support import order
+from wal_support import wal
 
-from outbox import Event, Outbox
-from relay.config import SourceKind
 from relay.operations.wal_setup import Cdc, CdcRefused
 from relay.wal.slot import SlotNames
 
@@ -37,60 +34,13 @@ def test_no_slot_left_on_the_server(shell, monkeypatch):
         Cdc(Full(), SlotNames("outbox", shell.slot, "outbox_relay")).setup()
 
 
-def test_back_to_polling_waits_for_events_without_a_row(shell, outbox_kafka, outbox_relay, wal, order):
-    kind, topic = order
-    url, outbox = shell.url, Outbox(transport="message", slot=wal["wal__slot"])
-    shell.slot = wal["wal__slot"]
-    settings = {"wal__slot": shell.slot}
-
-    def say(number: int) -> None:
-        with psycopg.connect(url) as writer:
-            outbox.add(writer, Event(kind, "key", "Said", {"n": number}))
-
-    with cdc(url, settings) as commands:
-        commands.setup()
-        commands.switch(SourceKind.WAL)
-        relay = outbox_relay(**wal)
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        relay.pause()
-        say(1)
-        # The first one: no checkpoint knows yet that there are such events, but the slot is being read.
-        with pytest.raises(CdcRefused, match="with source=wal get there first"):
-            commands.switch(SourceKind.POLLING, wait_seconds=0.3)
-        relay.resume()
-        say(2)
-        assert commands.switch(SourceKind.POLLING)
-        assert [orjson.loads(message.value())["n"] for message in outbox_kafka.consume(topic, 2)] == [1, 2]
-        assert commands.status().slot.message_at is not None
-        relay.wait_for_log("read from another source; this relay waits")
-        say(3)
-        # Nobody reads the WAL now: it can't get there, from either side.
-        commands.switch(SourceKind.WAL)
-        relay.kill()
-        with pytest.raises(CdcRefused, match="with source=wal get there first"):
-            commands.switch(SourceKind.POLLING, wait_seconds=0.3)
-        outbox_relay(**wal)
-        assert commands.switch(SourceKind.POLLING)
-        assert len(outbox_kafka.consume(topic, 3)) == 3
-        # A slot that is gone will never get there: that is what it says, and not to wait.
-        commands.switch(SourceKind.WAL)
-    for process in outbox_relay._started:
-        if process.running:
-            process.kill()
-    look = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
-    wait_until(lambda: not shell.query(look, shell.slot)[0][0], 10, "the slot to be free")
-    shell.query("SELECT pg_drop_replication_slot(%s)", shell.slot)
-    with cdc(url, settings) as commands, pytest.raises(CdcRefused, match="is gone"):
-        commands.switch(SourceKind.POLLING)
-
-
 def test_a_downgrade_does_not_forget_the_slot(shell):
     shell.done("cdc setup")
     shell.done("relay switch", "wal")
     _, output = shell.refused("db downgrade", "base")
     assert "outbox.streams still has rows" in output
     assert "outbox cdc drop" in output
-    shell.done("relay switch", "polling", "--leave-messages")
+    shell.done("relay switch", "polling")
     shell.done("cdc drop", "--slot", shell.slot)
     shell.done("db downgrade", "base")
     for command in (("cdc status",), ("cdc setup",), ("relay switch", "wal")):

@@ -211,27 +211,9 @@ def test_who_could_pose_as_the_relay(outbox_postgres, outbox_kafka):
         try:
             level, text = found(given)[f"role {role}"]
             assert (level, "may set from_relay" in text) == (Level.WARNING, True)
-            for statement in grants([(Kind.WRITER, role)], "outbox", "consumer", wal=False, messages=False):
+            for statement in grants([(Kind.WRITER, role)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             assert f"role {role}" not in found(given)
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
-
-
-def test_messages_that_everybody_may_write(outbox_postgres, outbox_kafka):
-    role = f"writer_{outbox_postgres.name}"
-    off, on = (settings(outbox_postgres, outbox_kafka, wal={"messages": messages}) for messages in (False, True))
-    assert "messages" not in found(off)
-    assert found(on)["messages"][0] is Level.WARNING
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {}").format(sql.Identifier(role)))
-        try:
-            db.grant(
-                outbox_postgres.url,
-                list(grants([(Kind.WRITER, role)], "outbox", "consumer", wal=False, messages=True)),
-                messages=True,
-            )
-            assert "messages" not in found(on)
         finally:
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
@@ -381,16 +363,6 @@ def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
         assert found(wal)[f"{about}, lanes"][1].startswith("lane 2: read from the table")
         connection.execute("UPDATE outbox.lanes SET streaming = true")
         assert f"{about}, lanes" not in found(wal)
-        # Messages that were published once, and a relay that would take none from now on.
-        assert "messages" not in found(wal)
-        connection.execute("UPDATE outbox.streams SET message_at = now()")
-        off, on = ({"slot": slot, "messages": value} for value in (False, True))
-        assert found(wal)["messages"][0] is Level.FAILURE
-        assert "does not start" in found(wal)["messages"][1]
-        told = found(settings(outbox_postgres, outbox_kafka, source="wal", wal=off))["messages"]
-        assert (told[0], "dead letters" in told[1]) == (Level.WARNING, True)
-        told = found(settings(outbox_postgres, outbox_kafka, source="wal", wal=on)).get("messages", (None, ""))
-        assert "dead letters" not in told[1]
         connection.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", (slot,))
         level, text = found(wal)[about]
         assert level is Level.FAILURE
@@ -497,7 +469,7 @@ def roles(outbox_postgres):
         def make(kind: Kind) -> str:
             made.append(f"{kind}_{outbox_postgres.name}")
             admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
-            for statement in grants([(kind, made[-1])], "outbox", "consumer", wal=True, messages=False):
+            for statement in grants([(kind, made[-1])], "outbox", "consumer", wal=True):
                 admin.execute(statement)
             return outbox_postgres.url.replace("postgres@", f"{made[-1]}@")
 

@@ -364,7 +364,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         sink.partition(day)
     sink.run(f"CREATE ROLE {role} LOGIN")
     try:
-        for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False, messages=False):
+        for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False):
             sink.run(statement)
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
         consumer = Store(url, "consumer", "g", "test")

@@ -232,7 +232,7 @@ def test_a_consumers_role_is_enough(outbox_postgres):
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE ROLE {}").format(sql.Identifier(role)))
         try:
-            for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False, messages=False):
+            for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False):
                 admin.execute(statement.encode())
             with admin.transaction():
                 admin.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(role)))

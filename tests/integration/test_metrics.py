@@ -181,6 +181,7 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
     wait_until(lambda: streaming(url), 30, "the lanes to stream")
     wait_until(lambda: float(shown().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
     assert set(shown()) == {
+        "outbox_slot_repairs_total",
         "outbox_slot_retained_wal_bytes",
         "outbox_slot_retained_wal_over_limit",
         "outbox_slot_safe_wal_bytes",

@@ -105,7 +105,7 @@ def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
         admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
         try:
             name = f"operator_{outbox_postgres.name}"
-            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False, messages=False):
+            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             with psycopg.connect(url, user=name, autocommit=True) as mine:
                 may_write = Router().may_write
@@ -493,21 +493,6 @@ def test_a_key_behind_a_dead_letter_holds_the_drain_and_is_named(outbox_postgres
         (left,) = draining.look().values()
     assert not left.drained
     assert any("dead letters block keys of lane" in cause for cause in left.causes)
-
-
-def test_while_lanes_are_read_from_the_wal_the_slot_must_pass(url):
-    """An operator has no right to write a heartbeat; the relay's own ones do it then."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 3")
-        with Draining(url, ALL) as draining:
-            for _ in range(2):
-                (left,) = draining.look().values()
-                assert (left.drained, left.causes[-1]) == (
-                    False,
-                    "the replication slot has not passed the drain's position",
-                )
-            connection.execute("UPDATE outbox.lanes SET source = 'polling'")
-            assert draining.drained()
 
 
 def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):

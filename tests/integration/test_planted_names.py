@@ -158,13 +158,13 @@ def test_grants_printed_and_applied(hostile):
         connection.execute(f"CREATE ROLE {made} LOGIN")
         try:
             roles = [f"{kind}={made}" for kind in Kind]
-            printed = outbox("db", "roles", *roles, "--wal", "--messages")
+            printed = outbox("db", "roles", *roles, "--wal")
             assert printed.startswith("SET search_path = pg_catalog;")
             # Blocks of code are safe by themselves too.
-            for statement in grants([(kind, made) for kind in Kind], "outbox", "consumer", wal=True, messages=True):
+            for statement in grants([(kind, made) for kind in Kind], "outbox", "consumer", wal=True):
                 connection.execute(statement)
             connection.execute(printed)
-            outbox("db", "roles", *roles, "--wal", "--messages", "--apply")
+            outbox("db", "roles", *roles, "--wal", "--apply")
         finally:
             connection.execute(f"REASSIGN OWNED BY {made} TO CURRENT_USER; DROP OWNED BY {made}; DROP ROLE {made}")
 
@@ -214,17 +214,6 @@ def test_writers_and_once(hostile, admin):
 
     asyncio.run(with_asyncpg())
     assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (13,)
-
-
-@pytest.mark.parametrize("lock_key", [False, True])
-def test_messages(hostile, admin, lock_key):
-    slot = f"slot_{hostile.name}"
-    admin.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
-    try:
-        with hostile.connect() as connection:
-            Outbox(transport="message", slot=slot).add_many(connection, events(), lock_key=lock_key)
-    finally:
-        admin.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
 
 
 def test_any_program_that_inserts(hostile, admin):

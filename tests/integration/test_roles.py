@@ -34,7 +34,7 @@ def block(title: str) -> set[str]:
 
 def printed(*kinds: Kind, wal: bool = False) -> set[str]:
     chosen = [(kind, f"outbox_{kind}") for kind in kinds]
-    return plain(grants(chosen, "outbox", "consumer", wal=wal, messages=False))
+    return plain(grants(chosen, "outbox", "consumer", wal=wal))
 
 
 def test_the_docs_list_what_the_command_prints():
@@ -71,10 +71,8 @@ def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_post
     for kind in ("writer", "relay", "operator", "page"):
         assert f'GRANT USAGE ON SCHEMA "outbox" TO "outbox_{kind}";' in text
     assert "outbox_consumer" not in text
-    assert "pg_logical_emit_message" not in text
     assert "REPLICATION" not in text
     assert "ALTER ROLE" in run(outbox_postgres, OUTBOX_SOURCE="wal")
-    assert "pg_logical_emit_message" in run(outbox_postgres, OUTBOX_WAL__MESSAGES="true")
     writer = roles("writer")
     run(outbox_postgres, f"writer={writer}")
     with psycopg.connect(outbox_postgres.url, user=writer) as connection:
@@ -106,40 +104,6 @@ def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(insert.format(", from_relay", headers, ", true"))
         connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
-
-
-def test_messages_are_the_writers_and_the_relays_alone(outbox_postgres, roles):
-    writer, relay, other = roles("writer"), roles("relay"), roles("other")
-    emit = "SELECT pg_logical_emit_message(false, 'p', {})"
-    run(outbox_postgres, f"writer={writer}", f"relay={relay}", "--messages", "--apply")
-    for role in (writer, relay):
-        with psycopg.connect(outbox_postgres.url, user=role) as connection:
-            connection.execute(emit.format("'text'"))
-            connection.execute(emit.format("'\\x00'::bytea"))
-    with psycopg.connect(outbox_postgres.url, user=other) as connection:
-        with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            connection.execute(emit.format("'text'"))
-
-
-def test_who_is_no_superuser_can_not_take_messages_away_from_others_and_is_told_so(outbox_postgres, roles):
-    owner, writer = roles("owner"), roles("writer")
-    with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(
-            sql.SQL(
-                "ALTER SCHEMA outbox OWNER TO {0}; ALTER TABLE outbox.events OWNER TO {0}; "
-                "ALTER TABLE outbox.scheduled OWNER TO {0}"
-            ).format(sql.Identifier(owner))
-        )
-    url = outbox_postgres.url.replace("postgres@", f"{owner}@")
-    line = run(outbox_postgres, f"writer={writer}", "--messages", "--apply", "--database-url", url, status=1)
-    assert "superuser" in line
-    assert line.count("\n") == 1
-    rights = "SELECT has_any_column_privilege(%s, 'outbox.events', 'INSERT')"
-    with outbox_postgres.connect(autocommit=True) as admin:
-        assert admin.execute(rights, (writer,)).fetchone() == (False,)
-        run(outbox_postgres, f"writer={writer}", "--apply", "--database-url", url)
-        assert admin.execute(rights, (writer,)).fetchone() == (True,)
-        admin.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(owner)))
 
 
 def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
@@ -176,11 +140,10 @@ def test_names_that_want_care(outbox_postgres, roles):
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
         try:
-            run(outbox_postgres, f"writer={name}", f"relay={name}", "--messages", "--apply")
-            assert admin.execute(
-                "SELECT has_function_privilege(%s, 'pg_logical_emit_message(boolean, text, text, boolean)', 'EXECUTE')",
-                (name,),
-            ).fetchone() == (True,)
+            run(outbox_postgres, f"writer={name}", f"relay={name}", "--apply")
+            assert admin.execute("SELECT has_table_privilege(%s, 'outbox.events', 'DELETE')", (name,)).fetchone() == (
+                True,
+            )
         finally:
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
 

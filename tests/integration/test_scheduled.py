@@ -101,13 +101,6 @@ def test_without_a_transaction_nothing_is_scheduled_or_cancelled(outbox_postgres
             Outbox().cancel(connection, uuid.uuid4())
 
 
-def test_a_writer_of_messages_schedules_rows(outbox_postgres):
-    """A message in the WAL can't wait. There need be no slot."""
-    with psycopg.connect(outbox_postgres.url) as connection:
-        Outbox(transport="message").add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now() + HOUR)
-    assert scheduled(outbox_postgres.url) == ["1"]
-
-
 def test_what_is_accepted_to_be_scheduled_is_accepted_as_an_event(outbox_postgres):
     """The same constraints. One row that events refuses would hold up all that are due."""
     query = """

@@ -72,8 +72,6 @@ def test_a_transaction_is_seen_when_the_snapshot_says_so(outbox_postgres):
         ("4294967290:4294967300:4294967295", 3, True),
         ("4294967290:4294967300:4294967297", 1, False),
         ("4294967290:4294967300:4294967295", 4, False),
-        # None is the id of no transaction, and nothing is to be waited for.
-        ("4026531840:4026531840:", 0, True),
     ],
 )
 def test_32_bits_are_enough(snapshot, xid, seen):

@@ -71,7 +71,6 @@ def test_the_events_have_the_context_of_the_span_of_their_write(outbox_postgres,
         assert own == {
             "outbox.aggregate.type": "Order",
             "outbox.event.type": "OrderPlaced",
-            "outbox.transport": "table",
         }
         assert span.status.status_code is StatusCode.UNSET
     # Children of the service's span; without one, a trace of its own.
@@ -89,19 +88,6 @@ def test_a_batch_of_several_types_names_none(outbox_postgres, spans):
         Outbox().add_many(connection, [Event("Order", "1", "Placed"), Event("Stock", "1", "Placed")])
     attributes = spans.one("create").attributes
     assert ("outbox.aggregate.type" in attributes, attributes["outbox.event.type"]) == (False, "Placed")
-
-
-def test_messages_without_rows_have_a_span_too(outbox_postgres, spans):
-    with outbox_postgres.connect() as connection:
-        slot = outbox_postgres.name
-        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
-        connection.commit()
-        try:
-            Outbox(transport="message", slot=slot).add(connection, event(1))
-            connection.rollback()
-        finally:
-            connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
-    assert spans.one("create").attributes["outbox.transport"] == "message"
 
 
 def test_a_write_that_fails_is_an_error_without_what_the_server_quotes(outbox_postgres, spans):

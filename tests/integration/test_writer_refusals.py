@@ -244,16 +244,6 @@ def test_the_limit_may_only_be_lowered():
             Outbox(max_event_bytes=limit)
 
 
-@pytest.mark.parametrize("outbox", [Outbox, AsyncOutbox])
-def test_transports_and_slots_that_are_none(outbox):
-    for transport in ("wal", "Message", "", None, ["table"]):
-        with pytest.raises(ConfigurationError, match="transport must be 'table' or 'message', not"):
-            outbox(transport=transport)
-    for slot in ("", "Outbox", "outbox-relay", "x" * 64, "x\n"):
-        with pytest.raises(ConfigurationError, match="is no name of a replication slot"):
-            outbox(transport="message", slot=slot)
-
-
 # --- the wrong event -------------------------------------------------------------------------------------------------
 
 

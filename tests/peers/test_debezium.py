@@ -239,7 +239,7 @@ def test_there_and_back_under_load(outbox_postgres, outbox_kafka, outbox_relay, 
         debezium.run("CREATE ROLE")
         name = debezium.start()
         wait_until(lambda: snapshot_is_over(debezium.worker, name), what="the snapshot to be over")
-        # Messages in the WAL are nothing to it, ours of an event without a row or anybody's.
+        # Messages in the WAL are nothing to it.
         with outbox_postgres.connect() as connection:
             connection.execute("SELECT pg_logical_emit_message(true, 'outbox', 'an event')")
             connection.execute("SELECT pg_logical_emit_message(false, 'outbox', 'a mark', true)")

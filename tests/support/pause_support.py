@@ -19,16 +19,15 @@ from relay.operations.drain import Drain, Left
 from relay.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.wal.lane_hash import lane_of
 
-WAYS = ("polling, at least once", "polling, exactly once", "WAL, rows", "WAL, messages")
+WAYS = ("polling, at least once", "polling, exactly once", "WAL, at least once", "WAL, exactly once")
 
 
 class TwoKinds(Load):
-    """A load whose keys belong to two aggregate types by turns. ``slot``: the events are messages."""
+    """A load whose keys belong to two aggregate types by turns."""
 
-    def __init__(self, url: str, kinds: tuple[str, str], slot: str | None = None, **options: Any) -> None:
+    def __init__(self, url: str, kinds: tuple[str, str], **options: Any) -> None:
         super().__init__(url, kinds[0], **options)
         self._kinds = kinds
-        self._outbox = Outbox() if slot is None else Outbox(transport="message", slot=slot)
 
     def _transaction(
         self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
@@ -41,7 +40,7 @@ class TwoKinds(Load):
                     (key,),
                 ).fetchone()
                 assert row is not None
-                self._outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
+                outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
             if chance.random() < 0.1:
                 self._stop.wait(0.03)
             if chance.random() < 0.1:

@@ -18,7 +18,6 @@ from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.database import Connector
 from relay.kafka.routing import OnFailure, Route, Router
-from relay.kafka.transactional import reached
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
 from relay.loop import LoopSettings, WorkerLoop
@@ -39,7 +38,6 @@ from relay.ports import (
     Sent,
     Unavailable,
 )
-from relay.position import WalPosition
 from relay.retries import FailurePolicy, Failures
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
@@ -109,7 +107,7 @@ class Producer:
                 self._store.adopt(lease, self._kafka.markers[lease.lane], "me")
         return failed
 
-    def _marker(self, lane: int, batch: int, sent: Sequence[Claim], up_to: WalPosition | None = None) -> Marker:
+    def _marker(self, lane: int, batch: int, sent: Sequence[Claim]) -> Marker:
         lease, identity = self._joined[lane]
         return Marker(
             batch,
@@ -118,7 +116,7 @@ class Producer:
             identity.timeline,
             tuple(claim.position for claim in sent),
             tuple(claim.event_id for claim in sent),
-            up_to,
+            sent[-1].at.commit_lsn if sent and sent[-1].at else None,
         )
 
     def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
@@ -143,19 +141,12 @@ class Producer:
     def _in_one_transaction(self, batches: Batches) -> Sent:
         kafka = self._kafka
         divided = {lane: self._divided(claims) for lane, claims in batches.items()}
-        gaps = [
-            lane
-            for lane, claims in batches.items()
-            if len(divided[lane][0]) < len(claims) and any(not claim.has_row for claim in claims)
-        ]
-        if any(sent for sent, _, _ in divided.values()) and gaps:
-            return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         receipts = {}
         for lane, (sent, refused, left_out) in divided.items():
             batch = None
             if sent:
                 batch = kafka.markers[lane].batch + 1
-                kafka.markers[lane] = self._marker(lane, batch, sent, reached(batches[lane], sent))
+                kafka.markers[lane] = self._marker(lane, batch, sent)
                 kafka.published += sent
             receipts[lane] = Receipt([(claim, PUBLISHED) for claim in sent] + refused, batch, left_out=left_out)
         if failure := kafka.fail("after"):
@@ -358,19 +349,14 @@ class Outboxed:
             self.stream.close()
             self.stream = None
 
-    def add(self, *names: str, message: bool = False, commit: bool = True, kind: str = "Order") -> None:
+    def add(self, *names: str, commit: bool = True, kind: str = "Order") -> None:
         """Write events called key-number, as in a1, in one transaction."""
         with psycopg.connect(self.url) as connection:
-            Outbox(**self.transport(message=message)).add_many(
-                connection, [Event(kind, name[0], name, {"n": name}) for name in names]
-            )
+            Outbox().add_many(connection, [Event(kind, name[0], name, {"n": name}) for name in names])
             if not commit:
                 connection.rollback()
         for name in names if commit else ():
             self.written[name[0]].append(name)
-
-    def transport(self, *, message: bool) -> dict[str, Any]:
-        return {"transport": "message", "slot": self.names.slot} if message else {}
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         return self.admin.execute(query, values).fetchall()
@@ -385,12 +371,12 @@ class Outboxed:
         assert self.stream is not None
         return self.stream._session
 
-    def held_back(self) -> tuple[int, int]:
-        return self.session()._held_events, self.session()._held_bytes
+    def held_back(self) -> int:
+        return self.session()._held_events
 
     def nothing_left(self) -> None:
         """Nothing is held of the stream, not even a note."""
-        assert self.held_back() == (0, 0)
+        assert self.held_back() == 0
         for channel in self.session()._channels.values():
             assert (list(channel._taken), list(channel._waiting), channel._settled) == ([], [], set())
 
@@ -427,19 +413,6 @@ def outboxed(outbox_postgres) -> Iterator[Callable[..., Outboxed]]:
 
 
 both = pytest.mark.parametrize("once", [False, True], ids=["at-least-once", "exactly-once"])
-of_either_kind = pytest.mark.parametrize("message", [False, True], ids=["rows", "messages"])
-
-
-def begun(outboxed: Callable[..., Outboxed], *, failing: bool) -> Outboxed:
-    """Return an outbox whose lane streams, or reads its table because it has a failure."""
-    box = outboxed()
-    box.relay()
-    box.streams()
-    if failing:
-        box.kafka.bad = {"z"}
-        box.add("z1")
-        box.until(lambda: box.failed() == ["z"], "a failure")
-    return box
 
 
 def told(box: Outboxed) -> int:

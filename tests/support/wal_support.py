@@ -24,7 +24,6 @@ def wal(outbox_kafka) -> dict[str, Any]:
     name = outbox_kafka.name("outbox")
     return {
         "source": "wal",
-        "wal__messages": True,
         "name": name,
         "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
         "relay__lease_seconds": 1.0,
@@ -56,9 +55,9 @@ def set_up(url: str, settings: Mapping[str, Any]) -> None:
         commands.setup()
 
 
-def switch(url: str, settings: Mapping[str, Any], source: str, *, leave_messages: bool = False) -> None:
+def switch(url: str, settings: Mapping[str, Any], source: str) -> None:
     with cdc(url, settings) as commands:
-        commands.switch(SourceKind(source), leave_messages=leave_messages)
+        commands.switch(SourceKind(source))
 
 
 def to_wal(url: str, settings: Mapping[str, Any]) -> None:

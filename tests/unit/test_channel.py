@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relay.lease import Lease
-from relay.ports import Claim, Unavailable
+from relay.ports import Unavailable
 from relay.position import WalPosition
 from relay.wal import session as stream
-from relay.wal.channel import Channel
+from relay.wal.channel import Channel, StreamEvent
 from relay.wal.session import StreamLimits, _Session
 from relay.wal.slot import SlotNames
 
@@ -28,52 +28,54 @@ class Session:
         self.running = threading.Event()
         self.held = 0
 
-    def freed(self, claims: list[Claim]) -> None:
-        self.held -= len(claims)
+    def freed(self, count: int) -> None:
+        self.held -= count
 
 
-def claim(commit: int, number: int, *, row: bool = True) -> Claim:
-    at = WalPosition(commit, number, 1)
-    return Claim((1 if row else -1) * (commit * 10 + number), f"id-{commit}-{number}", "T", "k", "e", "", b"", None, at)
+def event(commit: int, number: int) -> StreamEvent:
+    return StreamEvent(commit * 10 + number, WalPosition(commit, number, 1))
+
+
+def positions(events: list[StreamEvent]) -> list[WalPosition]:
+    return [each.at for each in events]
 
 
 class ChannelMachine(RuleBasedStateMachine):
-    """One lane as StreamSource uses a channel: takes, gives back, settles in any order, rewinds, joins anew."""
+    """One lane as StreamSource uses a channel: takes, gives back, settles in any order, rewinds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.session = Session()
-        self.channel = Channel(self.session, (0, 0), ())  # type: ignore[arg-type]
+        self.channel = Channel(self.session)  # type: ignore[arg-type]
         self.commit = 0
-        self.put: list[Claim] = []
+        self.put: list[StreamEvent] = []
         # The model: those not done with, in order; so many of the first of them are taken.
-        self.open: list[Claim] = []
-        self.taken: list[Claim] = []
+        self.open: list[StreamEvent] = []
+        self.taken: list[StreamEvent] = []
 
     @rule(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
     def transactions_arrive(self, sizes: list[int]) -> None:
-        claims = []
+        events = []
         for size in sizes:
             self.commit += 1
-            claims += [claim(self.commit, number + 1, row=bool(number % 2)) for number in range(size)]
-        assert all(self.channel.wants(each) for each in claims)
-        self.session.held += len(claims)
-        self.channel.put(claims)
-        self.put += claims
-        self.open += claims
+            events += [event(self.commit, number + 1) for number in range(size)]
+        self.session.held += len(events)
+        self.channel.put(events)
+        self.put += events
+        self.open += events
 
-    def waiting(self) -> list[Claim]:
+    def waiting(self) -> list[StreamEvent]:
         taken = {each.at for each in self.taken}
         return [each for each in self.open if each.at not in taken]
 
     @rule(limit=st.integers(1, 8))
     def take(self, limit: int) -> None:
         waiting = self.waiting()
-        claims = self.channel.take(limit)
-        assert len(claims) <= limit
+        events = self.channel.take(limit)
+        assert len(events) <= limit
         # Never past one that waits. Those settled out of order count within the limit, and are not given.
-        assert claims == waiting[: len(claims)]
-        self.taken += claims
+        assert events == waiting[: len(events)]
+        self.taken += events
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -98,28 +100,17 @@ class ChannelMachine(RuleBasedStateMachine):
     def what_is_done_is_done_once_more(self, data: Any) -> None:
         """A turn settles all its lanes, and the one with it settles again what a suspect's lane did not hold up."""
         still_open = {each.at for each in self.open}
-        self.channel.done([each for each in self.put if each.at not in still_open and data.draw(st.booleans())])
+        self.channel.done([each.at for each in self.put if each.at not in still_open and data.draw(st.booleans())])
 
-    def _done(self, claims: list[Claim]) -> None:
-        self.channel.done(claims)
-        gone = {each.at for each in claims}
+    def _done(self, events: list[StreamEvent]) -> None:
+        self.channel.done(positions(events))
+        gone = {each.at for each in events}
         self.taken = [each for each in self.taken if each.at not in gone]
         self.open = [each for each in self.open if each.at not in gone]
 
     @rule()
     def rewind(self) -> None:
-        self.channel.rewind((-1, -1), ())
-        self.taken = []
-
-    @rule(data=st.data())
-    def join_anew(self, data: Any) -> None:
-        """Behind something that was taken; a marker may also name events without a row beyond that."""
-        taken = list(self.taken)
-        resume = data.draw(st.sampled_from([(-1, -1), *(each.at[:2] for each in taken if each.at)]))
-        repeated = [each for each in taken if each.position < 0 and data.draw(st.booleans())]
-        self.channel.rewind(resume, [each.event_id for each in repeated])
-        gone = {each.at for each in repeated}
-        self.open = [each for each in self.open if each.at not in gone and each.at is not None and each.at[:2] > resume]
+        self.channel.rewind()
         self.taken = []
 
     @invariant()
@@ -136,13 +127,13 @@ class ChannelMachine(RuleBasedStateMachine):
         self.rewind()
         seen = []
         while self.open:
-            claims = self.channel.take(5)
-            self.taken += claims
-            seen += claims
-            self._done(claims)
+            events = self.channel.take(5)
+            self.taken += events
+            seen += events
+            self._done(events)
         # What was settled out of order before, and is last, goes with the next look.
         assert self.channel.take(len(self.put) + 1) == []
-        assert seen == sorted(seen, key=lambda each: each.at or (0, 0, 0))
+        assert seen == sorted(seen, key=lambda each: each.at)
         assert (self.session.held, self.channel._settled) == (0, set())
         assert self.channel.done_count == self.channel.put_count == len(self.put)
         assert not self.channel._taken
@@ -153,21 +144,10 @@ TestChannel = ChannelMachine.TestCase
 TestChannel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def test_only_what_is_behind_the_position_is_wanted_and_rows_by_their_position_alone():
-    channel = Channel(Session(), (5, 2), ["id-6-1"])  # type: ignore[arg-type]
-    wanted = [
-        (commit, number, row)
-        for commit, number in [(4, 9), (5, 1), (5, 2), (5, 3), (6, 1), (6, 2)]
-        for row in (True, False)
-        if channel.wants(claim(commit, number, row=row))
-    ]
-    assert wanted == [(5, 3, True), (5, 3, False), (6, 1, True), (6, 2, True), (6, 2, False)]
-
-
 def test_what_ended_the_session_comes_before_what_waits():
     session = Session()
-    channel = Channel(session, (0, 0), ())  # type: ignore[arg-type]
-    channel.put([claim(1, 1)])
+    channel = Channel(session)  # type: ignore[arg-type]
+    channel.put([event(1, 1)])
     channel.check()
     session.error = Unavailable("gone")
     for call in (channel.check, lambda: channel.take(1)):
@@ -188,18 +168,18 @@ def session_of(lanes: int) -> Any:
     # It is not to start: what it reads is put in by hand.
     session._thread = threading.Thread(target=lambda: None)
     for lane in range(lanes):
-        session.join(lane, (0, 0), (), 1, None)
+        session.join(lane, 0, 1)
     return session
 
 
-def hand_on(session: Any, lane: int, claims: list[Claim]) -> None:
-    session._events.new = {lane: claims}
+def hand_on(session: Any, lane: int, events: list[StreamEvent]) -> None:
+    session._events.new = {lane: events}
     session._hand_on()
 
 
 def test_a_wait_is_woken_by_what_comes_for_its_lanes_and_by_the_end():
     session = session_of(2)
-    threading.Timer(0.05, hand_on, [session, 1, [claim(1, 1)]]).start()
+    threading.Timer(0.05, hand_on, [session, 1, [event(1, 1)]]).start()
     assert session.wait([0, 1], 60)
     # What waits for a lane that nobody reads now is no reason to read the others again and again.
     assert not session.wait([0], 0.01)
@@ -225,12 +205,12 @@ def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatc
     monkeypatch.setattr(stream, "_SAY_SECONDS", 0.0)
     session = session_of(3)
     session._limits = StreamLimits(max_events=2)
-    hand_on(session, 0, [claim(1, 1), claim(1, 2)])
-    hand_on(session, 2, [claim(2, 1)])
+    hand_on(session, 0, [event(1, 1), event(1, 2)])
+    hand_on(session, 2, [event(2, 1)])
     with structlog.testing.capture_logs() as said:
         assert not session._has_room()
         assert not session._has_room()
     assert [(entry["log_level"], entry["lanes"], entry["events"]) for entry in said] == [("warning", "lanes 0, 2", 3)]
     channel = session._channels[0]
-    channel.done(channel.take(2))
+    channel.done(positions(channel.take(2)))
     assert session._has_room()

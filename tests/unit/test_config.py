@@ -54,12 +54,6 @@ def test_environment_names(monkeypatch):
     assert producer_options(settings)["linger.ms"] == "7"
 
 
-def test_messages_are_off_unless_asked_for(monkeypatch):
-    assert load().wal.messages is False
-    monkeypatch.setenv("OUTBOX_WAL__MESSAGES", "true")
-    assert load().wal.messages is True
-
-
 def test_file_below_environment_below_arguments(monkeypatch, tmp_path):
     (tmp_path / "outbox.toml").write_text(
         'schema = "filed"\ndatabase_url = "postgresql://file/db"\n'

@@ -18,8 +18,7 @@ from outbox import Event, Outbox
 _TURN = 50
 _WITHOUT = "without an event"
 _BARE = "a bare INSERT into the outbox"
-_TABLE = "one event, table"
-_MESSAGE = "one event, message"
+_EVENT = "one event"
 Write = Callable[[psycopg.Connection[Any], int], None]
 
 
@@ -50,7 +49,6 @@ class Writers(Scenario):
 
     def run(self, servers: Servers, way: All, run: Run) -> None:
         with servers.site(self.name) as site:
-            site.outbox("cdc", "setup")
             writes = _writes(site)
             seconds = dict.fromkeys(writes, 0.0)
             cpu = dict.fromkeys(writes, 0.0)
@@ -85,7 +83,7 @@ class Writers(Scenario):
 
     def targets(self, results: Results) -> list[Target]:
         found = []
-        for name in (_TABLE, _MESSAGE, _BARE):
+        for name in (_EVENT, _BARE):
             ratios = results.ratio(name, _WITHOUT, "transactions")
             what = f"{name}: of the rate without"
             found.append(beside(what, ratios) if name == _BARE else at_least(what, ratios, 0.85))
@@ -98,7 +96,7 @@ def _business(connection: psycopg.Connection[Any], number: int) -> None:
 
 
 def _writes(site: Site) -> dict[str, Write]:
-    table, message = Outbox(), Outbox(transport="message", slot=f"bench_{site.token}")
+    outbox = Outbox()
     text = pad(SMALL)
 
     def event(number: int) -> Event:
@@ -110,8 +108,7 @@ def _writes(site: Site) -> dict[str, Write]:
     )
     return {
         _WITHOUT: lambda _connection, _number: None,
-        _TABLE: lambda connection, number: _ignore(table.add(connection, event(number))),
-        _MESSAGE: lambda connection, number: _ignore(message.add(connection, event(number))),
+        _EVENT: lambda connection, number: _ignore(outbox.add(connection, event(number))),
         _BARE: lambda connection, number: _ignore(
             connection.execute(insert, (site.kind, f"order-{number % 5000}", f'{{"n": {number}, "pad": "{text}"}}'))
         ),
