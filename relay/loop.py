@@ -47,6 +47,7 @@ from relay.lease import HeldLanes, Lease
 from relay.marker import StateLost
 from relay.pauses import CurrentPauses
 from relay.ports import (
+    Batches,
     BatchRefused,
     Claim,
     Completed,
@@ -234,6 +235,7 @@ class WorkerLoop:
             if quiet:
                 self._succeeded(quiet)
             return False
+        self._publisher.serve()
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
         began = time.monotonic()
@@ -249,14 +251,41 @@ class WorkerLoop:
                 self._succeeded(fine)
             return False
         began = time.monotonic()
-        sent = self._publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
-        published = time.monotonic()
-        self._conclude(sent, source, fetched, fine)
+        publish_seconds = self._publish(self._publisher, source, fetched, fine)
         count = sum(map(len, fetched.batches.values()))
-        self._observer.turn(count, read_seconds, published - began, time.monotonic() - published)
+        self._observer.turn(count, read_seconds, publish_seconds, time.monotonic() - began - publish_seconds)
         return True
 
-    def _conclude(self, sent: Sent, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
+    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> float:
+        """Publish what was read, and settle it. Events that were refused before come last, and fail no others.
+
+        They are sent only if the others are published. After a refusal a new producer may fence the relay that has
+        taken a lane meanwhile, and only the next fetch checks the leases. Returns how long publishing took.
+        """
+        seconds = 0.0
+        settling = set(fetched.settling)
+        retried = set(fetched.retried)
+        for again in (False, True):
+            # The others may have led to lanes being given up.
+            batches = {
+                number: batch
+                for number, batch in fetched.batches.items()
+                if (number in retried) is again and number in self._lanes and self._lanes[number].joined
+            }
+            if not batches:
+                continue
+            began = time.monotonic()
+            sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
+            seconds += time.monotonic() - began
+            self._conclude(sent, source, batches, fine, settling)
+            fine, settling = set(), set()
+            if publisher is not self._publisher or not isinstance(sent, Completed):
+                break
+        return seconds
+
+    def _conclude(
+        self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
+    ) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
                 # Lanes that are still ours are read again.
@@ -267,9 +296,9 @@ class WorkerLoop:
                 # Nothing is published, and the source would wait for a statement that has taken too long.
                 raise error
             case Failed():
-                self._settle(source, self._sizes.narrowed(fetched.batches, sent), fine, set(fetched.settling))
+                self._settle(source, self._sizes.narrowed(batches, sent), fine, settling)
             case Completed():
-                self._settle(source, sent, fine, set(fetched.settling))
+                self._settle(source, sent, fine, settling)
             case _:
                 assert_never(sent)
 
@@ -395,7 +424,7 @@ class WorkerLoop:
                 self._forget_rows([number])
                 known.unsettled = published.get(number, known.unsettled)
         self._report(sent.receipts)
-        if isinstance(sent, Failed) or sent.publisher_unusable:
+        if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._forget_rows(sent.receipts.keys() - failed.keys())
@@ -403,7 +432,7 @@ class WorkerLoop:
         self._give_up_failed(failed)
         match sent:
             case Completed(receipts):
-                self._sizes.completed(receipts)
+                self._sizes.completed(receipts.keys())
                 self._succeeded([number for number in fine if number not in failed])
             case Failed(BatchRefused()):
                 # The next turns narrow it down, without waiting.

@@ -115,6 +115,7 @@ class _TransactionalProducer(BatchProducer):
 
     def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
         self.ends = 0
+        self.initialized = False
         self.suspicious = False
         self._figures = figures
         self._add_partitions = 0
@@ -184,19 +185,22 @@ class TransactionalPublisher:
         self._turn = 0
         self._closed = False
         self._senders: list[_TransactionalProducer] = []
+
+        def new_sender(transactional_id: str) -> _TransactionalProducer:
+            return _TransactionalProducer(
+                {**options, "transactional.id": transactional_id},
+                figures,
+                router,
+                topics,
+                ce_source,
+                headers=headers,
+                record_offsets=record_offsets,
+            )
+
+        self._new_sender = new_sender
         try:
             for each in own_ids(base_id):
-                self._senders.append(
-                    _TransactionalProducer(
-                        {**options, "transactional.id": each},
-                        figures,
-                        router,
-                        topics,
-                        ce_source,
-                        headers=headers,
-                        record_offsets=record_offsets,
-                    )
-                )
+                self._senders.append(new_sender(each))
             busy = [error for sender in self._senders if (error := self._init(sender)) is not None]
             if busy:
                 raise busy[0]
@@ -227,17 +231,21 @@ class TransactionalPublisher:
         """Send the events and a marker for each lane in one transaction, and commit it after ``confirm``."""
         if (unfit := self._unfit()) is not None:
             return unfit
-        sender = self._senders[self._turn % len(self._senders)]
-        deadline = time.monotonic() + self._delivery_seconds
+        sender = self._next_sender()
+        deadline, ends = time.monotonic() + self._delivery_seconds, sender.ends
         try:
             return self._in_transaction(sender, batches, deadline, confirm)
         except _NotConfirmed as error:
             self._abort(sender)
+            self.close()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
             failure, blamed = self._given_up(sender, error)
         except Unavailable as error:
             failure, blamed = error, ()
+            if sender.broken_off:
+                # The reports of the messages have the cause.
+                sender.drain(deadline)
             if sender.failed:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
@@ -246,17 +254,37 @@ class TransactionalPublisher:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
+            self.close()
             raise
-        return self._aborted(sender, failure, blamed)
+        # With a commit under way, only the markers would tell what is published.
+        goes_on = isinstance(failure, BatchRefused) and sender.fatal is None and sender.ends == ends
+        if goes_on:
+            self._replace(sender)
+        else:
+            self.close()
+        return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to at present."""
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks, mainly its statistics."""
+        """Serve librdkafka's callbacks, mainly its statistics; initialize the next producer if it is a new one.
+
+        Not in ``publish``: this fences whoever has taken a lane, so the leases have to be checked after it.
+        """
+        self._poll()
+        sender = self._senders[self._turn % len(self._senders)]
+        if not self._closed and not sender.initialized and (busy := self._init(sender)) is not None:
+            raise busy
+
+    def _poll(self) -> None:
         for sender in self._senders:
             sender.serve()
+
+    def _next_sender(self) -> _TransactionalProducer:
+        first = self._turn % len(self._senders)
+        return next(each for each in self._senders[first:] + self._senders[:first] if each.initialized)
 
     def close(self) -> None:
         """Discard the producers. The next init of an id ends its open transaction."""
@@ -287,6 +315,7 @@ class TransactionalPublisher:
             # that is not sent would be a gap. So nothing of the lane is published: the source writes rows for all of
             # it, and it comes again.
             self._abort(sender)
+            self.close()
             return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
@@ -314,7 +343,9 @@ class TransactionalPublisher:
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
         # Statistics of the last turns may arrive only now.
-        self.serve()
+        self._poll()
+        if not any(sender.initialized for sender in self._senders):
+            return Completed({}, publisher_unusable=True)
         if any(sender.suspicious for sender in self._senders):
             self._figures.renewed += 1
             return Completed({}, publisher_unusable=True)
@@ -331,6 +362,7 @@ class TransactionalPublisher:
             if is_busy(error):
                 return IdBusy(f"Kafka, {doing}: {text_of(error)}")
             raise self._explained(sender.explained(error), doing) from error
+        sender.initialized = True
         return None
 
     def _marker(self, lane: int, number: int, claims: Sequence[Claim], sent: Sequence[Claim]) -> Marker:
@@ -352,7 +384,7 @@ class TransactionalPublisher:
             lane: Marker(1, leases[lane].epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
             for lane, identity in new.items()
         }
-        sender = self._senders[self._turn % len(self._senders)]
+        sender = self._next_sender()
         try:
             sender.producer.begin_transaction()
             # No event is in flight, so this may take longer than a turn: the topic may have just been created.
@@ -392,10 +424,20 @@ class TransactionalPublisher:
         self._figures.commits += 1
         self._figures.commit_seconds.append(seconds)
 
-    def _aborted(self, sender: _TransactionalProducer, failure: Unavailable, blamed: Collection[int]) -> Failed:
+    def _aborted(
+        self,
+        sender: _TransactionalProducer,
+        failure: Unavailable,
+        blamed: Collection[int],
+        *,
+        publisher_unusable: bool,
+    ) -> Failed:
         refused = sender.refused_first(aborted=True)
+        if isinstance(failure, BatchRefused):
+            for lane, results in sender.refused_alone().items():
+                refused.setdefault(lane, []).extend(results)
         receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
-        return Failed(failure, receipts, blamed, sender.likeliest())
+        return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
     def _given_up(self, sender: _TransactionalProducer, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
         error = sender.explained(error)
@@ -438,11 +480,22 @@ class TransactionalPublisher:
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
     def _abort(self, sender: _TransactionalProducer) -> None:
-        """Abort, so that readers go on now and not at the next take-over. The producers are discarded in any case."""
+        """Abort, so that readers go on now and not at the next take-over. The producer is not used again."""
         sender.producer.purge()
         with contextlib.suppress(KafkaException):
             sender.producer.abort_transaction(_ABORT_SECONDS)
-        self.close()
+
+    def _replace(self, sender: _TransactionalProducer) -> None:
+        """Replace the producer of an aborted transaction, of which the broker has refused a message.
+
+        librdkafka has numbered that message, so its next one in the partition would be out of order. The new producer
+        is initialized when its turn comes: right after the abort, the coordinator is still writing control records, and
+        librdkafka would wait half a second.
+        """
+        sender.close()
+        number = self._senders.index(sender)
+        self._senders[number] = self._new_sender(own_ids(self._base_id)[number])
+        self._turn += 1
 
 
 def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> WalPosition | None:

@@ -362,6 +362,10 @@ class LaneReader:
         if state.reading_due:
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
 
+    def retried(self, lanes: Collection[int]) -> list[int]:
+        """Return which of these lanes had due events, and nothing else, in the last read."""
+        return [lane for lane in lanes if self._lanes[lane].reading_due and self._lanes[lane].failures]
+
     # Failures
 
     def has_failures(self, lane: int) -> bool:

@@ -118,9 +118,7 @@ class Outboxed:
         with psycopg.connect(self.url) as connection:
             for begin in range(first, first + count, 500):
                 rows = range(begin, min(begin + 500, first + count))
-                Outbox().add_many(
-                    connection, [Event(of or self.fine, f"k{n:05}", "T", os.urandom(size)) for n in rows]
-                )
+                Outbox().add_many(connection, [Event(of or self.fine, f"k{n:05}", "T", os.urandom(size)) for n in rows])
                 connection.commit()
 
     def poison(self, keys: list[str]) -> None:
