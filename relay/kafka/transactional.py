@@ -240,7 +240,7 @@ class TransactionalPublisher:
             self.close()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
-            failure, blamed = self._given_up(sender, error)
+            failure, blamed, aborted = self._given_up(sender, error)
         except Unavailable as error:
             failure, blamed = error, ()
             if sender.broken_off:
@@ -249,7 +249,7 @@ class TransactionalPublisher:
             if sender.failed:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
-            self._abort(sender)
+            aborted = self._abort(sender)
             if dropped and (forbidden := self._forbidden(sender)) is not None:
                 failure, blamed = forbidden, ()
         except OutboxError:
@@ -257,7 +257,7 @@ class TransactionalPublisher:
             self.close()
             raise
         # With a commit under way, only the markers would tell what is published.
-        goes_on = isinstance(failure, BatchRefused) and sender.fatal is None and sender.ends == ends
+        goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
@@ -439,21 +439,24 @@ class TransactionalPublisher:
         receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
         return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
-    def _given_up(self, sender: _TransactionalProducer, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
+    def _given_up(
+        self, sender: _TransactionalProducer, error: KafkaException
+    ) -> tuple[Unavailable, Collection[int], bool]:
+        """Abort. Returns the failure, the lanes to blame, and whether the transaction is aborted."""
         error = sender.explained(error)
-        self._abort(sender)
+        aborted = self._abort(sender)
         code = error.args[0].code()
         if code == KafkaError._FATAL and sender.fatal is not None:
             # The cause of the fatal error says more: mostly a fence.
-            return self._explained(KafkaException(sender.fatal), "publishing"), ()
+            return self._explained(KafkaException(sender.fatal), "publishing"), (), aborted
         if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
-            return forbidden, ()
+            return forbidden, (), aborted
         if sender.failed:
             # The errors of messages say more than the transaction's, which they caused.
             failure, blamed = sender.failure(self._delivery_seconds)
             if isinstance(failure, BatchRefused | TopicUnusable):
-                return failure, blamed
-        return self._explained(error, "publishing"), ()
+                return failure, blamed, aborted
+        return self._explained(error, "publishing"), (), aborted
 
     def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
         """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
@@ -479,11 +482,16 @@ class TransactionalPublisher:
             return Late(f"Kafka, {doing}: {text_of(error)}")
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
-    def _abort(self, sender: _TransactionalProducer) -> None:
-        """Abort, so that readers go on now and not at the next take-over. The producer is not used again."""
+    def _abort(self, sender: _TransactionalProducer) -> bool:
+        """Abort, so that readers go on now and not at the next take-over. The producer is not used again.
+
+        Returns whether it is aborted: otherwise the next init of the id ends it.
+        """
         sender.producer.purge()
         with contextlib.suppress(KafkaException):
             sender.producer.abort_transaction(_ABORT_SECONDS)
+            return True
+        return False
 
     def _replace(self, sender: _TransactionalProducer) -> None:
         """Replace the producer of an aborted transaction, of which the broker has refused a message.

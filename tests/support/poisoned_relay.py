@@ -9,7 +9,8 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import confluent_kafka
@@ -24,59 +25,74 @@ from relay.config import load
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
-from relay.wal.lane_hash import lane_of
+from relay.ports import Batches, BatchRefused, Completed, Confirm, Failed, Sent
 
 LANES: Final = 256
 LIMIT: Final = 20_000
 """The most bytes of a message in the topic of ``strict`` events."""
 ATTEMPTS: Final = 3
+KEYS: Final = [f"p{n}" for n in range(6)]
+"""The keys with a refused event."""
+MANY: Final = 2 * len(KEYS)
+"""A turn of more lanes has other events than the refused ones and those before them."""
+SIZES: Final = (100, LIMIT + 10_000, 101)
+"""The sizes of a poisoned key's events."""
 
 
 class Costs(Counter[str]):
-    """How often what was done, over all publishers of the process: begun, aborted, committed, producers, joined, …"""
+    """How often what was done, over all publishers of the process: begun, aborted, committed, joined, …"""
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Count from now on, until the test ends."""
-        costs = self
+        monkeypatch.setattr(producer, "Producer", partial(_Counted, self))
+        join, publish, close = TransactionalPublisher.join, TransactionalPublisher.publish, WorkerLoop._close_publisher
 
-        class Counted(confluent_kafka.Producer):
-            def __init__(self, options: Mapping[str, Any], **more: Any) -> None:
-                costs["producers"] += 1
-                super().__init__(options, **more)
+        def joining(publisher: Any, leases: Any) -> Any:
+            self.update({"joins": 1, "lanes joined": len(leases)})
+            return join(publisher, leases)
 
-            def init_transactions(self, *args: Any) -> None:
-                costs["initialized"] += 1
-                super().init_transactions(*args)
+        def publishing(publisher: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+            sent = publish(publisher, batches, confirm)
+            self._note(batches, sent)
+            return sent
 
-            def begin_transaction(self) -> None:
-                costs["begun"] += 1
-                super().begin_transaction()
+        def closing(loop: Any) -> None:
+            self["closed"] += 1
+            close(loop)
 
-            def commit_transaction(self, *args: Any) -> None:
-                super().commit_transaction(*args)
-                costs["committed"] += 1
+        monkeypatch.setattr(TransactionalPublisher, "join", joining)
+        monkeypatch.setattr(TransactionalPublisher, "publish", publishing)
+        monkeypatch.setattr(WorkerLoop, "_close_publisher", closing)
 
-            def abort_transaction(self, *args: Any) -> None:
-                costs["aborted"] += 1
-                super().abort_transaction(*args)
+    def _note(self, batches: Batches, sent: Sent) -> None:
+        self["turns"] += 1
+        if isinstance(sent, Failed) and isinstance(sent.error, BatchRefused):
+            self["refused"] += 1
+            # Of a few lanes: those with events that were refused before, or that are suspected.
+            self["refused with others"] += len(batches) > MANY
+            self["refused and unusable"] += sent.publisher_unusable
+        elif not isinstance(sent, Completed) or sent.publisher_unusable:
+            # A commit that was slow, for example.
+            self["unusable"] += 1
 
-        def counting(kind: type, name: str, about: Callable[..., None]) -> None:
-            real = getattr(kind, name)
 
-            def call(self: Any, *args: Any, **more: Any) -> Any:
-                about(*args)
-                return real(self, *args, **more)
+class _Counted(confluent_kafka.Producer):
+    def __init__(self, costs: Costs, options: Mapping[str, Any], **more: Any) -> None:
+        self._costs = costs
+        costs["producers"] += 1
+        super().__init__(options, **more)
 
-            monkeypatch.setattr(kind, name, call)
+    def init_transactions(self, *args: Any) -> None:
+        self._costs["initialized"] += 1
+        super().init_transactions(*args)
 
-        def joining(leases: Any) -> None:
-            costs["joins"] += 1
-            costs["lanes joined"] += len(leases)
+    def commit_transaction(self, *args: Any) -> None:
+        super().commit_transaction(*args)
+        self._costs["committed"] += 1
 
-        monkeypatch.setattr(producer, "Producer", Counted)
-        counting(TransactionalPublisher, "join", joining)
-        counting(TransactionalPublisher, "publish", lambda *_: self.update(["turns"]))
-        counting(WorkerLoop, "_close_publisher", lambda *_: self.update(["closed"]))
+    def abort_transaction(self, *args: Any) -> None:
+        self._costs["aborted"] += 1
+        super().abort_transaction(*args)
 
 
 class Outboxed:
@@ -113,22 +129,25 @@ class Outboxed:
             }
         )
 
-    def write(self, count: int, *, of: str | None = None, first: int = 0, size: int = 100) -> None:
+    def write(self, count: int, *, first: int = 0, size: int = 100) -> None:
         """Write so many events, each of a key of its own, in transactions of 500."""
         with psycopg.connect(self.url) as connection:
             for begin in range(first, first + count, 500):
                 rows = range(begin, min(begin + 500, first + count))
-                Outbox().add_many(connection, [Event(of or self.fine, f"k{n:05}", "T", os.urandom(size)) for n in rows])
+                Outbox().add_many(connection, [Event(self.fine, f"k{n:05}", "T", os.urandom(size)) for n in rows])
                 connection.commit()
 
-    def poison(self, keys: list[str]) -> None:
+    def poison(self) -> None:
         """Write three events of each key in one transaction: the second one is refused."""
         with psycopg.connect(self.url) as connection:
-            for size in (100, LIMIT + 10_000, 100):
-                Outbox().add_many(connection, [Event(self.strict, key, "T", os.urandom(size)) for key in keys])
+            for size in SIZES:
+                Outbox().add_many(connection, [Event(self.strict, key, "T", os.urandom(size)) for key in KEYS])
 
-    def lane(self, key: str) -> int:
-        return lane_of(self.strict, key, LANES)
+    def write_all(self) -> None:
+        """Write 2,000 events with the poisoned ones in the middle."""
+        self.write(1000, first=2000)
+        self.poison()
+        self.write(1000, first=3000)
 
     def run(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with psycopg.connect(self.url, autocommit=True) as connection:
@@ -142,9 +161,17 @@ class Outboxed:
         """Return the keys of the dead letters, in the order in which they died."""
         return [key for (key,) in self.run("SELECT aggregate_id FROM outbox.dead_letters ORDER BY id")]
 
-    def published(self, topic: str) -> list[str]:
-        """Return the keys of the events that stand on a topic, as a reader of committed ones sees them."""
-        return [message.key().decode() for message in self.kafka.consume(topic)]
+    def others(self) -> Counter[str]:
+        """Return how often the event of each other key stands on its topic, as a reader of committed ones sees it."""
+        return Counter(message.key().decode() for message in self.kafka.consume(self.fine_topic))
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the events of each poisoned key, in the order in which they stand on their topic."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        for message in self.kafka.consume(self.strict_topic):
+            key = message.key().decode()
+            sizes[key] = (*sizes.get(key, ()), len(message.value()))
+        return sizes
 
 
 @contextlib.contextmanager
