@@ -22,9 +22,11 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 | a lane is lost while publishing         | settling is refused for it; the new    | fenced in Kafka: not committed,   |
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
-| something is refused, and not what      | narrowed down: the lanes that the broker names, or each, have turns of   |
-|                                         | their own; there the batch is halved until one event is left, or cut     |
-|                                         | before the likeliest one. Lanes that were refused with it go free then   |
+| an event that was refused is retried    | after the others, in a turn of its own: it fails no others               |
+| something is refused, and not what      | narrowed down: the likeliest events, of each partition one, have turns   |
+|                                         | of their own, after those before them. Without a guess, the lanes that   |
+|                                         | the broker names, or all, are halved until one is left, and then its     |
+|                                         | batch until one event is left. If it passes in parts, turns are halved   |
 | a turn does not finish in time          | the next one is half as large                                            |
 | it does but for topics that take none   | they wait by themselves, the others go on at full size; see              |
 | of their messages                       | kafka/topics.py                                                          |

@@ -13,6 +13,8 @@ undecided transaction.
 | all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it                 |
 | a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
 | Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below                |
+| the broker refuses an event of it         | aborted; once that is acknowledged, its producer is replaced, and the |
+|                                           | lanes go on. Without an acknowledgement: new producers, markers       |
 | EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides          |
 | committed, rows not deleted               | marker = k: its rows are settled                                      |
 | committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the      |
@@ -36,6 +38,9 @@ a second check, its statistics count the requests, and are read after a turn and
 if it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. Otherwise both
 producers are discarded, their ids are initialized again, and only then are our remaining lanes read from Postgres, and
 their markers from Kafka.
+
+After a refusal only that producer is replaced. Its id is initialized before a later turn is read: this may undo the
+fence of a relay that has taken a lane, and the source of each turn checks the leases after that.
 """
 
 from __future__ import annotations
