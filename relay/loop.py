@@ -22,9 +22,11 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 | a lane is lost while publishing         | settling is refused for it; the new    | fenced in Kafka: not committed,   |
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
-| something is refused, and not what      | narrowed down: the lanes that the broker names, or each, have turns of   |
-|                                         | their own; there the batch is halved until one event is left, or cut     |
-|                                         | before the likeliest one. Lanes that were refused with it go free then   |
+| an event that was refused is retried    | after the others, in a turn of its own: it fails no others               |
+| something is refused, and not what      | narrowed down: the likeliest events, of each partition one, have turns   |
+|                                         | of their own, after those before them. Without a guess, the lanes that   |
+|                                         | the broker names, or all, are halved until one is left, and then its     |
+|                                         | batch until one event is left. If it passes in parts, turns are halved   |
 | a turn does not finish in time          | the next one is half as large                                            |
 | it does but for topics that take none   | they wait by themselves, the others go on at full size; see              |
 | of their messages                       | kafka/topics.py                                                          |
@@ -47,6 +49,7 @@ from relay.lease import HeldLanes, Lease
 from relay.marker import StateLost
 from relay.pauses import CurrentPauses
 from relay.ports import (
+    Batches,
     BatchRefused,
     Claim,
     Completed,
@@ -234,6 +237,7 @@ class WorkerLoop:
             if quiet:
                 self._succeeded(quiet)
             return False
+        self._publisher.serve()
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
         began = time.monotonic()
@@ -249,14 +253,41 @@ class WorkerLoop:
                 self._succeeded(fine)
             return False
         began = time.monotonic()
-        sent = self._publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
-        published = time.monotonic()
-        self._conclude(sent, source, fetched, fine)
+        publish_seconds = self._publish(self._publisher, source, fetched, fine)
         count = sum(map(len, fetched.batches.values()))
-        self._observer.turn(count, read_seconds, published - began, time.monotonic() - published)
+        self._observer.turn(count, read_seconds, publish_seconds, time.monotonic() - began - publish_seconds)
         return True
 
-    def _conclude(self, sent: Sent, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
+    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> float:
+        """Publish what was read, and settle it. Events that were refused before come last, and fail no others.
+
+        They are sent only if the others are published. After a refusal a new producer may fence the relay that has
+        taken a lane meanwhile, and only the next fetch checks the leases. Returns how long publishing took.
+        """
+        seconds = 0.0
+        settling = set(fetched.settling)
+        retried = set(fetched.retried)
+        for again in (False, True):
+            # The others may have led to lanes being given up.
+            batches = {
+                number: batch
+                for number, batch in fetched.batches.items()
+                if (number in retried) is again and number in self._lanes and self._lanes[number].joined
+            }
+            if not batches:
+                continue
+            began = time.monotonic()
+            sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
+            seconds += time.monotonic() - began
+            self._conclude(sent, source, batches, fine, settling)
+            fine, settling = set(), set()
+            if publisher is not self._publisher or not isinstance(sent, Completed):
+                break
+        return seconds
+
+    def _conclude(
+        self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
+    ) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
                 # Lanes that are still ours are read again.
@@ -267,9 +298,9 @@ class WorkerLoop:
                 # Nothing is published, and the source would wait for a statement that has taken too long.
                 raise error
             case Failed():
-                self._settle(source, self._sizes.narrowed(fetched.batches, sent), fine, set(fetched.settling))
+                self._settle(source, self._sizes.narrowed(batches, sent), fine, settling)
             case Completed():
-                self._settle(source, sent, fine, set(fetched.settling))
+                self._settle(source, sent, fine, settling)
             case _:
                 assert_never(sent)
 
@@ -395,7 +426,7 @@ class WorkerLoop:
                 self._forget_rows([number])
                 known.unsettled = published.get(number, known.unsettled)
         self._report(sent.receipts)
-        if isinstance(sent, Failed) or sent.publisher_unusable:
+        if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._forget_rows(sent.receipts.keys() - failed.keys())
@@ -403,7 +434,7 @@ class WorkerLoop:
         self._give_up_failed(failed)
         match sent:
             case Completed(receipts):
-                self._sizes.completed(receipts)
+                self._sizes.completed(receipts.keys())
                 self._succeeded([number for number in fine if number not in failed])
             case Failed(BatchRefused()):
                 # The next turns narrow it down, without waiting.

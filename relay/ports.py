@@ -177,7 +177,7 @@ class Fetched:
     (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose turn before is being
     settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
     ``Source.confirm`` tells all of that, including whether leases are valid and the events durable; no reader may see
-    them before.
+    them before. ``retried`` are the lanes whose events have been refused before.
     """
 
     batches: Batches = field(default_factory=dict)
@@ -185,6 +185,7 @@ class Fetched:
     known: bool = True
     settling: Collection[int] = ()
     unconfirmed: bool = False
+    retried: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +216,19 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The publisher is unusable: settle the receipts, close it, create a new one, read again.
+    """Settle the receipts and read again, with a new publisher if this one is unusable.
 
-    Retrying a single message would break the order. ``blamed`` are the lanes of which the broker refused something,
-    empty if unknown; ``likeliest`` are the positions, by lane, of the events that are most likely at fault.
+    Retrying a single message would break the order. ``receipts`` have the events that are proven to be refused.
+    ``blamed`` are the lanes of which the broker refused something, empty if unknown; ``likeliest`` are the positions,
+    by lane, of the events that are most likely at fault. ``publisher_unusable``: False if nothing of the turn is
+    published, nor will be: the publisher goes on with the lanes that it has.
     """
 
     error: Unavailable
     receipts: Mapping[int, Receipt] = field(default_factory=dict)
     blamed: Collection[int] = ()
     likeliest: Mapping[int, int] = field(default_factory=dict)
+    publisher_unusable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +362,10 @@ class Publisher(Protocol):
         ...
 
     def serve(self) -> None:
-        """Do the client's periodic work while nothing is published."""
+        """Do the client's work besides publishing: before each fetch, and while nothing is published.
+
+        Raises Unavailable; then this publisher is unusable.
+        """
         ...
 
     def close(self) -> None:

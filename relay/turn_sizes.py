@@ -1,13 +1,13 @@
 """The number of events of each lane in a turn: fewer after a turn that was too large, or refused. No I/O.
 
-After a turn that does not finish in time, the size is halved. If the broker refuses something without saying what, the
-lanes that it names, or all, have turns of their own, in which the batch is halved until one event is left, or cut
-before the likeliest one; see loop.py.
+After a turn that does not finish in time, the size is halved. If the broker refuses something and does not prove what,
+the likeliest events have turns of their own: the events before them, then these. Without a guess, the lanes of the turn
+are halved until one is left, and then the lane's events. What is refused by itself is found; see loop.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Final
@@ -24,21 +24,13 @@ _LANES_AT_ONCE: Final = 4
 class _Lane:
     """One lane. ``taken`` is its number of events in the last turn.
 
-    ``suspect``: something in its last batch was refused, and it has turns of its own until that is found; ``limit`` is
-    the size of such a turn, and ``after`` that of the next one if this one is clean (0: it doubles). ``guessed``: these
-    sizes follow a guess which event it is; ``guesses`` is the number of turns left for it. Lanes with the same ``case``
-    were refused together; ``proven``: the lane was also refused by itself. ``clean`` counts its own turns.
+    ``suspected``: so many of its next events were refused, or may be what was; 0 if none. ``limit``: the size of its
+    next turn while there are some.
     """
 
     taken: int = 0
-    suspect: bool = False
+    suspected: int = 0
     limit: int = 0
-    after: int = 0
-    guessed: bool = False
-    guesses: int = 0
-    case: int = 0
-    proven: bool = False
-    clean: int = 0
 
 
 class TurnSizes:
@@ -49,9 +41,9 @@ class TurnSizes:
         self._lanes: dict[int, _Lane] = {}
         self._limit = batch_size
         self._clean = 0
+        self._suspects: list[list[int]] = []
+        """Lanes with suspected events, in groups that have turns of their own, in rotation."""
         self._suspects_turn = False
-        self._cases = 0
-        self._guess_first = True
 
     def hold(self, lane: int) -> None:
         """Start with a lane."""
@@ -59,6 +51,7 @@ class TurnSizes:
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
+        self._clear([lane])
         del self._lanes[lane]
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
@@ -68,20 +61,18 @@ class TurnSizes:
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
         """Return the lanes of this turn, out of those that are ready, with the most events of each."""
-        suspects = [number for number in ready if self._lanes[number].suspect]
-        good = [number for number in ready if number not in suspects]
-        self._suspects_turn = bool(suspects) and (not self._suspects_turn or not good)
-        if self._suspects_turn:
-            # One at a time, in rotation. A guess comes first, but not twice in a row, or others might wait for ever.
-            lanes, first = self._lanes, self._guess_first
-            number = min(suspects, key=lambda each: (not (first and lanes[each].guesses), lanes[each].clean))
-            lane = lanes[number]
-            self._guess_first = not (first and lane.guesses)
-            lane.clean, lane.guesses = lane.clean + 1, max(lane.guesses - 1, 0)
-            return {number: lane.limit}
-        if not good:
-            return {}
-        return self._shares(good)
+        good = [number for number in ready if not self._lanes[number].suspected]
+        group = [] if self._suspects_turn and good else self._next_suspects(ready)
+        self._suspects_turn = bool(group)
+        return {number: self._lanes[number].limit for number in group} or self._shares(good)
+
+    def _next_suspects(self, ready: Collection[int]) -> list[int]:
+        for number, group in enumerate(self._suspects):
+            if here := [lane for lane in group if lane in ready]:
+                self._suspects.append(self._suspects.pop(number))
+                # First what comes before the likeliest events of a group, then these together.
+                return [lane for lane in here if self._lanes[lane].suspected > 1] or here
+        return []
 
     def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
         """Return how many events each lane may have: lanes that fill their share also get what the others leave.
@@ -89,6 +80,8 @@ class TurnSizes:
         If one of 256 lanes has the hottest key, it must not wait because the other 255 might have events too. If they
         suddenly do, this turn has at most twice as many events as others.
         """
+        if not numbers:
+            return {}
         most = self._limit * _LANES_AT_ONCE
         even = max(min(self._limit, most // len(numbers)), 1)
         full = [number for number in numbers if self._lanes[number].taken >= even]
@@ -100,67 +93,87 @@ class TurnSizes:
 
     def narrowed(self, batches: Batches, failed: Failed) -> Failed:
         """Halve what was too large, and isolate what was refused. A refused batch of one identifies the event."""
-        if isinstance(failed.error, Late):
-            half = max(max(map(len, batches.values())) // 2, 1)
-            if self._suspects_turn:
-                for number in batches:
-                    self._lanes[number].limit = half
-            else:
-                self._clean = 0
-                self._limit = half
-        if not isinstance(failed.error, BatchRefused):
-            return failed
-        blamed = [lane for lane in failed.blamed if lane in batches] or list(batches)
-        receipts = dict(failed.receipts)
-        self._cases += 1
-        for number in blamed:
-            lane, size = self._lanes[number], len(batches[number])
-            alone = len(batches) == 1
-            if not self._suspects_turn:
-                lane.case = self._cases
-            lane.suspect, lane.proven = True, alone
-            lane.limit, lane.after = max(size // 2, 1) if alone or len(blamed) < len(batches) else size, 0
-            before = _before(batches[number], failed.likeliest.get(number))
-            # After a wrong guess, halve: the number of events falls with each turn.
-            lane.guessed = before is not None and not lane.guessed
-            if before is not None and lane.guessed:
-                lane.limit, lane.after = (before, 1) if before else (1, 0)
-                lane.guesses = 2 if before else 1
-            if alone and size == 1:
-                self._found(lane)
-                receipts[number] = Receipt([(batches[number][0], Refused(str(failed.error)))])
-        return replace(failed, receipts=receipts)
+        match failed.error:
+            case Late():
+                self._halve(batches)
+            case BatchRefused():
+                return self._isolated(batches, failed)
+        return failed
 
-    def _found(self, lane: _Lane) -> None:
-        """Clear a lane whose event is found, and the lanes that were refused together with it.
-
-        If these have another such event, a common turn will be refused again because of it.
-        """
-        for each in self._lanes.values():
-            if each is lane or (each.suspect and each.case == lane.case and not each.proven):
-                each.suspect, each.proven, each.guessed = False, False, False
-                each.guesses = each.after = 0
-
-    def completed(self, lanes: Collection[int]) -> None:
-        """Let sizes grow after clean turns; after several, a suspect is cleared."""
-        if self._suspects_turn:
-            for number in lanes:
-                lane = self._lanes.get(number)
-                if lane is None:
-                    continue
-                if lane.after:
-                    lane.limit, lane.after = lane.after, 0
-                    continue
-                lane.limit = min(lane.limit * 2, self._batch_size)
-                lane.suspect = lane.limit < self._batch_size
-                if not lane.suspect:
-                    lane.clean, lane.proven, lane.guessed = 0, False, False
+    def _halve(self, batches: Batches) -> None:
+        half = max(max(map(len, batches.values())) // 2, 1)
+        if not self._suspects_turn:
+            self._clean, self._limit = 0, half
             return
-        if self._limit < self._batch_size:
+        for number in batches:
+            self._lanes[number].limit = half
+
+    def _isolated(self, batches: Batches, failed: Failed) -> Failed:
+        found = {
+            number
+            for number, receipt in failed.receipts.items()
+            if any(isinstance(outcome, Refused) for _, outcome in receipt.results)
+        }
+        self._clear(found)
+        blamed = [number for number in failed.blamed if number in batches]
+        if not blamed and not found:
+            blamed = list(batches)
+        blamed = [number for number in blamed if number not in found]
+        if len(batches) == 1 and blamed and len(batches[blamed[0]]) == 1:
+            (number,) = blamed
+            self._clear(blamed)
+            result = batches[number][0], Refused(str(failed.error))
+            return replace(failed, receipts={**failed.receipts, number: Receipt([result])})
+        guesses = {
+            number: before
+            for number in blamed
+            if not self._lanes[number].suspected
+            and (before := _before(batches[number], failed.likeliest.get(number))) is not None
+        }
+        # If a guess is wrong, the others are refused again, without these events.
+        self._suspect({number: len(batches[number]) for number in guesses or blamed}, guesses)
+        return failed
+
+    def _suspect(self, sizes: Mapping[int, int], guesses: Mapping[int, int]) -> None:
+        """Give these lanes turns of their own, by the number of their events that were refused together."""
+        groups = [list(sizes)] if guesses else [part for part in _halves(list(sizes)) if part]
+        for number, size in sizes.items():
+            lane = self._lanes[number]
+            if guesses:
+                lane.suspected, lane.limit = guesses[number] + 1, guesses[number] or 1
+            else:
+                lane.suspected, lane.limit = size, size if len(sizes) > 1 else max(size // 2, 1)
+        self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in sizes])] + groups
+
+    def _clear(self, numbers: Collection[int]) -> None:
+        """Let these lanes go with the others again."""
+        for number in numbers:
+            self._lanes[number].suspected = 0
+        self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in numbers])]
+
+    def completed(self, lanes: AbstractSet[int]) -> None:
+        """Let sizes grow after clean turns, and clear suspects of which all was published."""
+        if self._suspects_turn:
+            alone = len(lanes) == 1
+            for number in lanes & self._lanes.keys():
+                lane = self._lanes[number]
+                lane.suspected = max(lane.suspected - lane.taken, 0)
+                lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
+                if not lane.suspected:
+                    self._clear([number])
+                    if alone:
+                        # Together it was refused, and in parts it is not: the turns are too large.
+                        self._clean, self._limit = 0, max(self._limit // 2, 1)
+        elif self._limit < self._batch_size:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
                 self._limit = min(self._limit * 2, self._batch_size)
+
+
+def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
+    half = len(numbers) // 2
+    return numbers[:half], numbers[half:]
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:

@@ -142,6 +142,11 @@ class BatchProducer:
         )
 
     @property
+    def broken_off(self) -> bool:
+        """Return whether librdkafka took no more messages, because the transaction has failed."""
+        return self._broken_off
+
+    @property
     def fatal(self) -> KafkaError | None:
         """The producer's fatal error, if it has one."""
         return self._fatal
@@ -270,6 +275,31 @@ class BatchProducer:
             for lane, refused in self.refused.items()
         }
 
+    def refused_alone(self) -> dict[int, list[Result]]:
+        """Return the events that the broker refuses for sure, by lane: no other event of their partition was refused,
+        and all events of a request get the same answer. Without those behind another sent event of their key.
+
+        Of an aborted transaction: no event that was sent is published.
+        """
+        alone: dict[int, list[Result]] = {}
+        for (_, partition), claims in self._refused_of_partitions().items():
+            claim = claims[0]
+            key = claim.aggregate_type, claim.aggregate_id
+            first = next(each for each in self.sent[claim.lane] if (each.aggregate_type, each.aggregate_id) == key)
+            reason = self._refusal(claim, self._failed[claim.position][1])
+            if partition >= 0 and len(claims) == 1 and first is claim and reason is not None:
+                alone.setdefault(claim.lane, []).append((claim, Refused(reason)))
+        return alone
+
+    def _refused_of_partitions(self) -> dict[tuple[str, int], list[Claim]]:
+        """Return the refused events by topic and partition, which is -1 if it is not known."""
+        refused: dict[tuple[str, int], list[Claim]] = {}
+        for claim, error in self._failed.values():
+            if error.code() in REFUSALS:
+                partition = self._partitions.get(claim.position)
+                refused.setdefault((self._topic(claim), -1 if partition is None else partition), []).append(claim)
+        return refused
+
     def failure(self, seconds: float) -> tuple[Unavailable, Collection[int]]:
         """Return the failure, and the lanes of which the broker refuses something; for those it is BatchRefused."""
         self._topics.forget()
@@ -298,18 +328,17 @@ class BatchProducer:
         return self._unavailable(causes, min(seconds, self._trial or seconds)), ()
 
     def likeliest(self) -> dict[int, int]:
-        """Return the events that are most likely too large: of each topic, the largest that was refused for its size,
-        by lane.
+        """Return the events that are most likely at fault, by lane: the largest that was refused in each partition.
 
         All events of a request get the same answer.
         """
-        largest: dict[str, Claim] = {}
-        for claim, error in self._failed.values():
-            if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
-                topic = self._topic(claim)
-                if topic not in largest or claim.size > largest[topic].size:
-                    largest[topic] = claim
-        return {claim.lane: claim.position for claim in largest.values()}
+        likeliest: dict[int, int] = {}
+        for claims in self._refused_of_partitions().values():
+            largest = max(claims, key=lambda claim: claim.size)
+            # The first of a lane; the next one is found after it.
+            known = likeliest.setdefault(largest.lane, largest.position)
+            likeliest[largest.lane] = min(known, largest.position)
+        return likeliest
 
     def _unanswered(self) -> dict[str, Unanswered]:
         """Return the topics of the turn that have unacknowledged messages."""

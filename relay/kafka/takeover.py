@@ -20,6 +20,8 @@ one from before the fence can't commit any more, and what it had committed is in
 | it released the lane (ids NULL) and sleeps | it has no open transaction with the lane's events, and no lease         |
 | two takers fence the same ids              | init_transactions does no harm twice; the epoch lets one of them publish|
 | our own init meets a taker's fence         | the taker acquired before; the leases are read after our init           |
+| our init of one id, after a refusal, meets | the taker acquired before; the next turn's fetch checks the leases, and |
+| a taker's fence                            | our other id stays fenced                                               |
 | our own ids can't be initialized again     | new ids take the lanes over from the old ones, as another worker would  |
 """
 

@@ -13,6 +13,8 @@ undecided transaction.
 | all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it                 |
 | a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
 | Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below                |
+| the broker refuses an event of it         | aborted; once that is acknowledged, its producer is replaced, and the |
+|                                           | lanes go on. Without an acknowledgement: new producers, markers       |
 | EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides          |
 | committed, rows not deleted               | marker = k: its rows are settled                                      |
 | committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the      |
@@ -36,6 +38,9 @@ a second check, its statistics count the requests, and are read after a turn and
 if it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. Otherwise both
 producers are discarded, their ids are initialized again, and only then are our remaining lanes read from Postgres, and
 their markers from Kafka.
+
+After a refusal only that producer is replaced. Its id is initialized before a later turn is read: this may undo the
+fence of a relay that has taken a lane, and the source of each turn checks the leases after that.
 """
 
 from __future__ import annotations
@@ -114,6 +119,7 @@ class _TransactionalProducer(BatchProducer):
 
     def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
         self.ends = 0
+        self.initialized = False
         self.suspicious = False
         self._figures = figures
         self._add_partitions = 0
@@ -183,19 +189,22 @@ class TransactionalPublisher:
         self._turn = 0
         self._closed = False
         self._senders: list[_TransactionalProducer] = []
+
+        def new_sender(transactional_id: str) -> _TransactionalProducer:
+            return _TransactionalProducer(
+                {**options, "transactional.id": transactional_id},
+                figures,
+                router,
+                topics,
+                ce_source,
+                headers=headers,
+                record_offsets=record_offsets,
+            )
+
+        self._new_sender = new_sender
         try:
             for each in own_ids(base_id):
-                self._senders.append(
-                    _TransactionalProducer(
-                        {**options, "transactional.id": each},
-                        figures,
-                        router,
-                        topics,
-                        ce_source,
-                        headers=headers,
-                        record_offsets=record_offsets,
-                    )
-                )
+                self._senders.append(new_sender(each))
             busy = [error for sender in self._senders if (error := self._init(sender)) is not None]
             if busy:
                 raise busy[0]
@@ -226,36 +235,60 @@ class TransactionalPublisher:
         """Send the events and a marker for each lane in one transaction, and commit it after ``confirm``."""
         if (unfit := self._unfit()) is not None:
             return unfit
-        sender = self._senders[self._turn % len(self._senders)]
-        deadline = time.monotonic() + self._delivery_seconds
+        sender = self._next_sender()
+        deadline, ends = time.monotonic() + self._delivery_seconds, sender.ends
         try:
             return self._in_transaction(sender, batches, deadline, confirm)
         except _NotConfirmed as error:
             self._abort(sender)
+            self.close()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
-            failure, blamed = self._given_up(sender, error)
+            failure, blamed, aborted = self._given_up(sender, error)
         except Unavailable as error:
             failure, blamed = error, ()
+            if sender.broken_off:
+                # The reports of the messages have the cause.
+                sender.drain(deadline)
             if sender.failed:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
-            self._abort(sender)
+            aborted = self._abort(sender)
             if dropped and (forbidden := self._forbidden(sender)) is not None:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
+            self.close()
             raise
-        return self._aborted(sender, failure, blamed)
+        # With a commit under way, only the markers would tell what is published.
+        goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
+        if goes_on:
+            self._replace(sender)
+        else:
+            self.close()
+        return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to at present."""
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks, mainly its statistics."""
+        """Serve librdkafka's callbacks, mainly its statistics; initialize the next producer if it is a new one.
+
+        Not in ``publish``: this fences whoever has taken a lane, so the leases have to be checked after it.
+        """
+        self._poll()
+        sender = self._senders[self._turn % len(self._senders)]
+        if not self._closed and not sender.initialized and (busy := self._init(sender)) is not None:
+            raise busy
+
+    def _poll(self) -> None:
         for sender in self._senders:
             sender.serve()
+
+    def _next_sender(self) -> _TransactionalProducer:
+        first = self._turn % len(self._senders)
+        return next(each for each in self._senders[first:] + self._senders[:first] if each.initialized)
 
     def close(self) -> None:
         """Discard the producers. The next init of an id ends its open transaction."""
@@ -302,7 +335,9 @@ class TransactionalPublisher:
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
         # Statistics of the last turns may arrive only now.
-        self.serve()
+        self._poll()
+        if not any(sender.initialized for sender in self._senders):
+            return Completed({}, publisher_unusable=True)
         if any(sender.suspicious for sender in self._senders):
             self._figures.renewed += 1
             return Completed({}, publisher_unusable=True)
@@ -319,6 +354,7 @@ class TransactionalPublisher:
             if is_busy(error):
                 return IdBusy(f"Kafka, {doing}: {text_of(error)}")
             raise self._explained(sender.explained(error), doing) from error
+        sender.initialized = True
         return None
 
     def _marker(self, lane: int, number: int, sent: Sequence[Claim]) -> Marker:
@@ -340,7 +376,7 @@ class TransactionalPublisher:
             lane: Marker(1, leases[lane].epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
             for lane, identity in new.items()
         }
-        sender = self._senders[self._turn % len(self._senders)]
+        sender = self._next_sender()
         try:
             sender.producer.begin_transaction()
             # No event is in flight, so this may take longer than a turn: the topic may have just been created.
@@ -380,26 +416,39 @@ class TransactionalPublisher:
         self._figures.commits += 1
         self._figures.commit_seconds.append(seconds)
 
-    def _aborted(self, sender: _TransactionalProducer, failure: Unavailable, blamed: Collection[int]) -> Failed:
+    def _aborted(
+        self,
+        sender: _TransactionalProducer,
+        failure: Unavailable,
+        blamed: Collection[int],
+        *,
+        publisher_unusable: bool,
+    ) -> Failed:
         refused = sender.refused_first(aborted=True)
+        if isinstance(failure, BatchRefused):
+            for lane, results in sender.refused_alone().items():
+                refused.setdefault(lane, []).extend(results)
         receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
-        return Failed(failure, receipts, blamed, sender.likeliest())
+        return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
-    def _given_up(self, sender: _TransactionalProducer, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
+    def _given_up(
+        self, sender: _TransactionalProducer, error: KafkaException
+    ) -> tuple[Unavailable, Collection[int], bool]:
+        """Abort. Returns the failure, the lanes to blame, and whether the transaction is aborted."""
         error = sender.explained(error)
-        self._abort(sender)
+        aborted = self._abort(sender)
         code = error.args[0].code()
         if code == KafkaError._FATAL and sender.fatal is not None:
             # The cause of the fatal error says more: mostly a fence.
-            return self._explained(KafkaException(sender.fatal), "publishing"), ()
+            return self._explained(KafkaException(sender.fatal), "publishing"), (), aborted
         if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
-            return forbidden, ()
+            return forbidden, (), aborted
         if sender.failed:
             # The errors of messages say more than the transaction's, which they caused.
             failure, blamed = sender.failure(self._delivery_seconds)
             if isinstance(failure, BatchRefused | TopicUnusable):
-                return failure, blamed
-        return self._explained(error, "publishing"), ()
+                return failure, blamed, aborted
+        return self._explained(error, "publishing"), (), aborted
 
     def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
         """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
@@ -425,9 +474,25 @@ class TransactionalPublisher:
             return Late(f"Kafka, {doing}: {text_of(error)}")
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
-    def _abort(self, sender: _TransactionalProducer) -> None:
-        """Abort, so that readers go on now and not at the next take-over. The producers are discarded in any case."""
+    def _abort(self, sender: _TransactionalProducer) -> bool:
+        """Abort, so that readers go on now and not at the next take-over. The producer is not used again.
+
+        Returns whether it is aborted: otherwise the next init of the id ends it.
+        """
         sender.producer.purge()
         with contextlib.suppress(KafkaException):
             sender.producer.abort_transaction(_ABORT_SECONDS)
-        self.close()
+            return True
+        return False
+
+    def _replace(self, sender: _TransactionalProducer) -> None:
+        """Replace the producer of an aborted transaction, of which the broker has refused a message.
+
+        librdkafka has numbered that message, so its next one in the partition would be out of order. The new producer
+        is initialized when its turn comes: right after the abort, the coordinator is still writing control records, and
+        librdkafka would wait half a second.
+        """
+        sender.close()
+        number = self._senders.index(sender)
+        self._senders[number] = self._new_sender(own_ids(self._base_id)[number])
+        self._turn += 1

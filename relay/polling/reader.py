@@ -325,7 +325,7 @@ class LaneReader:
         if read.late is None:
             if lane in first:
                 return ()
-            state.reading_due, state.due_next = bool(read.rows), not read.rows
+            state.reading_due = bool(read.rows)
         elif read.rows:
             state.reading_due = False
         elif read.last:
@@ -356,10 +356,18 @@ class LaneReader:
             self._lower(lane, state.failures.remove(claim.position for claim in batch.rows))
 
     def note_due(self, lane: int, *, refused: bool) -> None:
-        """Record whether a turn could publish the due events: this decides how many the next one tries."""
+        """Record whether a turn could publish the due events: this decides how many the next one tries.
+
+        Until then they are read first: if a turn fails and does not tell which event it was, the same are tried alone.
+        """
         state = self._lanes[lane]
         if state.reading_due:
+            state.due_next = False
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
+
+    def retried(self, lanes: Collection[int]) -> list[int]:
+        """Return which of these lanes had due events, and nothing else, in the last read."""
+        return [lane for lane in lanes if self._lanes[lane].reading_due and self._lanes[lane].failures]
 
     # Failures
 

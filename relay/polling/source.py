@@ -168,7 +168,8 @@ class PollingSource:
             # Includes lanes that have joined since.
             with unavailable_on_error("reading ahead"):
                 self._read_ahead({lane: limits[lane] for lane in self.reader.turn_lanes(limits)}, batches)
-        return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed))
+        retried = self.reader.retried(batches)
+        return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed), retried=retried)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
         """Wait until the turn before is settled; then the leases are checked and the rows that were read are durable.

@@ -220,7 +220,7 @@ class StreamSource:
         if batches:
             self._pauses.reset()
         self._absent.see_to(limits.keys() - failed.keys())
-        return Fetched(batches, failed, known or bool(batches))
+        return Fetched(batches, failed, known or bool(batches), retried=self._table.reader.retried(table))
 
     def _say_who_is_absent(self) -> None:
         """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""

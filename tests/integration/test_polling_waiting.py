@@ -215,3 +215,25 @@ def test_a_retry_of_a_blocked_key_does_not_read_the_100000_events_behind_it(work
     rest = drain(source, worker.limits())
     assert len([id_ for ids in rest.values() for id_ in ids]) >= 100_000
     assert backlog(worker.database.url) == 0
+
+
+def test_due_events_of_a_turn_that_fails_and_tells_no_more_are_read_again_before_others(workers):
+    """A turn of its own has them again, and not others of the lane: only so it finds which one is refused."""
+    worker = workers(1)
+    source = worker.source(attempts=1000)
+    worker.insert(1, keys=1)
+    refuse(source, source.fetch(worker.limits()).batches)
+    worker.admin.execute(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'b', 'T')"
+    )
+    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now()")
+    source.reader.look_again(0)
+    for _ in range(3):
+        fetched = source.fetch(worker.limits())
+        assert [claim.aggregate_id for claim in fetched.batches[0]] == ["key-0"]
+        assert fetched.retried == [0]
+        source.settle({})
+    refuse(source, fetched.batches)
+    fetched = source.fetch(worker.limits())
+    assert [claim.aggregate_id for claim in fetched.batches[0]] == ["b"]
+    assert fetched.retried == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -409,6 +411,47 @@ def test_a_turn_that_fails_leaves_nothing_for_readers(place):
     assert worker.join() == {}
     place.tables.run("DELETE FROM outbox.events WHERE aggregate_id = 'large'")
     worker.drain()
+    assert place.all_once()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_relay_goes_on_after_a_refusal_and_another_one_takes_its_lanes(place, served):
+    """Its new producer is not fenced, even if the other relay has fenced the id before: it finds its lanes gone."""
+    small = place.kafka.create_topic(f"{place.kafka.name('small')}-events", 1, {"max.message.bytes": "2000"})
+    former = place.worker("a")
+    assert former.join() == {}
+    place.add()
+    with psycopg.connect(place.tables.url) as connection:
+        Outbox().add(connection, Event(small.removesuffix("-events"), "large", "T", os.urandom(4000)))
+    [(lane, large)] = place.tables.run("SELECT lane, id FROM outbox.events WHERE aggregate_id = 'large'")
+    sent = former.publish(1000)
+    assert isinstance(sent, Failed)
+    assert not sent.publisher_unusable
+    # It was alone in its request, so it is named.
+    assert [(n, [claim.position for claim, _ in receipt.results]) for n, receipt in sent.receipts.items()] == [
+        (lane, [large])
+    ]
+    former.source.settle(sent.receipts)
+    limits = {lease.lane: 3 for lease in former.leases}
+    if served:
+        # The other producer's turn, and then the new one's, without a join.
+        for _ in range(3):
+            former.publisher.serve()
+            fetched = former.source.fetch(limits)
+            done = former.publisher.publish(fetched.batches, former.source.confirm if fetched.unconfirmed else None)
+            assert isinstance(done, Completed)
+            former.source.settle(done.receipts)
+    heir = place.worker("b")
+    assert heir.join() == {}
+    assert heir.fenced == own_ids(former.base_id)
+    former.publisher._turn += 1
+    former.publisher.serve()
+    fetched = former.source.fetch(limits)
+    lost = former.source.confirm(time.monotonic() + 30) if fetched.unconfirmed else fetched.failed
+    assert {type(error) for error in lost.values()} == {LaneLost}
+    assert lost.keys() >= fetched.batches.keys() if fetched.unconfirmed else not fetched.batches
+    place.tables.run("DELETE FROM outbox.events WHERE aggregate_id = 'large'")
+    heir.drain()
     assert place.all_once()
 
 

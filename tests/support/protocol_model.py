@@ -373,6 +373,7 @@ class World:
         for one in order:
             worker = self.workers[one]
             parts.append((named(worker.base), worker.phase, worker.which, worker.rows, worker.queue, worker.stale))
+            parts.append(tuple(sorted(worker.refused)))
             for number, epoch in worker.unconfirmed:
                 known = worker.lanes[number]
                 parts.append((number, known is not None and known.epoch == epoch))

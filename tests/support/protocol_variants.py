@@ -12,6 +12,9 @@ SPLIT_FETCH: Final = "split_fetch"  # reading and the statement are two steps, a
 PRODUCE_FIRST: Final = "produce_first"  # the statement comes at any time between reading and EndTxn
 CONCURRENT: Final = "concurrent"  # lanes are taken while a transaction is open, as by a thread of their own
 RENEW: Final = "renew"  # a worker whose last transaction can't be ended goes on under a new base id
+REPLACE: Final = (
+    "replace"  # after a refused message only its producer is initialized again, before a later turn is read
+)
 
 # What a worker could get wrong.
 MUTATIONS: Final = {
@@ -43,6 +46,7 @@ MUTATIONS: Final = {
     "marker_first": "the markers are committed in a transaction of their own, before the events",
     "reuse_producer": "after an unclean commit the same producers go on",
     "trust_doubled_commit": "a commit that raised nothing is clean, though EndTxn was sent twice",
+    "resend_refused": "after a refused message its producer is initialized and sends the turn in hand again",
     "resend_blind": "after a failure the turn is sent again without reading the markers",
     "adopt_without_settling": "taking over does not delete the marker's rows",
     "async_acquire": "a lane is taken with synchronous_commit=off",

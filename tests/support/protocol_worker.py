@@ -17,7 +17,7 @@ from protocol_servers import (
     TransactionalId,
     without,
 )
-from protocol_variants import ANSWERS, CONCURRENT, EXACTLY, PRODUCE_FIRST, RENEW, SPLIT_FETCH
+from protocol_variants import ANSWERS, CONCURRENT, EXACTLY, PRODUCE_FIRST, RENEW, REPLACE, SPLIT_FETCH
 
 from relay.marker import Marker, StateLost, resume
 
@@ -56,9 +56,22 @@ class WorkerModel(Saved):
     ``phase`` is that of the turn: init (twice) → idle → (secure) → send → idle. Lanes are taken and released while it
     is idle. ``rows`` is what was read and may not be durable yet, ``queue`` what is still to be produced.
     ``unconfirmed`` are the lanes and epochs of a turn that is being produced while its statement is still to come.
+    ``refused`` are the producers that are to be initialized again, because the broker has refused a message of theirs.
     """
 
-    fields = ("base", "phase", "which", "lanes", "rows", "queue", "stale", "fenced", "unconfirmed", "abandoned")
+    fields = (
+        "base",
+        "phase",
+        "which",
+        "refused",
+        "lanes",
+        "rows",
+        "queue",
+        "stale",
+        "fenced",
+        "unconfirmed",
+        "abandoned",
+    )
 
     def __init__(self, pg: FakePostgres, kafka: FakeKafka, delivery: str, world: World) -> None:
         self.pg = pg
@@ -73,6 +86,7 @@ class WorkerModel(Saved):
         self.base = self.kafka.new_base() if self.exactly else None
         self.phase = "init" if self.exactly else "idle"
         self.which = 0
+        self.refused: frozenset[int] = frozenset()
         self.lanes: tuple[Lane | None, ...] = (None,) * len(self.pg.now.lanes)
         self.rows: tuple[tuple[Row, ...] | None, ...] = ()
         self.queue: tuple[tuple[tuple[int, str | Marker], ...], ...] = ()
@@ -97,7 +111,7 @@ class WorkerModel(Saved):
 
     # What it can do next
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Request]:  # noqa: C901 - one case for each phase
         if self.phase == "init":
             yield Request("init")
             if RENEW in self.mutations and any(map(self.kafka.busy, self._own_ids())):
@@ -106,7 +120,11 @@ class WorkerModel(Saved):
         if self.phase == "secure":
             yield Request("secure")
             return
+        if self.which in self.refused and self.phase in {"idle", "send"}:
+            yield Request("replace")
         if self.phase == "send":
+            if self.which in self.refused:
+                return
             if self.unconfirmed:
                 yield Request("secure")
             if self.queue or not self.unconfirmed or "commit_unconfirmed" in self.mutations:
@@ -117,7 +135,8 @@ class WorkerModel(Saved):
                 return
         yield from self._taking()
         if self.phase == "idle":
-            yield from self._turns()
+            if len(self.refused) < self.producers:
+                yield from self._turns()
             yield from self._releases()
 
     def _taking(self) -> Iterator[Request]:
@@ -163,7 +182,9 @@ class WorkerModel(Saved):
         if request.name == "send":
             if not self.exactly:
                 return ("ok", "lost")
-            return ("ok", "failed") if self.queue else ANSWERS
+            if self.queue:
+                return ("ok", "failed", "refused") if REPLACE in self.mutations else ("ok", "failed")
+            return ANSWERS
         if request.name == "read" or (request.name == "turn" and SPLIT_FETCH in self.mutations):
             return ("ok",)
         return ("ok", "lost")
@@ -173,6 +194,8 @@ class WorkerModel(Saved):
         match request.name:
             case "init":
                 return f"init_transactions({self.base}.{self.which})"
+            case "replace":
+                return f"init_transactions({self.base}.{self.which}), after a refused message"
             case "fence":
                 lane = self.lanes[request.lanes[0]]
                 assert lane
@@ -212,6 +235,11 @@ class WorkerModel(Saved):
         if self.which == 0:
             self.stale = False
             self.phase = "send" if self.queue else "idle"
+
+    def _replace(self) -> None:
+        assert self.base is not None
+        self.kafka.init_transactions((self.base, self.which))
+        self.refused -= {self.which}
 
     def _own_ids(self) -> list[TransactionalId]:
         assert self.base is not None
@@ -385,6 +413,8 @@ class WorkerModel(Saved):
             parts = parts[::-1]
         self.queue = tuple(part for part in parts if part)
         self.phase = "send"
+        if self.which in self.refused and "resend_refused" not in self.mutations:
+            self.which = (self.which + 1) % self.producers
         if self.stale:
             self.phase, self.which = "init", 0
 
@@ -401,6 +431,10 @@ class WorkerModel(Saved):
                 self.queue = self.queue[1:]
                 if answer == "failed":
                     self._unclean(transaction)
+                    return
+                if answer == "refused":
+                    self.kafka.abort(transaction)
+                    self._refused()
                     return
                 if "marker_first" not in self.mutations or not self.queue:
                     return
@@ -429,6 +463,17 @@ class WorkerModel(Saved):
         self.which = (self.which + 1) % self.producers
         self.phase = "idle"
 
+    def _refused(self) -> None:
+        """Nothing of the turn is published, nor will be: go on with the lanes, and with the other producer."""
+        self.refused |= {self.which}
+        if "resend_refused" in self.mutations:
+            self._start()
+            return
+        self.queue, self.unconfirmed = (), ()
+        self._each_held(lambda lane: lane._replace(batch=None))
+        self.which = (self.which + 1) % self.producers
+        self.phase = "idle"
+
     def _unclean(self, transaction: TransactionalId) -> None:
         if "reuse_producer" in self.mutations:
             self.kafka.abort(transaction)
@@ -449,7 +494,7 @@ class WorkerModel(Saved):
         else:
             self._read_again()
             self.stale = "leases_before_init" in self.mutations
-        self.which = 0
+        self.which, self.refused = 0, frozenset()
         if not self.stale:
             self.phase = "init"
 

@@ -229,11 +229,12 @@ def test_a_large_event_among_many_lanes_is_found_at_once(n, sizes):
     # Refused with all others; then those before it, if there are any, and it.
     first = next(number for number, turn in enumerate(world.broker.turns) if poison in turn[5])
     assert len(world.broker.turns[first]) == 16
-    alone = [turn for turn in world.broker.turns if turn.keys() == {5}]
+    last = world.broker.turns.index({5: [poison]})
+    alone = [turn for turn in world.broker.turns[: last + 1] if turn.keys() == {5}]
     assert [len(world.broker.turns[first][5]), *(len(turn[5]) for turn in alone)] == sizes
-    assert alone[-1] == {5: [poison]}
-    # Between the two a turn is another lane's: no guess keeps the others from theirs.
-    assert len([turn for turn in world.broker.turns if len(turn) == 1]) == 2 * len(alone) - 1
+    # Between the two all others have a turn.
+    between = [turn for turn in world.broker.turns[first + 1 : last] if turn.keys() != {5}]
+    assert [turn.keys() for turn in between] == [rows.keys() - {5}] * (len(alone) - 1)
 
 
 def test_a_lane_with_one_large_event_after_the_other_does_not_keep_another_one_from_its_turns():
@@ -263,6 +264,59 @@ def test_a_guess_that_is_wrong_costs_turns_and_nothing_else(poison, guess):
     assert len(world.broker.log) == 480 - len(poison)
     for lane in rows:
         assert max(len(turn[lane]) for turn in [turn for turn in world.broker.turns if lane in turn][-6:]) == 8
+
+
+@pytest.mark.parametrize("poison", [(130,), (1, 256), (700, 701)])
+def test_among_256_lanes_of_which_none_is_named_the_refused_event_is_found_by_halving_them(poison):
+    rows = spread(256, 8)
+    world = World(rows, settings=replace(SETTINGS, batch_size=128))
+    world.broker.always = poisoned(*poison, names_lanes=False)
+    world.run()
+    assert sorted(world.table.refused) == sorted(poison)
+    assert in_order(world, {lane: [row for row in each if row not in poison] for lane, each in rows.items()})
+    refused = [turn for turn in world.broker.turns if any(row in poison for each in turn.values() for row in each)]
+    # 256 lanes have 8 halvings, and the batch of 2 one more; the first refusal is that of all.
+    assert len(refused) <= 10 * len(poison)
+    assert len(world.broker.turns) < 80
+
+
+def test_events_that_are_refused_together_only_make_the_turns_smaller():
+    """No event is at fault: the broker takes no request with more than 8 of them, and the guess is wrong."""
+    rows = spread(4, 100)
+    world = World(rows, settings=replace(SETTINGS, batch_size=16))
+
+    def publish(batches: Batches) -> Sent:
+        if sum(map(len, batches.values())) <= 8:
+            return all_of(batches)
+        return Failed(BatchRefused("too large"), blamed=tuple(batches), likeliest={0: batches[0][0].position})
+
+    world.broker.always = lambda batches: publish(batches) if 0 in batches else all_of(batches)
+    world.run()
+    assert world.table.refused == []
+    assert in_order(world, rows)
+    refused = [turn for turn in world.broker.turns if 0 in turn and sum(map(len, turn.values())) > 8]
+    assert len(refused) < len(world.broker.turns) / 5
+
+
+def test_what_is_proven_to_be_refused_costs_no_other_turn():
+    """The publisher knows which event it was: the lanes go on together, and the publisher with them."""
+    rows = spread(4, 40)
+    poison = rows[2][5]
+
+    def publish(batches: Batches) -> Sent:
+        bad = [item for item in batches.get(2, ()) if item.position == poison]
+        if not bad:
+            return all_of(batches)
+        receipts = {2: Receipt([(bad[0], Refused("too large"))])}
+        return Failed(BatchRefused("too large"), receipts, [2], publisher_unusable=False)
+
+    world = World(rows, settings=replace(SETTINGS, batch_size=8))
+    world.broker.always = publish
+    world.run()
+    assert world.table.refused == [poison]
+    assert in_order(world, {lane: [row for row in each if row != poison] for lane, each in rows.items()})
+    assert all(len(turn) == 4 for turn in world.broker.turns[:-1])
+    assert (world.broker.opened, len(world.broker.joins)) == (1, 1)
 
 
 def test_one_event_that_is_refused_by_itself_is_named_at_once():

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from protocol_model import Action, World
 from protocol_search import explore
-from protocol_variants import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, PRODUCE_FIRST, RENEW, SPLIT_FETCH
+from protocol_variants import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, PRODUCE_FIRST, RENEW, REPLACE, SPLIT_FETCH
 
 _KEYS = "abc"
 _MIXED: Final = (EXACTLY, AT_LEAST)
@@ -42,6 +42,9 @@ _RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
     "produced before it is confirmed, asynchronous writers": (_BEHIND_WRITERS, 1),
     "produced before it is confirmed, beside at-least-once": ({**_AT_LEAST, "variants": [PRODUCE_FIRST]}, 2),
     "produced before it is confirmed, new ids": ({**_ONE, "variants": [PRODUCE_FIRST, RENEW]}, 2),
+    "a refused message": ({**_ONE, "variants": [REPLACE]}, 2),
+    "a refused message, two lanes": ({"written": "ab", "variants": [REPLACE, CONCURRENT]}, 1),
+    "a refused message, produced before it is confirmed": ({**_ONE, "variants": [PRODUCE_FIRST, REPLACE]}, 2),
     "at-least-once beside exactly-once": (_AT_LEAST, 2),
     "at-least-once, two lanes": ({**_AT_LEAST, "lanes": 2}, 1),
     "a failover that loses a commit, one worker": (_FAILOVER, 2),
@@ -61,6 +64,7 @@ _WRONG: Final[dict[str, _Scenario]] = {
     "empty_commit": _WRITERS,
     "unnoticed_crash": _WRITERS,
     "reuse_producer": {**_ONE, "producers": 1, "held": True},
+    "resend_refused": {**_ONE, "variants": [REPLACE]},
     "trust_doubled_commit": {**_ONE, "producers": 1, "held": True},
 }
 
@@ -112,7 +116,7 @@ def test_known_limit_a_failover_that_loses_the_name_of_whom_to_fence() -> None:
 class Protocol(RuleBasedStateMachine):
     """Three workers, one of which may be paused, writers of three keys; faults bounded by the run's length only."""
 
-    variants: tuple[str, ...] = (SPLIT_FETCH, CONCURRENT, RENEW)
+    variants: tuple[str, ...] = (SPLIT_FETCH, CONCURRENT, RENEW, REPLACE)
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +176,7 @@ class Protocol(RuleBasedStateMachine):
 class ProducedFirst(Protocol):
     """The same; what is read is produced before the statement that makes it ours."""
 
-    variants = (PRODUCE_FIRST, CONCURRENT, RENEW)
+    variants = (PRODUCE_FIRST, CONCURRENT, RENEW, REPLACE)
 
 
 @pytest.mark.parametrize("machine", [Protocol, ProducedFirst])
@@ -219,6 +223,7 @@ def test_long_walks(number: int, chance: random.Random, capsys: pytest.CaptureFi
         variants = chance.choice(
             [[], [SPLIT_FETCH], [SPLIT_FETCH, CONCURRENT], [PRODUCE_FIRST], [PRODUCE_FIRST, CONCURRENT]]
         )
+        variants = [*variants, *chance.choice([[], [REPLACE]])]
         workers = chance.choice([(EXACTLY,) * 3, (EXACTLY, EXACTLY, AT_LEAST)])
         producers = chance.choice([1, 2, 2])
         world = World(workers, producers=producers, warm=chance.random() < 0.5, mutations=variants)
