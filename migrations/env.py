@@ -26,7 +26,7 @@ else:
     context.configure(connection=connection, **options)
 
 with context.begin_transaction():
-    # Whoever may create in another schema of the path can plant functions there; see outbox/_app/search_path.py.
+    # Whoever may create in another schema of the path can plant functions there; see outbox/_clients/search_path.py.
     context.execute("SET LOCAL search_path = pg_catalog")
     if attributes["create_schema"]:
         # Before alembic makes its own table there.

@@ -50,7 +50,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self
 
-from outbox._kafka import is_refusal, require_verification
+from outbox._clients.kafka_rules import is_refusal, require_verification
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.standing import Place, Standing, Watch
 from outbox.errors import ConfigurationError, MissingExtra, OutboxError

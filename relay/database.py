@@ -9,8 +9,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import errors
 
-from outbox._app.credentials import password_for
-from outbox._app.search_path import PinnedConnection
+from outbox._clients.credentials import password_for
+from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.ports import DatabaseUnavailable, Unavailable
@@ -143,7 +143,7 @@ class Connector:
     """Opens connections to one database. A call raises Unavailable when the server can't be reached.
 
     Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), NOTICE_DEAD_HOSTS, a name for
-    pg_stat_activity, and names resolved in pg_catalog alone (``outbox._app.search_path``).
+    pg_stat_activity, and names resolved in pg_catalog alone (``outbox._clients.search_path``).
     """
 
     def __init__(self, url: str, application_name: str) -> None:

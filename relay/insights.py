@@ -16,7 +16,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from outbox._app.visible import VisibleTables
+from outbox._clients.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.lanes import source_problem
 from relay.pauses import Paused, Pauses, Scope, ScopeKind

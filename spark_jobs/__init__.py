@@ -12,25 +12,21 @@ from typing import TYPE_CHECKING, Any, Final
 from outbox.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
-    from spark_jobs.driver.query import RunningConsumer, run
-    from spark_jobs.driver.streaming import exactly_once
-    from spark_jobs.effects.mapped import Insert, Upsert
-    from spark_jobs.effects.produce import Produce, Traced
-    from spark_jobs.errors import (
-        BadMessage,
-        CheckpointConflict,
+    from outbox.consumer.errors import (
         ConsumerError,
         ConsumerUnavailable,
         DataLost,
         EffectFailed,
         Fenced,
         JobError,
-        Reject,
         TopicRecreated,
     )
-    from spark_jobs.external.declaration import External
-    from spark_jobs.external.http_call import HttpAsk, HttpCall
+    from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
+    from spark_jobs.driver.query import RunningConsumer, run
+    from spark_jobs.driver.streaming import exactly_once
+    from spark_jobs.effects.mapped import Insert, Upsert
+    from spark_jobs.effects.produce import Produce, Traced
+    from spark_jobs.errors import BadMessage, CheckpointConflict, Reject
     from spark_jobs.job import ConsumerJob
     from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
     from spark_jobs.payloads.registry import Registry
@@ -45,11 +41,8 @@ __all__ = [
     "DataLost",
     "Dedup",
     "EffectFailed",
-    "External",
     "Fenced",
     "Fingerprint",
-    "HttpAsk",
-    "HttpCall",
     "Insert",
     "JobError",
     "Json",
@@ -71,20 +64,18 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "payloads.decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
-    "payloads.registry": ("Registry",),
-    "effects.mapped": ("Insert", "Upsert"),
-    "errors": (
-        *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
-        *("Fenced", "JobError", "Reject", "TopicRecreated"),
+    "outbox.consumer.errors": (
+        *("ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed", "Fenced", "JobError", "TopicRecreated"),
     ),
-    "external.declaration": ("External",),
-    "external.http_call": ("HttpAsk", "HttpCall"),
-    "job": ("ConsumerJob",),
-    "effects.produce": ("Produce", "Traced"),
-    "driver.query": ("RunningConsumer", "run"),
-    "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
-    "driver.streaming": ("exactly_once",),
+    "spark_jobs.payloads.decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
+    "spark_jobs.payloads.registry": ("Registry",),
+    "spark_jobs.effects.mapped": ("Insert", "Upsert"),
+    "spark_jobs.errors": ("BadMessage", "CheckpointConflict", "Reject"),
+    "spark_jobs.job": ("ConsumerJob",),
+    "spark_jobs.effects.produce": ("Produce", "Traced"),
+    "spark_jobs.driver.query": ("RunningConsumer", "run"),
+    "spark_jobs.dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
+    "spark_jobs.driver.streaming": ("exactly_once",),
 }
 _PACKAGES: Final = {"confluent_kafka", "psycopg", "pyarrow", "pydantic", "pyspark"}
 """Packages that the extra `spark` brings and these modules import."""
@@ -97,7 +88,7 @@ def __getattr__(name: str) -> Any:
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        found = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if error.name not in _PACKAGES:
             raise

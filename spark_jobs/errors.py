@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from outbox.consumer.errors import (
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    DataLost,
+    EffectFailed,
+    Fenced,
+    Interrupted,
+    JobError,
+    NoSuchJob,
+    NotAuthorized,
+    TopicRecreated,
+)
 
-from outbox.errors import ConfigurationError, OutboxError
-
-if TYPE_CHECKING:
-    from spark_jobs.model import Loss, Partition
-
-
-class ConsumerError(OutboxError):
-    """The base of the consumers' errors.
-
-    by_partition  the error of each partition's range, where it is known.
-    """
-
-    by_partition: Mapping[Partition, ConsumerError] = {}
-
-
-class JobError(ConsumerError):
-    """The job's declaration can't work."""
-
-
-class NoSuchJob(JobError, ConfigurationError):
-    """A command names no job: there is no such module, or nothing of that name and kind in it."""
-
-
-class Fenced(ConsumerError):
-    """Another consumer has taken the group over. Nothing of this one's current batch was applied."""
+__all__ = [
+    "BadMessage",
+    "CheckpointConflict",
+    "ConsumerError",
+    "ConsumerUnavailable",
+    "CorruptRecords",
+    "DataLost",
+    "EffectFailed",
+    "Fenced",
+    "InputCut",
+    "InputUnproven",
+    "Interrupted",
+    "JobError",
+    "NoSuchJob",
+    "NotAuthorized",
+    "Reject",
+    "SparkLost",
+    "TopicRecreated",
+    "WorkerLost",
+]
 
 
 class BadMessage(ConsumerError):
     """A message can't be decoded, or has no usable id. The group stopped before it; nothing was skipped."""
-
-
-class EffectFailed(ConsumerError):
-    """The job's effect failed on a batch. The batch was rolled back, its offsets included."""
 
 
 class Reject(Exception):
@@ -70,51 +72,13 @@ class InputCut(ConsumerError):
     """A task's rows ended before all of them had come: something upstream failed. None of them was committed."""
 
 
-class Interrupted(ConsumerError):
-    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. Another try may succeed."""
-
-
 class WorkerLost(ConsumerError):
     """A Python worker or an executor of Spark ended in the middle of a range. Nothing of the range was committed."""
-
-
-class CorruptRecords(ConsumerError):
-    """Kafka has records that can't be read, such as ones whose checksum does not match. Nothing was skipped."""
-
-
-class NotAuthorized(ConsumerError):
-    """Kafka refuses the consumer's credentials, or an operation that they do not allow."""
 
 
 class InputUnproven(ConsumerError):
     """Nothing proves, where a task runs, that it got all of its rows. None of them was committed."""
 
 
-class DataLost(ConsumerError):
-    """Kafka no longer has messages that the group has not read; ``losses`` says which."""
-
-    def __init__(self, text: str, losses: Sequence[Loss] = ()) -> None:
-        super().__init__(text)
-        self.losses = tuple(losses)
-
-
-class TopicRecreated(DataLost):
-    """The topic was deleted, and perhaps created again: the stored offsets no longer apply to it."""
-
-
-class ConsumerUnavailable(ConsumerError):
-    """Kafka or Postgres was unavailable for too long. Nothing is lost; run the job again."""
-
-
 class SparkLost(ConsumerError):
     """The JVM of the Spark session has ended. What was not committed is rolled back; run the job again."""
-
-
-def storable(text: str) -> str:
-    """Return text that Postgres accepts: NUL characters and lone surrogates, which it refuses, are replaced."""
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-
-
-def shown(error: BaseException) -> str:
-    """Return an error's class name and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outbox._app.prometheus import Check
-from spark_jobs.model import Partition
+from outbox.consumer.model import Partition
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from outbox.consumer.declared import find_declared
+from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import JobError, NoSuchJob
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
 from spark_jobs.payloads.limited import Limited
 
@@ -41,7 +41,6 @@ KEPT: Final = ("message_id", "message_topic", "message_part", "message_offset", 
 OWN: Final = "outbox_batch_"
 """The prefix of columns that the consumer adds to ``batch`` for its own use."""
 
-Declared = TypeVar("Declared")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 # Comments, string literals and quoted names may contain semicolons that do not end a statement.
 _QUOTED: Final = re.compile(
@@ -189,23 +188,3 @@ class ConsumerJob:
 def find_job(spec: str) -> ConsumerJob:
     """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises NoSuchJob saying what is missing."""
     return find_declared(spec, ConsumerJob, "name the job as MODULE:NAME, as in spark_jobs.order_totals:job")
-
-
-def find_declared(spec: str, kind: type[Declared], usage: str) -> Declared:
-    """Import ``MODULE:NAME`` and return what is declared there. Raises NoSuchJob with ``usage``, or what is missing."""
-    module_name, separator, name = spec.partition(":")
-    if not separator or not module_name or not name:
-        raise NoSuchJob(f"{spec!r}: {usage}")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise NoSuchJob(f"{spec!r}: there is no module {error.name}; run from its folder or set PYTHONPATH") from error
-    if not hasattr(module, name):
-        there = ", ".join(other for other, value in vars(module).items() if isinstance(value, kind))
-        instead = f"its {kind.__name__}s: {there}" if there else f"it has no {kind.__name__} at all"
-        raise NoSuchJob(f"{spec!r}: there is no {name!r} in {module_name}; {instead}")
-    found = getattr(module, name)
-    if not isinstance(found, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise NoSuchJob(f"{spec!r}: {name} in {module_name} is {type(found).__name__}, not {article} {kind.__name__}")
-    return found

@@ -19,12 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Extent, Partition
+from outbox.consumer.postgres_errors import clear_errors, connect
+from outbox.consumer.progress import progress
 from outbox.errors import OutboxError
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.planner import Extent
-from spark_jobs.model import Partition
-from spark_jobs.postgres.errors import clear_errors, connect
-from spark_jobs.postgres.progress import progress
 
 T = TypeVar("T")
 

@@ -3,24 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from spark_jobs.model import Place
-
-Wish = tuple[int, str]
-"""A dead letter to be retried: its id, and the reason why it failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
-
-    place: Place
-    reason: str
-    error: str
-    sqlstate: str | None = None
+from outbox.consumer.model import Culprit
 
 
 class Culprits(Exception):

@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_jobs.letters import Letter, Retried
-    from spark_jobs.model import Partition, Place, Range
-    from spark_jobs.outcomes import Culprit, Wish
+    from outbox.consumer.letters import Letter, Retried
+    from outbox.consumer.model import Culprit, Partition, Place, Range, Wish
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ def _leave_nothing() -> Iterator[None]:
         structlog.reset_defaults()
     if support := sys.modules.get("support"):
         support.close_connections()
-    if connections := sys.modules.get("spark_jobs.postgres.connections"):
+    if connections := sys.modules.get("outbox.consumer.connections"):
         connections.close_all()
 
 

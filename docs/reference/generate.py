@@ -30,6 +30,8 @@ import relay
 import spark_jobs
 from outbox._app import environment
 from outbox._app.settings_errors import expected
+from outbox.consumer.admin.dead_letters import REASONS
+from outbox.consumer.model import Extent, LossKind, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
@@ -41,11 +43,8 @@ from relay.wal.slot import SlotState
 from relay.web.metrics import RelayMetrics, slot_metrics, slot_repairs
 from relay.web.outbox_metrics import TurnMetrics, outbox_metrics
 from spark_jobs import settings as consumers
-from spark_jobs.admin.dead_letters import REASONS
-from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import Reject
 from spark_jobs.metrics import ConsumerMetrics
-from spark_jobs.model import LossKind, Partition
 
 HERE: Final = Path(__file__).parent
 COMMAND: Final = "make docs-reference"
@@ -282,7 +281,9 @@ def errors_page() -> str:
             error for error in found if error.__module__.startswith("outbox.sandbox")
         ],
         "Relays and operators' commands": [error for error in found if error.__module__.startswith("relay.")],
-        "Consumers": [Reject, *(error for error in found if error.__module__.startswith("spark_jobs"))],
+        "Consumer groups": [error for error in found if error.__module__.startswith("outbox.consumer")],
+        "Effects outside the database": [error for error in found if error.__module__.startswith("outbox.external")],
+        "Spark jobs": [Reject, *(error for error in found if error.__module__.startswith("spark_jobs"))],
     }
     if missing := set(found) - {error for errors in groups.values() for error in errors}:
         raise Undocumented(f"errors of no group: {missing}")

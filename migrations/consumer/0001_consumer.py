@@ -1,6 +1,6 @@
-"""The consumers' tables. spark_jobs/postgres/tables.py says what each column is for.
+"""The consumers' tables. outbox/consumer/tables.py says what each column is for.
 
-Frozen once it is released: spark_jobs/postgres/tables.py may change, this file may not. A test compares the result of
+Frozen once it is released: outbox/consumer/tables.py may change, this file may not. A test compares the result of
 all revisions with it, through pg_catalog.
 """
 

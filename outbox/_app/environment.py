@@ -18,9 +18,9 @@ from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from outbox._clients.variables import PREFIX, variable
 from outbox.errors import ConfigurationError
 
-PREFIX: Final = "OUTBOX_"
 _OF_FILE: Final = "_FILE"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
@@ -43,11 +43,6 @@ _SERVICE_LINK: Final = re.compile(
 )
 _SERVICE_PORT: Final = re.compile(r"OUTBOX(_[A-Z0-9]+)*_PORT")
 _SERVICE_ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://")
-
-
-def variable(path: Sequence[str]) -> str:
-    """Return a setting's variable: OUTBOX_RELAY__BATCH_SIZE for ``("relay", "batch_size")``."""
-    return PREFIX + "__".join(part.upper().replace(".", "_") for part in path)
 
 
 @dataclass(frozen=True, slots=True)

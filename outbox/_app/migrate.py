@@ -26,8 +26,8 @@ from alembic.util import CommandError
 from psycopg import sql as quoting
 
 import outbox
-from outbox._app.credentials import password_for
-from outbox._app.search_path import PIN, PIN_LOCAL, is_pooled
+from outbox._clients.credentials import password_for
+from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.tables import DEFAULT_LANES, lane_expression
 from outbox.urls import display_url, libpq_url

@@ -21,7 +21,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from outbox._app import credentials, environment, settings_errors
+from outbox._app import environment, settings_errors
+from outbox._clients import credentials
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
 

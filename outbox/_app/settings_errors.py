@@ -12,16 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from outbox._app.environment import (
-    PREFIX,
-    Variable,
-    choices_of,
-    model_of,
-    nearest_key,
-    setting_names,
-    values_of,
-    variable,
-)
+from outbox._app.environment import Variable, choices_of, model_of, nearest_key, setting_names, values_of
+from outbox._clients.variables import PREFIX, variable
 
 _OPTIONS: Final = {
     "database_url": "--database-url",

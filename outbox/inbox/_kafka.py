@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._kafka import cut_logs, require_verification
+from outbox._clients.kafka_rules import cut_logs, require_verification
 from outbox.errors import ConfigurationError
 from outbox.inbox._group import Loss, Place, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced

@@ -55,7 +55,7 @@ import psycopg
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from psycopg.pq import TransactionStatus
 
-from outbox._kafka import is_refusal
+from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.standing import Watch

@@ -73,7 +73,7 @@ def check(
 
     url, name = _target(database_url, schema, consumer)
     if consumer:
-        from spark_jobs.postgres.tables import consumer_tables
+        from outbox.consumer.tables import consumer_tables
 
         differences = schema_check.check_tables(
             url, name, lambda metadata, at: consumer_tables(metadata, at).all, history=db.CONSUMER
@@ -247,7 +247,7 @@ def roles(
 
 
 def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *, dry_run: bool, as_json: bool) -> None:
-    from spark_jobs.postgres.retention import Memory
+    from outbox.consumer.retention import Memory
 
     url, name = _target(database_url, schema, consumer=True)
     keep = load().consumer.keep_days if days is None else days

@@ -23,9 +23,9 @@ from relay.insights import COUNTED
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from outbox.consumer.admin.status import GroupState
     from relay.insights import OutboxState
     from relay.pipeline.overview import Overview
-    from spark_jobs.admin.status import GroupState
 
 _FEW_LANES: Final = 16
 """How many lanes are shown with a row each: if there are more, those without a holder or with the oldest events."""

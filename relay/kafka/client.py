@@ -11,7 +11,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 
 
 class Admin(AdminClient):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from relay.kafka.client import silent, text_of
 from relay.ports import BrokerUnavailable, IdBusy
 

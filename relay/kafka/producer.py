@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
 from relay.kafka.headers import HeaderSet, message_headers

@@ -203,7 +203,7 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
 """Rights on some columns of a table, instead of the table."""
 
 # Blocks of code run as a superuser, or as the tables' owner, with whatever search path the session has: names are
-# qualified, and operators have exactly the types of pg_catalog's. See outbox/_app/search_path.py.
+# qualified, and operators have exactly the types of pg_catalog's. See outbox/_clients/search_path.py.
 _TAG: Final = "$outbox$"
 
 # CREATE on the database is for the first revision, `outbox db check` (its scratch schema) and `outbox cdc setup`. The

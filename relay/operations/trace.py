@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from outbox._app.visible import VisibleTables
+from outbox._clients.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.operations.topic_scan import committed_since
 from relay.statements import STATEMENT_LIMIT, names_of

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     import psycopg
 
+    from outbox.consumer.admin.dead_letters import DeadLetters, Selection
+    from outbox.consumer.admin.offsets import Group
+    from outbox.consumer.admin.page import ConsumerPages, Filter
+    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.external.reservations import ReservationAdmin
     from relay.config import Settings
-    from spark_jobs.admin.dead_letters import DeadLetters, Selection
-    from spark_jobs.admin.offsets import Group
-    from spark_jobs.admin.page import ConsumerPages, Filter
-    from spark_jobs.driver.kafka_admin import KafkaView
-    from spark_jobs.external.reservations import ReservationAdmin
 
 _KAFKA_SECONDS: Final = 5.0
 
@@ -36,14 +36,14 @@ class Consumers:
     @classmethod
     def connector(cls, settings: Settings, sink_url: str | None) -> Callable[[], psycopg.Connection[Any]]:
         """Return the function that opens a connection to the sink."""
-        from spark_jobs.postgres.errors import connect
+        from outbox.consumer.postgres_errors import connect
 
         url = sink_url or settings.require_database()
         return lambda: connect(url, "outbox web")
 
     def exist(self) -> bool:
         """Return whether the database has the consumers' tables. Raises ConsumerUnavailable."""
-        from spark_jobs.admin.status import has_tables
+        from outbox.consumer.admin.status import has_tables
 
         with self._session() as connection:
             return has_tables(connection, self._settings.consumer_schema)
@@ -51,7 +51,7 @@ class Consumers:
     @contextmanager
     def pages(self) -> Iterator[ConsumerPages]:
         """Yield the queries of the page."""
-        from spark_jobs.admin.page import ConsumerPages
+        from outbox.consumer.admin.page import ConsumerPages
 
         with self._session() as connection:
             yield ConsumerPages(connection, self._settings.consumer_schema)
@@ -59,7 +59,7 @@ class Consumers:
     @contextmanager
     def dead_letters(self) -> Iterator[DeadLetters]:
         """Yield the operator's actions on dead letters."""
-        from spark_jobs.admin.dead_letters import DeadLetters
+        from outbox.consumer.admin.dead_letters import DeadLetters
 
         with self._session() as connection:
             yield DeadLetters(connection, self._settings.consumer_schema)
@@ -67,7 +67,7 @@ class Consumers:
     @contextmanager
     def reservations(self) -> Iterator[ReservationAdmin]:
         """Yield the operator's actions on calls to other systems."""
-        from spark_jobs.external.reservations import ReservationAdmin
+        from outbox.external.reservations import ReservationAdmin
 
         with self._session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
@@ -75,7 +75,7 @@ class Consumers:
     @staticmethod
     def filter(kind: str | None, group: str | None, topic: str | None, cause: str | None) -> Filter:
         """Return a filter of dead letters; None: any."""
-        from spark_jobs.admin.page import Filter
+        from outbox.consumer.admin.page import Filter
 
         return Filter(kind, group, topic, cause)
 
@@ -84,8 +84,8 @@ class Consumers:
 
         Raises ConsumerUnavailable and SchemaError.
         """
-        from spark_jobs.admin import page
-        from spark_jobs.admin.dead_letters import Selection
+        from outbox.consumer.admin import page
+        from outbox.consumer.admin.dead_letters import Selection
 
         if not isinstance(chosen, page.Filter):
             return Selection(ids=chosen), False
@@ -95,7 +95,7 @@ class Consumers:
 
     def dead_letter(self, number: int) -> dict[str, Any]:
         """Return a dead letter in a readable form; ``value`` is text. Raises NoSuchDeadLetter."""
-        from spark_jobs.admin.dead_letters import readable
+        from outbox.consumer.admin.dead_letters import readable
 
         with self.dead_letters() as letters:
             found = readable(letters.show(number))
@@ -106,7 +106,7 @@ class Consumers:
 
     def stuck_calls(self, most: int) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
         """Return how many calls to other systems there are in each state, and the first of those that are stuck."""
-        from spark_jobs.external.reservations import Chosen
+        from outbox.external.reservations import Chosen
 
         if not self.exist():
             return {}, []
@@ -115,14 +115,14 @@ class Consumers:
 
     def retry_call(self, group: str, name: str, message_id: UUID, reason: str | None) -> bool:
         """Retry a stuck call. Returns whether it was stuck."""
-        from spark_jobs.external.reservations import Chosen
+        from outbox.external.reservations import Chosen
 
         with self.reservations() as reservations:
             return bool(reservations.retry(Chosen(group, name, [message_id]), why=reason))
 
     def cancel_call(self, group: str, name: str, message_id: UUID, reason: str) -> bool:
         """Cancel a stuck call. Returns whether it was stuck."""
-        from spark_jobs.external.reservations import Chosen
+        from outbox.external.reservations import Chosen
 
         with self.reservations() as reservations:
             return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
@@ -132,8 +132,8 @@ class Consumers:
 
         Raises NoSuchGroup, ConsumerUnavailable and SchemaError.
         """
-        from spark_jobs.admin.offsets import Offsets
-        from spark_jobs.driver.kafka_admin import KafkaView
+        from outbox.consumer.admin.offsets import Offsets
+        from outbox.consumer.kafka_admin import KafkaView
 
         self._kafka = self._kafka or KafkaView(client_options(self._settings), seconds=_KAFKA_SECONDS)
         with self._session() as connection:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from outbox.errors import ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
+    from outbox.consumer.admin.status import GroupState
     from relay.config import Settings
     from relay.insights import OutboxState
-    from spark_jobs.admin.status import GroupState
 
 _KAFKA_SECONDS: Final = 5.0
 
@@ -103,12 +103,12 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
     Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
     """
     from outbox._app.settings import client_options
+    from outbox.consumer.admin import status as consumers
+    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.consumer.postgres_errors import connect
     from relay.database import Connector
     from relay.insights import look
     from relay.wal.slot import slot_names
-    from spark_jobs.admin import status as consumers
-    from spark_jobs.driver.kafka_admin import KafkaView
-    from spark_jobs.postgres.errors import connect
 
     connector = Connector(settings.require_database(), "outbox status")
     sink = sink_url or settings.require_database()

@@ -14,9 +14,9 @@ from uuid import UUID
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
+    from outbox.consumer.admin.trace import GroupTrace
     from relay.config import Settings
     from relay.operations.trace import Event, Place
-    from spark_jobs.admin.trace import GroupTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
 
     Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
     """
+    from outbox.consumer.admin import trace as consumers
+    from outbox.consumer.admin.status import has_tables
+    from outbox.consumer.postgres_errors import connect
     from relay.database import Connector
     from relay.operations.trace import find
-    from spark_jobs.admin import trace as consumers
-    from spark_jobs.admin.status import has_tables
-    from spark_jobs.postgres.errors import connect
 
     hidden: dict[str, str] = {}
     with Connector(settings.require_database(), "outbox trace")() as connection:

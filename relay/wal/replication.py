@@ -20,7 +20,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.pq import ExecStatus
 
-from outbox._app.credentials import password_for
+from outbox._clients.credentials import password_for
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.database import NOTICE_DEAD_HOSTS

@@ -157,9 +157,9 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
 
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
     """Return the group's progress; empty if Postgres is away."""
-    from spark_jobs.errors import ConsumerUnavailable
-    from spark_jobs.postgres.errors import connect
-    from spark_jobs.postgres.progress import progress
+    from outbox.consumer.errors import ConsumerUnavailable
+    from outbox.consumer.postgres_errors import connect
+    from outbox.consumer.progress import progress
 
     try:
         with connect(settings.require_database(), f"outbox consume {job.group}") as connection:

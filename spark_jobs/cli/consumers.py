@@ -21,8 +21,8 @@ def groups(
     as_json: AsJson = False,
 ) -> None:
     """Show the progress of each group in each partition. The lag is as old as the time of the last move."""
-    from spark_jobs.postgres.errors import connect
-    from spark_jobs.postgres.progress import progress
+    from outbox.consumer.postgres_errors import connect
+    from outbox.consumer.progress import progress
 
     settings = load(database_url=database_url)
     with connect(settings.require_database(), "outbox consumers") as connection:

@@ -10,14 +10,14 @@ from outbox._app.console import print_json, printable, require_choice, require_r
 from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
-    from spark_jobs.admin.dead_letters import DeadLetters, Selection
+    from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 
 
 def list_dead_letters(
     database_url: str | None, group: str | None, topic: str | None, cause: str | None, limit: int, *, as_json: bool
 ) -> None:
     """List dead letters, the oldest first; without their contents."""
-    from spark_jobs.admin.dead_letters import Selection, readable
+    from outbox.consumer.admin.dead_letters import Selection, readable
 
     with _dead_letters(database_url) as letters:
         rows = [readable(row) for row in letters.list(Selection(None, group, topic, cause), limit)]
@@ -39,7 +39,7 @@ def list_dead_letters(
 
 def show(dead_letter: int, database_url: str | None, *, as_json: bool) -> None:
     """Show one dead letter with key, value and headers decoded: as JSON on several lines, or on one with --json."""
-    from spark_jobs.admin.dead_letters import readable
+    from outbox.consumer.admin.dead_letters import readable
 
     with _dead_letters(database_url) as letters:
         shown = readable(letters.show(dead_letter))
@@ -106,8 +106,8 @@ def discard(
 
 @contextmanager
 def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
-    from spark_jobs.admin.dead_letters import DeadLetters
-    from spark_jobs.postgres.errors import connect
+    from outbox.consumer.admin.dead_letters import DeadLetters
+    from outbox.consumer.postgres_errors import connect
 
     settings = load(database_url=database_url)
     with connect(settings.require_database(), "outbox dead-letters") as connection:
@@ -117,7 +117,7 @@ def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
 def _selection(
     ids: Sequence[int] | None, group: str | None, topic: str | None, cause: str | None, *, everything: bool
 ) -> Selection:
-    from spark_jobs.admin.dead_letters import Selection
+    from outbox.consumer.admin.dead_letters import Selection
 
     require_choice(ids, everything, "ids of dead letters", "--group, --topic … for some of them")
     return Selection(list(ids) if ids else None, group, topic, cause)
@@ -126,7 +126,7 @@ def _selection(
 def _all_found(asked: Sequence[int] | None, found: Sequence[int]) -> None:
     missing = sorted(set(asked or ()) - set(found))
     if missing:
-        from spark_jobs.admin.dead_letters import NoSuchDeadLetter
+        from outbox.consumer.admin.dead_letters import NoSuchDeadLetter
 
         raise NoSuchDeadLetter(f"not among the dead letters that were asked for: {', '.join(map(str, missing))}")
 

@@ -21,8 +21,8 @@ from spark_jobs.settings import Settings
 if TYPE_CHECKING:
     import psycopg
 
-    from spark_jobs.external.declaration import External
-    from spark_jobs.external.reservations import Chosen, ReservationAdmin
+    from outbox.external.declaration import External
+    from outbox.external.reservations import Chosen, ReservationAdmin
 
 app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
 
@@ -45,7 +45,7 @@ def run(
     import structlog
 
     from outbox._app import logs
-    from spark_jobs.postgres.errors import connect
+    from outbox.consumer.postgres_errors import connect
 
     settings = load(database_url=database_url)
     logs.configure(settings.log_level, settings.log_format)
@@ -93,7 +93,7 @@ def list_reservations(
     as_json: AsJson = False,
 ) -> None:
     """List stuck calls, and settled ones that the provider has contradicted; the oldest first."""
-    from spark_jobs.external.reservations import OPEN, Chosen
+    from outbox.external.reservations import OPEN, Chosen
 
     states = ("stuck", *OPEN) if unsettled else ("stuck",)
     with _reservations(database_url) as reservations:
@@ -164,8 +164,8 @@ def settle(
     as_json: AsJson = False,
 ) -> None:
     """Record the outcome of a stuck or conflicting call, without calling the provider."""
-    from spark_jobs.external.caller import Caller
-    from spark_jobs.postgres.errors import connect
+    from outbox.consumer.postgres_errors import connect
+    from outbox.external.caller import Caller
 
     require_reason(why, "how you know")
     settings = load(database_url=database_url)
@@ -189,7 +189,7 @@ def forget(
     as_json: AsJson = False,
 ) -> None:
     """Delete settled calls that are older than any message that may still be repeated."""
-    from spark_jobs.external.reservations import Chosen
+    from outbox.external.reservations import Chosen
 
     with _reservations(database_url) as reservations:
         count = reservations.forget(Chosen(group, name), days)
@@ -200,7 +200,7 @@ def forget(
 
 
 def _external(spec: str, settings: Settings) -> External:
-    from spark_jobs.external.declaration import find_external
+    from outbox.external.declaration import find_external
 
     # It may be in the working directory, as with `python -m`.
     sys.path.insert(0, str(Path.cwd()))
@@ -214,8 +214,8 @@ def _external(spec: str, settings: Settings) -> External:
 
 @contextmanager
 def _reservations(database_url: str | None) -> Iterator[ReservationAdmin]:
-    from spark_jobs.external.reservations import ReservationAdmin
-    from spark_jobs.postgres.errors import clear_errors, connect
+    from outbox.consumer.postgres_errors import clear_errors, connect
+    from outbox.external.reservations import ReservationAdmin
 
     settings = load(database_url=database_url)
     connection: psycopg.Connection[Any]
@@ -227,7 +227,7 @@ def _reservations(database_url: str | None) -> Iterator[ReservationAdmin]:
 
 
 def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, everything: bool) -> Chosen:
-    from spark_jobs.external.reservations import Chosen
+    from outbox.external.reservations import Chosen
 
     require_choice(ids, everything, "message ids", "--group, --name for some of them")
     return Chosen(group, name, ids or None)
@@ -240,6 +240,6 @@ def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID
         say(f"{len(ids)} {what}")
     missing = {str(one) for one in asked or ()} - set(ids)
     if missing:
-        from spark_jobs.external.reservations import NoSuchReservation
+        from outbox.external.reservations import NoSuchReservation
 
         raise NoSuchReservation(f"no reservations that this can be done with: {', '.join(sorted(missing))}")

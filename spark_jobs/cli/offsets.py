@@ -25,7 +25,7 @@ from outbox.errors import ConfigurationError
 from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
-    from spark_jobs.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
+    from outbox.consumer.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
 
 app = typer.Typer(help="Show the offsets of consumer groups, and move them by hand.", no_args_is_help=True)
 
@@ -155,9 +155,9 @@ def _wanted(to: str) -> Wanted:
 
 @contextmanager
 def _offsets(database_url: str | None) -> Iterator[Offsets]:
-    from spark_jobs.admin.offsets import Offsets
-    from spark_jobs.driver.kafka_admin import KafkaView
-    from spark_jobs.postgres.errors import connect
+    from outbox.consumer.admin.offsets import Offsets
+    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.consumer.postgres_errors import connect
 
     settings = load(database_url=database_url)
     kafka = KafkaView(client_options(settings))

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, LiteralString
 import psycopg
 from psycopg import sql
 
-from spark_jobs.errors import JobError
-from spark_jobs.model import Place
-from spark_jobs.postgres.tables import DAY_OF_ID
+from outbox.consumer.errors import JobError
+from outbox.consumer.model import Place
+from outbox.consumer.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

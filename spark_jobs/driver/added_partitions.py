@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.planner import Extent, waiting_for_others
-from spark_jobs.model import Partition, Stored
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Extent, Partition, Stored
+from spark_jobs.driver.planner import waiting_for_others
 from spark_jobs.postgres.group_store import Store
 
 

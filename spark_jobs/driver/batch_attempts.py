@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.errors import ConsumerUnavailable, JobError
+from outbox.consumer.letters import Retried
+from outbox.consumer.model import Culprit, Partition, Place, Wish
 from spark_jobs.dedup.strategies import Natural, Version
 from spark_jobs.driver.round_context import RoundContext, Span, State, Told
 from spark_jobs.effects.mapped import PLACED, Upsert
-from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.job import META
-from spark_jobs.letters import Retried
-from spark_jobs.model import Partition, Place
-from spark_jobs.outcomes import Broken, Culprit, Culprits, Wish
+from spark_jobs.outcomes import Broken, Culprits
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import Applying, textual, without_unfit

@@ -23,7 +23,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from spark_jobs.errors import CheckpointConflict, JobError
+from outbox.consumer.errors import JobError
+from spark_jobs.errors import CheckpointConflict
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from spark_jobs.letters import Letter
+from outbox.consumer.letters import Letter
 from spark_jobs.sink import GroupStore
 
 Keys = Mapping[str, AbstractSet[bytes]]

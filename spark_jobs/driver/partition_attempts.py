@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
+from outbox.consumer.letters import Retried
+from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import ENDING, RoundContext, Span, State, Told
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import ConsumerUnavailable, CorruptRecords, EffectFailed, InputCut
-from spark_jobs.letters import Retried
-from spark_jobs.model import Partition
+from spark_jobs.errors import InputCut
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task

@@ -22,11 +22,11 @@ An error lists everything that was found in all partitions, as ``Loss``: the dri
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-from spark_jobs.errors import DataLost, TopicRecreated
-from spark_jobs.model import Loss, LossKind, Partition, Range, Stored
+from outbox.consumer.errors import DataLost, TopicRecreated
+from outbox.consumer.model import Extent, Loss, LossKind, Partition, Range, Stored
 
 ENOUGH: Final = 5_000
 """This many messages of a partition are worth a task and a transaction of their own."""
@@ -36,25 +36,6 @@ FEW: Final = 16
 _SHOWN: Final = 3
 # A message's share of a round, in thousandths: a large message counts as several, not always a whole number of them.
 _UNIT: Final = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The offsets that Kafka has of a partition: ``first`` up to, not including, ``end`` (the last stable offset).
-
-    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested. ``leader_epoch``
-    is that of the leader that had the log up to ``end``; None if it did not say.
-    """
-
-    first: int
-    end: int
-    high_watermark: int | None = None
-    leader_epoch: int | None = None
-
-    @property
-    def pinned(self) -> int | None:
-        """How many offsets wait behind an open transaction; None without ``high_watermark``."""
-        return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
 
 
 def new_partitions(

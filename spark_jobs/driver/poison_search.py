@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from spark_jobs.model import Partition, Range
+from outbox.consumer.model import Partition, Range
 
 SAME: Final = 3
 """How many times in a row the same range must fail with the same error before it is divided."""

@@ -8,17 +8,11 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
-from spark_jobs.errors import (
-    ConsumerError,
-    ConsumerUnavailable,
-    EffectFailed,
-    Fenced,
-)
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from outbox.consumer.letters import LONGEST_ERROR, Letter, Retried
+from outbox.consumer.model import Culprit, Partition, Place, Range
+from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob
-from spark_jobs.letters import LONGEST_ERROR, Letter, Retried
-from spark_jobs.model import Partition, Place, Range
-from spark_jobs.outcomes import Culprit
-from spark_jobs.patience import at_most
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from outbox import _trace
+from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import Counts, RoundContext
-from spark_jobs.model import Partition
 from spark_jobs.task.traces import Bounded, TraceSample
 
 if TYPE_CHECKING:

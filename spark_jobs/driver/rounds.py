@@ -27,24 +27,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from outbox.consumer.errors import EffectFailed, Interrupted
+from outbox.consumer.letters import Letter, Retried
+from outbox.consumer.model import Culprit, Partition, Place, Range
 from spark_jobs.driver.dead_keys import DeadKeys, Keys
 from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, RoundContext, Span, State, Told
 from spark_jobs.driver.round_spans import RoundSpans
-from spark_jobs.errors import (
-    BadMessage,
-    EffectFailed,
-    InputCut,
-    Interrupted,
-    WorkerLost,
-)
-from spark_jobs.letters import Letter, Retried, behind
-from spark_jobs.model import Partition, Place, Range
-from spark_jobs.outcomes import Culprit
+from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
+from spark_jobs.task.behind import behind
 from spark_jobs.task.decoder import BEHIND
 from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.reader import RangeReader, kept

@@ -31,38 +31,36 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psycopg
 
-from spark_jobs.dedup.strategies import OffsetsOnly
-from spark_jobs.driver.added_partitions import AddedPartitions
-from spark_jobs.driver.batch_attempts import BatchAttempts
-from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import Extent, find_losses, find_regrown, halt, new_partitions, next_turn, plan
-from spark_jobs.driver.poison_search import SAME, Search
-from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
-from spark_jobs.driver.rounds import Rounds
-from spark_jobs.driver.shown_position import ShownPosition
-from spark_jobs.errors import (
-    BadMessage,
+from outbox.consumer.connections import process_name
+from outbox.consumer.errors import (
     ConsumerError,
     ConsumerUnavailable,
     CorruptRecords,
     DataLost,
-    InputCut,
     Interrupted,
     JobError,
     NotAuthorized,
-    WorkerLost,
 )
-from spark_jobs.errors import shown as described
+from outbox.consumer.errors import shown as described
+from outbox.consumer.kafka_admin import KafkaView, TopicMissing
+from outbox.consumer.model import Extent, Partition, Range, Stored
+from outbox.consumer.patience import NoTimeLeft, Patience, backoff
+from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
+from outbox.consumer.progress import progress
+from outbox.consumer.retention import KEEP_DAYS
+from spark_jobs.dedup.strategies import OffsetsOnly
+from spark_jobs.driver.added_partitions import AddedPartitions
+from spark_jobs.driver.batch_attempts import BatchAttempts
+from spark_jobs.driver.partition_attempts import PartitionAttempts
+from spark_jobs.driver.planner import find_losses, find_regrown, halt, new_partitions, next_turn, plan
+from spark_jobs.driver.poison_search import SAME, Search
+from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
+from spark_jobs.driver.rounds import Rounds
+from spark_jobs.driver.shown_position import ShownPosition
+from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Partition, Range, Stored
-from spark_jobs.patience import NoTimeLeft, Patience, backoff
-from spark_jobs.postgres.connections import process_name
-from spark_jobs.postgres.errors import AWAY, clear_schema_errors
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import LockMonitor
-from spark_jobs.postgres.progress import progress
-from spark_jobs.postgres.retention import KEEP_DAYS
 from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark import job_groups
 from spark_jobs.spark.errors import MAY_PASS, first_line

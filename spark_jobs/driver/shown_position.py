@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.model import Partition, Stored
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Partition, Stored
 
 
 class ShownPosition:

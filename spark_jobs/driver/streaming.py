@@ -36,19 +36,19 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.connections import process_name
+from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
+from outbox.consumer.patience import backoff
+from outbox.consumer.postgres_errors import clear_errors, passing
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide, planned
 from spark_jobs.effects.mapped import PLACED, Insert, Upsert
-from spark_jobs.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.outcomes import Broken
-from spark_jobs.patience import backoff
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import Applying
-from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.copying import Unfit, copy_rows
-from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import transaction

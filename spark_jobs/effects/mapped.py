@@ -9,9 +9,9 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.errors import JobError
+from outbox.consumer.model import Place
 from spark_jobs.dedup.strategies import ColumnType, identifier, refuse_cutting
-from spark_jobs.errors import JobError
-from spark_jobs.model import Place
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"

@@ -24,6 +24,7 @@ from uuid import UUID
 
 from psycopg import sql
 
+from outbox.consumer.errors import JobError
 from outbox.errors import EventError
 from outbox.event import (
     CE_TRACEPARENT,
@@ -36,7 +37,6 @@ from outbox.event import (
 )
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
-from spark_jobs.errors import JobError
 from spark_jobs.payloads.decoding import Decoder, TaskReadable, decoder_of
 
 if TYPE_CHECKING:

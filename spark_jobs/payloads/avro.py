@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pyspark.sql import types as t
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads.avro_limits import always_holds_itself, has_weightless_items, read_bounded
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.json_text import decimal_that_fits

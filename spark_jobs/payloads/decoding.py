@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads.framing import HEADER
 from spark_jobs.payloads.reading import Policy, Reader, columns
 from spark_jobs.payloads.registry import Client, Registry, Schema

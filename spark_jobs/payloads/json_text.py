@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 import orjson
 from pyspark.sql import types as t
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong, shown
 
 Convert = Callable[[Any], Any]

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pyspark.sql import types as t
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
 from spark_jobs.payloads.registry import Registry, Schema

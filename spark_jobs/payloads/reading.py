@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs.errors import ConsumerUnavailable, JobError
+from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads.reading import Problem
 
 if TYPE_CHECKING:

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.errors import ConsumerUnavailable, shown
+from outbox.consumer.model import META_PLACE, Culprit, Place, places_of
+from outbox.consumer.postgres_errors import by_data, passing
 from spark_jobs.dedup.strategies import Book, Strategy
-from spark_jobs.errors import ConsumerUnavailable, Reject, shown
-from spark_jobs.model import META_PLACE, Place, places_of
-from spark_jobs.outcomes import Broken, Culprit, Culprits, Uncopyable
+from spark_jobs.errors import Reject
+from spark_jobs.outcomes import Broken, Culprits, Uncopyable
 from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
-from spark_jobs.postgres.errors import by_data, passing
 
 if TYPE_CHECKING:
     import pyarrow as pa

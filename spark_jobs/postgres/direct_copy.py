@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
+from outbox.consumer.postgres_errors import passing
 from spark_jobs.dedup.strategies import (
     Book,
     Dedup,
@@ -28,7 +29,6 @@ from spark_jobs.effects.mapped import Insert
 from spark_jobs.outcomes import Roundabout
 from spark_jobs.postgres.batch_table import IMMEDIATE
 from spark_jobs.postgres.copying import Unfit, copy_rows
-from spark_jobs.postgres.errors import passing
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -16,16 +16,15 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs import letters
+from outbox.consumer import connections, letters
+from outbox.consumer.errors import Fenced, JobError
+from outbox.consumer.letters import Retried
+from outbox.consumer.model import Culprit, Loss, Partition, Stored
+from outbox.consumer.postgres_errors import clear_schema_errors
+from outbox.consumer.retention import KEEP_DAYS, Memory, RetentionResult
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
-from spark_jobs.errors import Fenced, JobError
-from spark_jobs.letters import Retried
-from spark_jobs.model import Loss, Partition, Stored
-from spark_jobs.outcomes import Culprit
-from spark_jobs.postgres import connections, lock_monitor
+from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import Direct, direct_for
-from spark_jobs.postgres.errors import clear_schema_errors
-from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
 _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"

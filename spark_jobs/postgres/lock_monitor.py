@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import psycopg
 
-from spark_jobs.postgres.connections import Age, application_name, connect
+from outbox.consumer.connections import Age, application_name, connect
 
 _WAITING: Final = """
 SELECT waiting.application_name, by.pid,

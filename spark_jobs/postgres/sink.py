@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
-from spark_jobs import letters
+from outbox.consumer import connections, letters
+from outbox.consumer.errors import Fenced
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Partition, Place, Range, Wish
+from outbox.consumer.postgres_errors import of_postgres
 from spark_jobs.dedup.strategies import Book, Strategy
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import Fenced
 from spark_jobs.job import META
-from spark_jobs.letters import Letter
-from spark_jobs.model import Partition, Place, Range
-from spark_jobs.outcomes import Moved, Wish
-from spark_jobs.postgres import connections, lock_monitor
+from spark_jobs.outcomes import Moved
+from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.direct_copy import Direct
-from spark_jobs.postgres.errors import of_postgres
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.sink import Way, Whole
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.errors import ConsumerUnavailable
+from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.postgres.batch_table import STAGED_AT, STAGED_BY
 from spark_jobs.postgres.group_store import ONE_CONSUMER, Store
 

@@ -30,20 +30,18 @@ from typing import Any, Final
 
 import psycopg
 
-from spark_jobs.errors import (
+from outbox.consumer.errors import (
     ConsumerError,
     ConsumerUnavailable,
     CorruptRecords,
     EffectFailed,
-    InputCut,
     Interrupted,
     JobError,
     NotAuthorized,
-    SparkLost,
-    WorkerLost,
     shown,
 )
-from spark_jobs.postgres.errors import passing_kind
+from outbox.consumer.postgres_errors import passing_kind
+from spark_jobs.errors import InputCut, SparkLost, WorkerLost
 
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
 """The text in the error of a row that must not reach a transform; see rows.shaped."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from spark_jobs.model import Partition, Range
+from outbox.consumer.model import Partition, Range
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

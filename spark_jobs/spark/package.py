@@ -25,7 +25,7 @@ from typing import Final
 
 import outbox
 from outbox import __version__
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.job import ConsumerJob, find_job
 from spark_jobs.payloads.decoding import Avro, JsonSchema, Protobuf
 

@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from outbox._app import credentials
+from outbox._clients import credentials
+from outbox.consumer.errors import JobError
+from outbox.consumer.letters import Retried
+from outbox.consumer.model import Partition, Range
 from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
-from spark_jobs.errors import JobError
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
-from spark_jobs.letters import Retried
-from spark_jobs.model import Partition, Range
 from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
 from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.spark.errors import HIDDEN
 
 if TYPE_CHECKING:

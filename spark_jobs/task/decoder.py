@@ -7,13 +7,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from spark_jobs.letters import Letter
-from spark_jobs.outcomes import Culprit
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Culprit
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_jobs.model import Partition
+    from outbox.consumer.model import Partition
     from spark_jobs.payloads.reading import Reader
     from spark_jobs.task.incoming import Incoming, Messages
     from spark_jobs.task.sizes import ReadSizes

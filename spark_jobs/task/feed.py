@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from spark_jobs import letters
-from spark_jobs.errors import storable
-from spark_jobs.letters import Letter
-from spark_jobs.model import Place, places_of
-from spark_jobs.outcomes import Culprit, Culprits
+from outbox.consumer import letters
+from outbox.consumer.errors import storable
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Culprit, Place, places_of
+from spark_jobs.outcomes import Culprits
 from spark_jobs.payloads.decoding import PROBLEM
 
 if TYPE_CHECKING:

@@ -28,22 +28,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs.errors import (
+from outbox.consumer.errors import (
     ConsumerError,
     ConsumerUnavailable,
     CorruptRecords,
     EffectFailed,
     Fenced,
-    InputCut,
     Interrupted,
     JobError,
     NotAuthorized,
     shown,
     storable,
 )
-from spark_jobs.letters import Letter
-from spark_jobs.model import Partition, Place, Range
-from spark_jobs.outcomes import Broken, Culprits, Moved, Roundabout, Uncopyable, Wish
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Partition, Place, Range, Wish
+from spark_jobs.errors import InputCut
+from spark_jobs.outcomes import Broken, Culprits, Moved, Roundabout, Uncopyable
 from spark_jobs.sink import Sink, Way
 from spark_jobs.task.decoder import Behind, TaskDecoder
 from spark_jobs.task.feed import Feed, culprits_text

@@ -33,15 +33,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from outbox._app.kafka_clients import ConnectionErrors, complete
-from outbox._kafka import is_refusal
+from outbox._clients.kafka import ConnectionErrors, complete
+from outbox._clients.kafka_rules import is_refusal
+from outbox.consumer.errors import ConsumerUnavailable, JobError
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import headers_of
-from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.model import Partition, Range
-from spark_jobs.patience import at_most, silent
+from outbox.consumer.model import Partition, Range
+from outbox.consumer.patience import at_most, silent
+from spark_jobs.errors import InputCut
 from spark_jobs.task.incoming import Messages
 from spark_jobs.task.input import TaskInput
-from spark_jobs.task.kafka_errors import of_kafka
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from spark_jobs.model import Partition
+from outbox.consumer.model import Partition
 
 
 class ReadSizes(Protocol):

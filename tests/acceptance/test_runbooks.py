@@ -41,20 +41,20 @@ from wal_support import set_up, streaming, to_wal
 
 from outbox import Event, Outbox
 from outbox._app.prometheus import serve
+from outbox.consumer import letters
+from outbox.consumer.errors import DataLost, Fenced, Interrupted
+from outbox.consumer.letters import Letter
 from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess, Topics, token
 from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
 from relay.pauses import ALL, scopes_of
-from spark_jobs import letters
 from spark_jobs.driver.poison_search import Search
 from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner
-from spark_jobs.errors import DataLost, Fenced, Interrupted
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
-from spark_jobs.letters import Letter
 from spark_jobs.metrics import ConsumerMetrics
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task

@@ -28,14 +28,14 @@ from wal_support import run_outbox
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox.consumer.errors import NotAuthorized
+from outbox.consumer.model import Range
 from outbox.sandbox.java import java
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
 from spark_jobs.driver.runner import Options, Runner
-from spark_jobs.errors import NotAuthorized
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Range
 from spark_jobs.spark import job_groups
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 

@@ -25,9 +25,12 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from outbox._app import credentials
 from outbox._app import migrate as db
-from outbox._app.kafka_clients import complete
+from outbox._clients import credentials
+from outbox._clients.kafka import complete
+from outbox.consumer import connections
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Range
 from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import OutboxError
 from outbox.testing.fixtures import token
@@ -38,10 +41,7 @@ from relay.kafka.client import Admin
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
 from relay.wal.replication import Replication
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.model import Range
 from spark_jobs.payloads.registry import Registry, RegistryUnavailable
-from spark_jobs.postgres import connections
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 CURRENT: dict[str, str] = {}

@@ -19,10 +19,10 @@ from sessions_support import NAME, PID, ask, read, sessions, url, use, with_defa
 from support import look_up, wait_until
 
 from outbox._app import migrate as db
+from outbox.consumer import connections
+from outbox.consumer import postgres_errors as postgres
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import errors as postgres
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.sink import transaction
@@ -198,7 +198,7 @@ def test_threads_never_share_a_session(url):
 
 FORKED = """
 import gc, os, sys
-from spark_jobs.postgres import connections
+from outbox.consumer import connections
 
 def ask():
     with connections.transaction(sys.argv[1], "forked", reset=True) as connection:

@@ -15,9 +15,9 @@ from sessions_support import NAME, PID, ask, later, read, run, sessions, termina
 from standby import Standby, either, set_parameter
 from support import wait_until
 
-from spark_jobs.model import Stored
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import errors as postgres
+from outbox.consumer import connections
+from outbox.consumer import postgres_errors as postgres
+from outbox.consumer.model import Stored
 from spark_jobs.postgres.group_store import Store
 
 __all__ = ["later", "url"]

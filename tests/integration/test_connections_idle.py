@@ -16,10 +16,10 @@ from psycopg import sql
 from sessions_support import NAME, later, run, sessions, terminate, url
 from support import look_up, wait_until
 
+from outbox.consumer import connections
+from outbox.consumer.errors import Fenced
+from outbox.consumer.model import Stored
 from spark_jobs.dedup.strategies import ColumnType
-from spark_jobs.errors import Fenced
-from spark_jobs.model import Stored
-from spark_jobs.postgres import connections
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import GroupState, Store
 from spark_jobs.postgres.lock_monitor import LockMonitor

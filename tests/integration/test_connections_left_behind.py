@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from sessions_support import NAME, ask, read, run, sessions, url, use
 from support import look_up, wait_until
 
-from spark_jobs.postgres import connections
+from outbox.consumer import connections
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.task.input import NO_INPUT
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
+from outbox.consumer.admin.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
-from spark_jobs.admin.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
-from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.postgres.errors import connect
 
 
 class Sink:
@@ -209,7 +209,7 @@ def test_a_retry_waits_for_the_round_that_is_applying_the_message(sink):
 
 
 def test_the_desk_does_not_wait_for_ever(sink, monkeypatch):
-    from spark_jobs.admin import dead_letters
+    from outbox.consumer.admin import dead_letters
 
     monkeypatch.setattr(dead_letters, "_TIMEOUT", "SELECT set_config('lock_timeout', '50ms', true)")
     letter = sink.bury(1)

@@ -15,9 +15,9 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils import uuid7
 
+from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Natural, OffsetsOnly, Version, column_types
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import JobError
 from spark_jobs.job import META
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.group_store import Store

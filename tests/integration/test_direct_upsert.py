@@ -11,11 +11,11 @@ import pytest
 from direct_sink import COLUMNS, PAYLOAD, sink
 from psycopg import sql
 
+from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Book, Dedup, Natural, Version, column_types
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.group_store import Store

@@ -14,12 +14,11 @@ import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
+from outbox.consumer.errors import JobError
 from outbox.errors import SchemaError
-from spark_jobs.errors import JobError
-from spark_jobs.external.caller import Caller
-from spark_jobs.external.declaration import Done, External, OutcomeUnknown, Refused, TryLater
-from spark_jobs.external.http_call import HttpCall
-from spark_jobs.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
+from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater
+from outbox.external.caller import Caller
+from outbox.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
 
 __all__ = ["outbox_cli", "provider", "sink"]
 

@@ -11,11 +11,10 @@ from external_support import in_thread, lease_runs_out, payments, provider, sink
 from psycopg import sql
 from support import wait_until
 
-from spark_jobs.external import reservations
-from spark_jobs.external.caller import Caller
-from spark_jobs.external.declaration import External
-from spark_jobs.external.reservations import Chosen, ReservationAdmin, Reservations
-from spark_jobs.external.state_machine import Answer
+from outbox.external import External, reservations
+from outbox.external.caller import Caller
+from outbox.external.reservations import Chosen, ReservationAdmin, Reservations
+from outbox.external.state_machine import Answer
 
 __all__ = ["provider", "sink"]
 

@@ -20,10 +20,10 @@ from provider import Provider
 from support import wait_until
 
 from outbox._app import migrate as db
-from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.external.caller import Caller
-from spark_jobs.postgres import connections
-from spark_jobs.postgres.errors import clear_errors
+from outbox.consumer import connections
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.postgres_errors import clear_errors
+from outbox.external.caller import Caller
 
 __all__ = ["provider", "sink"]
 

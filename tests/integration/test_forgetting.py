@@ -16,15 +16,15 @@ from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import migrate as db
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.retention import NO_TIME, STRAY, Memory, RetentionResult
+from outbox.consumer.tables import DAY_OF_ID
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
-from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.retention import NO_TIME, STRAY, Memory, RetentionResult
-from spark_jobs.postgres.tables import DAY_OF_ID
 
 KEEP = 5
 
@@ -247,7 +247,7 @@ def test_upkeep_gives_way_to_a_task_that_writes(sink):
 def test_a_task_that_waits_for_the_drop_sees_that_its_day_is_forgotten(sink, monkeypatch):
     """Its id goes in as if it were new; what it reads next says that the day is forgotten."""
     # So that the drop is still there when the task comes.
-    monkeypatch.setattr("spark_jobs.postgres.retention._GIVE_WAY", "60s")
+    monkeypatch.setattr("outbox.consumer.retention._GIVE_WAY", "60s")
     sink.group("g")
     old = sink.day(KEEP + 2)
     sink.partition(old)
@@ -286,7 +286,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
                 sql.Identifier(connection.info.user), sql.Identifier(connection.info.dbname)
             )
         )
-    monkeypatch.setattr("spark_jobs.postgres.retention._GIVE_WAY", "60s")
+    monkeypatch.setattr("outbox.consumer.retention._GIVE_WAY", "60s")
     sink.group("g")
     old = sink.day(KEEP + 2)
     sink.partition(old)

@@ -15,13 +15,12 @@ from range_support import task_decoder
 from support import wait_until
 from typer.testing import CliRunner
 
+from outbox.consumer import letters
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
+from outbox.consumer.model import Culprit, Range
 from outbox.inbox import Reject, _member, message_id, once
 from outbox.kafka_to_kafka import DEAD_LETTER, Record, Transformer
 from relay.cli.app import app
-from spark_jobs import letters
-from spark_jobs.admin.dead_letters import DeadLetters, Selection, readable
-from spark_jobs.model import Range
-from spark_jobs.outcomes import Culprit
 from spark_jobs.task.feed import Feed
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from provider import Provider
 
+from outbox.consumer.errors import JobError
+from outbox.external import Call, Done, OutcomeUnknown, Refused, TryLater
+from outbox.external.http_call import HttpAsk, HttpCall, _retry_after
 from outbox.sandbox._process import patience
-from spark_jobs.errors import JobError
-from spark_jobs.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
-from spark_jobs.external.http_call import HttpAsk, HttpCall, _retry_after
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection
+from outbox.consumer.progress import progress
 from outbox.inbox import Consumer, HandlerFailed, PositionLost, Reject, TopicReplaced, _member, once
 from outbox.inbox._group import Fenced, Group, Moved
 from relay.cli.app import app
-from spark_jobs.admin.dead_letters import DeadLetters, Selection
-from spark_jobs.postgres.progress import progress
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 from inbox_support import Log, apply
 
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 from outbox.inbox import HandlerFailed, _member
-from spark_jobs.admin.dead_letters import DeadLetters, Selection
 
 MESSAGES = 500
 BAD = 250

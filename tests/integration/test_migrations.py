@@ -15,8 +15,8 @@ from psycopg import sql
 from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
-from spark_jobs.postgres.retention import Memory
-from spark_jobs.postgres.tables import consumer_tables
+from outbox.consumer.retention import Memory
+from outbox.consumer.tables import consumer_tables
 
 __all__ = ["empty"]
 

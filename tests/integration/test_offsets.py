@@ -12,12 +12,11 @@ from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver, without_spark
 from support import wait_until
 
-from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup
-from spark_jobs.driver.kafka_admin import TopicMissing
-from spark_jobs.driver.planner import Extent
+from outbox.consumer.admin.offsets import MoveRefused, NoSuchGroup
+from outbox.consumer.errors import ConsumerUnavailable, DataLost, TopicRecreated
+from outbox.consumer.kafka_admin import TopicMissing
+from outbox.consumer.model import Extent, Loss, LossKind
 from spark_jobs.driver.round_context import Counts, Span, State
-from spark_jobs.errors import ConsumerUnavailable, DataLost, TopicRecreated
-from spark_jobs.model import Loss, LossKind
 
 __all__ = ["driver", "without_spark"]
 

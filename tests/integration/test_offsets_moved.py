@@ -13,13 +13,13 @@ from offsets_driver import GROUP, driver, without_spark
 from support import wait_until
 from typer.testing import CliRunner
 
+from outbox.consumer.admin.offsets import MoveRefused, NoSuchGroup, Offsets
+from outbox.consumer.errors import ConsumerUnavailable, DataLost, Fenced
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Range
 from outbox.errors import SchemaError
 from relay.cli.app import app
-from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup, Offsets
-from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.driver.round_context import Span, State
-from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced
-from spark_jobs.model import Range
 
 __all__ = ["driver", "without_spark"]
 

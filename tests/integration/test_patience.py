@@ -13,14 +13,14 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.external.caller import Caller
-from spark_jobs.external.declaration import External
-from spark_jobs.model import Range
-from spark_jobs.patience import LEAST_SECONDS, NoTimeLeft, Patience
-from spark_jobs.postgres import connections
-from spark_jobs.postgres.errors import connect
+from outbox.consumer import connections
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Range
+from outbox.consumer.patience import LEAST_SECONDS, NoTimeLeft, Patience
+from outbox.consumer.postgres_errors import connect
+from outbox.external import External
+from outbox.external.caller import Caller
 from spark_jobs.task.reader import RangeReader, ReaderSettings, close_kept, kept
 
 

@@ -29,7 +29,9 @@ from uuid_utils.compat import uuid7
 
 from outbox import AsyncOutbox, Event, Outbox, outbox_tables
 from outbox._app import migrate as db
-from outbox._app.search_path import PIN
+from outbox._clients.search_path import PIN
+from outbox.consumer.tables import consumer_tables
+from outbox.external import Done
 from outbox.inbox import once, once_async
 from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
@@ -46,11 +48,9 @@ from spark_jobs.dedup.strategies import (
 )
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
-from spark_jobs.external.declaration import Done
 from spark_jobs.job import META
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.tables import consumer_tables
 
 
 @pytest.fixture(scope="module")

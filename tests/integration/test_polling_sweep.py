@@ -13,7 +13,7 @@ from one_lane import OneLane
 from polling_support import lanes, settle, table, taken
 from support import wait_until
 
-from outbox._app.search_path import PinnedConnection
+from outbox._clients.search_path import PinnedConnection
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lease import Lease

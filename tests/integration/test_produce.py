@@ -14,8 +14,8 @@ from psycopg import sql
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
+from outbox.consumer.tables import DAY_OF_ID
 from spark_jobs.effects.produce import Produce, derived_id
-from spark_jobs.postgres.tables import DAY_OF_ID
 
 BATCH = """
 CREATE TEMPORARY TABLE batch (

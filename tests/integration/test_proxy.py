@@ -29,12 +29,12 @@ from kafka_proxy import (
 )
 from proxy import TcpProxy
 
+from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
+from outbox.consumer.kafka_admin import KafkaView
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics, token
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
 
 # -- bytes
 

@@ -19,10 +19,11 @@ from confluent_kafka.admin import AdminClient
 from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 from raw_kafka import produce
 
+from outbox.consumer.errors import ConsumerUnavailable, JobError
+from outbox.consumer.letters import Retried
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.letters import Retried
+from spark_jobs.errors import InputCut
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.task import reader
 from spark_jobs.task.reader import RangeReader, ReaderSettings, TooMuch

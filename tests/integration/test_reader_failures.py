@@ -14,9 +14,9 @@ from consumer_group import ConsumerGroup
 from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
 from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 
+from outbox.consumer.errors import ConsumerUnavailable
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.task import partition as task
 from spark_jobs.task import reader
 from spark_jobs.task.reader import RangeReader

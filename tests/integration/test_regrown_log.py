@@ -11,9 +11,9 @@ from inbox_support import Log
 from offsets_driver import GROUP, Driver, without_spark
 
 from outbox._app import migrate as db
+from outbox.consumer.errors import DataLost
 from outbox.inbox.errors import PositionLost
 from outbox.testing.fixtures import Topics
-from spark_jobs.errors import DataLost
 
 __all__ = ["without_spark"]
 

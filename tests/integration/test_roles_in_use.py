@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
+from outbox.consumer import connections
+from outbox.consumer.tables import consumer_tables
+from outbox.external.caller import Caller
 from outbox.tables import outbox_tables
 from outbox.testing.fixtures import token
 from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
 from relay.operations.roles import COLUMNS, EVENT_COLUMNS, Kind
-from spark_jobs.external.caller import Caller
-from spark_jobs.postgres import connections
-from spark_jobs.postgres.tables import consumer_tables
 
 __all__ = ["order", "provider"]
 

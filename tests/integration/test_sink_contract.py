@@ -19,12 +19,13 @@ from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup
 from pyspark import cloudpickle
 from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
+from outbox.consumer.errors import Fenced
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Culprit, Range
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.errors import Fenced, InputCut
-from spark_jobs.letters import Letter
-from spark_jobs.model import Range
-from spark_jobs.outcomes import Culprit, Culprits, Moved
+from spark_jobs.errors import InputCut
+from spark_jobs.outcomes import Culprits, Moved
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.sink import PostgresSink
 from spark_jobs.sink import GroupStore, Sink, Way

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pytest
 from task_sink import NOON, WAYS, Sink, event_id, sink
 
+from outbox.consumer.tables import DAY_OF_ID
 from spark_jobs import ids as identity
 from spark_jobs.dedup import processed, strategies
 from spark_jobs.errors import InputCut
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.postgres import direct_copy as direct
 from spark_jobs.postgres import sink as postgres_sink
-from spark_jobs.postgres.tables import DAY_OF_ID
 from spark_jobs.task import input as task_input
 from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.input import TaskInput, in_memory

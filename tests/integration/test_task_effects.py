@@ -10,11 +10,11 @@ import pytest
 from consumer_group import COLUMNS
 from task_sink import EFFECT, NOON, Sink, event_id, outcomes, sink
 
-from spark_jobs import letters
+from outbox.consumer import letters
+from outbox.consumer.letters import Letter
+from outbox.consumer.model import Culprit
 from spark_jobs.dedup import strategies
 from spark_jobs.errors import Reject
-from spark_jobs.letters import Letter
-from spark_jobs.outcomes import Culprit
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory

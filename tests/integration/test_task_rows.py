@@ -12,10 +12,11 @@ from consumer_group import COLUMNS
 from psycopg import sql
 from task_sink import WAYS, Sink, event_id, sink
 
+from outbox.consumer.model import Culprit
 from spark_jobs.dedup import strategies
 from spark_jobs.dedup.strategies import Book
 from spark_jobs.errors import InputCut, Reject
-from spark_jobs.outcomes import Broken, Culprit, Culprits
+from spark_jobs.outcomes import Broken, Culprits
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory

@@ -12,14 +12,14 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from kafka_proxy import LIST_OFFSETS, KafkaProxy, edit_response
 
+from outbox.consumer import kafka_admin
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Extent
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.kafka import offsets
 from relay.kafka.offsets import Offsets, Partition
-from spark_jobs.driver import kafka_admin
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.planner import Extent
-from spark_jobs.errors import ConsumerUnavailable
 
 MESSAGES = 40
 

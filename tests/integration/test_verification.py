@@ -8,7 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from outbox._app.settings import client_options
+from outbox.consumer.errors import JobError
+from outbox.consumer.kafka_admin import KafkaView
 from outbox.errors import ConfigurationError
+from outbox.external import HttpAsk, HttpCall
 from relay.cli.app import app
 from relay.config import load
 from relay.kafka.fencing import ShortLivedProducer
@@ -16,9 +19,6 @@ from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.topics import Topics
 from relay.pipeline.topics import topics
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import JobError
-from spark_jobs.external.http_call import HttpAsk, HttpCall
 from spark_jobs.payloads.registry import Registry
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 

@@ -8,11 +8,11 @@ import pytest
 from sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
 from uuid_utils import uuid7
 
+from outbox.consumer.model import Range
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.round_context import Reading, RoundContext, Span
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Range
 from spark_jobs.task.reader import ReaderSettings
 
 MESSAGES = 25_000

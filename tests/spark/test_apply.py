@@ -14,7 +14,8 @@ from confluent_kafka.cimpl import NewPartitions
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, TopicRecreated
+from outbox.consumer.errors import EffectFailed, Fenced, JobError, TopicRecreated
+from spark_jobs.errors import BadMessage
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

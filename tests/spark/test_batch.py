@@ -15,11 +15,11 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import EffectFailed, Fenced
+from outbox.consumer.model import Range
 from spark_jobs.driver import batch_attempts as batch
 from spark_jobs.driver.round_context import Span
-from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Range
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.spark import rows
 from spark_jobs.task.reader import ReaderSettings

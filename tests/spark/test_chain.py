@@ -22,10 +22,10 @@ from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
+from outbox.consumer.errors import JobError
 from spark_jobs import enrich_orders, order_totals
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.effects.produce import Traced, derived_id
-from spark_jobs.errors import JobError
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

@@ -7,8 +7,8 @@ import os
 import pytest
 from bench import Bench
 
-from outbox._app import credentials
-from spark_jobs.postgres import connections
+from outbox._clients import credentials
+from outbox.consumer import connections
 
 pytestmark = pytest.mark.spark
 

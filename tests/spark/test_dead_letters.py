@@ -17,9 +17,10 @@ from counting import Counting
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import EffectFailed
 from relay.cli.app import app
 from spark_jobs.driver.rounds import RETRIED_AT_ONCE
-from spark_jobs.errors import EffectFailed, Reject
+from spark_jobs.errors import Reject
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

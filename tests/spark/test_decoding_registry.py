@@ -23,7 +23,7 @@ from decoding_support import ID, check, dead, order, run, send, source
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2, wrappers_pb2
 from support import wait_until
 
-from spark_jobs.errors import ConsumerUnavailable, JobError
+from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads.decoding import Avro, JsonSchema, Protobuf
 from spark_jobs.payloads.registry import Registry
 

@@ -17,9 +17,10 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import ConsumerError, EffectFailed, Interrupted
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.errors import BadMessage, ConsumerError, EffectFailed, InputCut, Interrupted
+from spark_jobs.errors import BadMessage, InputCut
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads.decoding import Json
 from spark_jobs.task import reader

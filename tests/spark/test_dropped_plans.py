@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
-from spark_jobs.errors import ConsumerUnavailable
+from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.spark import rows as rows_of_spark
 from spark_jobs.task import partition as task
 

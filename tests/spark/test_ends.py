@@ -19,8 +19,8 @@ from bench import Bench
 from proxy import TcpProxy
 from support import wait_until
 
+from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.driver.runner import Options, Runner
-from spark_jobs.errors import ConsumerUnavailable
 
 pytestmark = pytest.mark.spark
 

@@ -23,8 +23,8 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import Fenced
 from spark_jobs import OffsetsOnly
-from spark_jobs.errors import Fenced
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

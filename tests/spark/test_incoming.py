@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
+from outbox.consumer.errors import JobError
 from outbox.consumer.ids import LAST_DAY, NO_TIME
 from outbox.consumer.ids import day as day_of
+from outbox.consumer.tables import DAY_OF_ID
 from spark_jobs import ids as identity
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, uuid8
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.effects.produce import Traced
-from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.framing import HEADER
-from spark_jobs.postgres.tables import DAY_OF_ID
 from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task.incoming import Incoming, Messages
 

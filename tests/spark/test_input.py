@@ -23,12 +23,12 @@ from faults import Transform, by_map, fault_at, reading
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import ConsumerUnavailable, EffectFailed
 from outbox.testing.fixtures import Topics
 from spark_jobs.driver import batch_attempts as batch
 from spark_jobs.driver import partition_attempts as partitions
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.errors import ConsumerUnavailable, EffectFailed
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import session
 from spark_jobs.task import input as task_input

@@ -17,11 +17,11 @@ from confluent_kafka import Producer
 from faults import by_map, fault_at, reading
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.model import Partition
 from outbox.testing.fixtures import Topics
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Partition
 
 pytestmark = pytest.mark.spark
 

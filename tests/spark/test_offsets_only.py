@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
+from outbox.external import External
 from outbox.testing.fixtures import Topics
 from relay.cli.app import app
 from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.errors import Reject
-from spark_jobs.external.declaration import External
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

@@ -15,8 +15,9 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import ConsumerUnavailable, EffectFailed
 from outbox.testing.fixtures import Topics
-from spark_jobs.errors import BadMessage, ConsumerUnavailable, EffectFailed, SparkLost
+from spark_jobs.errors import BadMessage, SparkLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark.errors import understood
 

@@ -18,9 +18,9 @@ import pytest
 from bench import Bench
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import EffectFailed, Fenced, JobError
 from outbox.errors import ConfigurationError
 from spark_jobs import ConsumerJob, RunningConsumer, run
-from spark_jobs.errors import EffectFailed, Fenced, JobError
 from spark_jobs.spark import session
 
 pytestmark = pytest.mark.spark

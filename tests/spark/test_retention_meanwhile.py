@@ -14,10 +14,10 @@ from faults import reading, stalling_at
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.admin.offsets import Offsets
+from outbox.consumer.errors import DataLost
+from outbox.consumer.kafka_admin import KafkaView
 from outbox.testing.fixtures import Topics
-from spark_jobs.admin.offsets import Offsets
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import DataLost
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

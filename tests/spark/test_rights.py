@@ -20,10 +20,10 @@ from support import close_connections, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
+from outbox.consumer import connections
+from outbox.consumer.errors import DataLost, EffectFailed, Fenced
+from outbox.consumer.kafka_admin import KafkaView
 from relay.cli.app import app
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import DataLost, EffectFailed, Fenced
-from spark_jobs.postgres import connections
 
 pytestmark = pytest.mark.spark
 

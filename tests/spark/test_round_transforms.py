@@ -12,11 +12,11 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from pyspark.sql import functions
 from round_support import NUL, letters, order, put, retry
 
+from outbox.consumer.errors import EffectFailed, Fenced, JobError
+from outbox.consumer.model import Range
 from spark_jobs.dedup.strategies import Fingerprint, Natural
 from spark_jobs.effects.mapped import Upsert
-from spark_jobs.errors import EffectFailed, Fenced, JobError
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Range
 from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task.reader import ReaderSettings
 

@@ -10,10 +10,11 @@ import pytest
 from round_support import NUL, letters, order, put, retry
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import EffectFailed, Fenced, JobError
 from spark_jobs.dedup.strategies import Fingerprint, Natural, Version
 from spark_jobs.driver import rounds
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
+from spark_jobs.errors import BadMessage, Reject
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

@@ -21,9 +21,10 @@ from stream_to_sink import EFFECT, SEEN, Stream, stream
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
 from spark_jobs.driver import streaming
-from spark_jobs.errors import CheckpointConflict, EffectFailed, JobError
+from spark_jobs.errors import CheckpointConflict
 
 __all__ = ["stream"]
 

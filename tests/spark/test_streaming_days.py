@@ -10,7 +10,8 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import stream
 
-from spark_jobs.postgres import group_store, retention
+from outbox.consumer import retention
+from spark_jobs.postgres import group_store
 
 __all__ = ["stream"]
 

@@ -11,8 +11,8 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import JOB, Stream, stream
 
+from outbox.consumer.errors import Fenced
 from spark_jobs.driver import streaming
-from spark_jobs.errors import Fenced
 
 __all__ = ["stream"]
 

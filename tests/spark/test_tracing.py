@@ -28,7 +28,7 @@ from support import drained
 from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
-from spark_jobs.errors import EffectFailed
+from outbox.consumer.errors import EffectFailed
 
 __all__ = ["spans"]
 

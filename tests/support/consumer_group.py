@@ -9,8 +9,8 @@ from typing import Any
 import psycopg
 
 from outbox._app import migrate as db
+from outbox.consumer.model import Range
 from spark_jobs.dedup.strategies import Dedup
-from spark_jobs.model import Range
 from spark_jobs.postgres.sink import PostgresSink
 from spark_jobs.task.partition import TaskPlan
 

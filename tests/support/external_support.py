@@ -18,9 +18,8 @@ from provider import Provider
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
-from spark_jobs.external.caller import Caller
-from spark_jobs.external.declaration import Call, External, Settled
-from spark_jobs.external.http_call import HttpAsk, HttpCall
+from outbox.external import Call, External, HttpAsk, HttpCall, Settled
+from outbox.external.caller import Caller
 
 BATCH = """
 CREATE TEMPORARY TABLE batch (message_id uuid, message_topic text, message_part int, message_offset bigint,

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outbox.consumer import kafka_admin as kafka
 from relay.cli import main
-from spark_jobs.driver import kafka_admin as kafka
 from spark_jobs.driver import runner
 from spark_jobs.task import reader
 

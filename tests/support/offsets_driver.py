@@ -17,13 +17,13 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox._app import migrate as db
+from outbox.consumer.admin.offsets import Offsets
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Range
 from relay.cli.app import app
-from spark_jobs.admin.offsets import Offsets
-from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob
-from spark_jobs.model import Range
 from spark_jobs.spark import job_groups
 
 GROUP = "billing"

@@ -9,8 +9,8 @@ from confluent_kafka import Producer
 from consumer_group import TOPIC_ID
 from pyspark.sql.types import IntegerType, StructField, StructType
 
+from outbox.consumer.model import Range
 from spark_jobs.job import META
-from spark_jobs.model import Range
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.reading import Policy

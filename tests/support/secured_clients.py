@@ -13,6 +13,9 @@ import psycopg
 import pytest
 from sender_support import AllThere, events
 
+from outbox.consumer.admin.offsets import Offsets
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.model import Range
 from outbox.errors import OutboxError
 from relay.config import load, producer_options
 from relay.kafka import offsets, topics, transactional
@@ -28,9 +31,6 @@ from relay.operations import doctor_kafka
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
 from relay.pipeline import topics as pipeline
-from spark_jobs.admin.offsets import Offsets
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.model import Range
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 SECONDS = 8.0

@@ -11,7 +11,7 @@ import pytest
 from psycopg import sql
 from support import look_up, wait_until
 
-from spark_jobs.postgres import connections
+from outbox.consumer import connections
 
 NAME = "test of sessions"
 PID = "SELECT pg_backend_pid()"

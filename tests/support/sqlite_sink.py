@@ -16,11 +16,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_jobs.errors import ConsumerUnavailable, Fenced
+from outbox.consumer.errors import ConsumerUnavailable, Fenced
+from outbox.consumer.letters import Letter, Retried
+from outbox.consumer.model import Culprit, Partition, Place, Range, Wish
 from spark_jobs.job import ConsumerJob
-from spark_jobs.letters import Letter, Retried
-from spark_jobs.model import Partition, Place, Range
-from spark_jobs.outcomes import Broken, Culprit, Culprits, Moved, Wish
+from spark_jobs.outcomes import Broken, Culprits, Moved
 from spark_jobs.sink import Way, Whole
 
 TABLES = """

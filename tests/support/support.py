@@ -21,11 +21,11 @@ from confluent_kafka import Message
 from psycopg import sql
 
 from outbox import Event, Outbox
-from outbox._app import search_path
+from outbox._clients import search_path
+from outbox.consumer import connections
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayProcess
 from relay.wal.lane_hash import lane_of
-from spark_jobs.postgres import connections
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
+from outbox.consumer.model import Extent, Stored
 from spark_jobs.driver.added_partitions import AddedPartitions
-from spark_jobs.driver.planner import Extent
-from spark_jobs.model import Stored
 
 OLD, NEW = ("t", 0), ("t", 1)
 

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from outbox.consumer.errors import JobError
 from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide
 from spark_jobs.driver.streaming import ExactlyOnce
-from spark_jobs.errors import CheckpointConflict, JobError
+from spark_jobs.errors import CheckpointConflict
 from spark_jobs.job import ConsumerJob
 
 HERE = Stored("q", 5, "five")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads.decoding import Json
 from spark_jobs.payloads.json_text import decimal_that_fits, parse, variant_reader

@@ -18,7 +18,7 @@ from google.protobuf import descriptor_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_jobs.errors import JobError
+from outbox.consumer.errors import JobError
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.decoding import Avro, Protobuf

@@ -31,6 +31,8 @@ from typer.core import TyperGroup
 
 from examples.demo.ledger import Reconciliation
 from outbox._app.prometheus import Check
+from outbox.consumer.admin.trace import GroupTrace
+from outbox.consumer.tables import consumer_tables
 from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
@@ -41,9 +43,7 @@ from relay.operations.trace import Event, Place
 from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
 from relay.ports import BrokerUnavailable, LaneBusy
-from spark_jobs.admin.trace import GroupTrace
 from spark_jobs.health import ConsumerHealth
-from spark_jobs.postgres.tables import consumer_tables
 
 RUN = {
     "README.md": "tests/acceptance/test_quickstart.py",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_jobs.admin.offsets import after_losses, move
-from spark_jobs.driver.planner import Extent
-from spark_jobs.model import Stored
+from outbox.consumer.admin.offsets import after_losses, move
+from outbox.consumer.model import Extent, Stored
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
 
+from outbox.consumer.errors import JobError
 from spark_jobs.effects.produce import Traced
-from spark_jobs.errors import JobError
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_text as json_payload

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Fingerprint, OffsetsOnly
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors, refused_options
+from outbox._clients.kafka import ConnectionErrors, refused_options
 
 REFUSED = KafkaError(
     KafkaError._AUTHENTICATION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from spark_jobs.letters import behind
+from spark_jobs.task.behind import behind
 
 
 def test_what_comes_after_a_dead_letter_of_its_key_is_behind_it():

@@ -14,8 +14,8 @@ import pyspark
 import pytest
 from typer.testing import CliRunner
 
+from outbox.consumer.errors import JobError
 from relay.cli.app import app
-from spark_jobs.errors import JobError
 from spark_jobs.spark.package import EXECUTORS_NEED, MANIFEST, collect
 
 JOB = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_jobs import patience
-from spark_jobs.patience import ANSWERED_SECONDS, LEAST_SECONDS, NoTimeLeft, Patience
+from outbox.consumer import patience
+from outbox.consumer.patience import ANSWERED_SECONDS, LEAST_SECONDS, NoTimeLeft, Patience
 
 
 class Clock:

@@ -8,20 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_jobs.driver.planner import (
-    ENOUGH,
-    FEW,
-    Extent,
-    find_losses,
-    new_partitions,
-    next_turn,
-    plan,
-    waiting_for_others,
-)
+from outbox.consumer.errors import DataLost, JobError, TopicRecreated
+from outbox.consumer.model import Extent, Loss, LossKind, Range, Stored
+from spark_jobs.driver.planner import ENOUGH, FEW, find_losses, new_partitions, next_turn, plan, waiting_for_others
 from spark_jobs.driver.runner import Options, Runner
-from spark_jobs.errors import DataLost, JobError, TopicRecreated
 from spark_jobs.job import ConsumerJob, find_job
-from spark_jobs.model import Loss, LossKind, Range, Stored
 
 ID = {"t": "id-1"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.consumer.model import Range
 from spark_jobs.driver.poison_search import SAME, Search
-from spark_jobs.model import Range
 
 ENDS = {("t", 0): 25_000, ("t", 1): 3_000, ("u", 0): 1}
 

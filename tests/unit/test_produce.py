@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.errors import JobError
 from spark_jobs import enrich_orders
 from spark_jobs.effects.produce import Produce, Traced, derived_id
-from spark_jobs.errors import JobError
 from spark_jobs.job import find_job
 
 A = UUID("0191b2c4-5e6f-7abc-8def-0123456789ab")

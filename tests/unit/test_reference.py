@@ -9,11 +9,11 @@ from docs_support import DOCS, generator
 from typer.testing import CliRunner
 
 from outbox._app import environment
+from outbox.consumer.admin.dead_letters import REASONS
+from outbox.consumer.model import LossKind
 from outbox.errors import OutboxError
 from relay.cli.app import app
 from relay.config import Settings
-from spark_jobs.admin.dead_letters import REASONS
-from spark_jobs.model import LossKind
 
 
 @pytest.mark.parametrize("name", generator.PAGES)

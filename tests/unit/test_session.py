@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from outbox.consumer.errors import EffectFailed
 from spark_jobs.driver.partition_attempts import reported
-from spark_jobs.errors import EffectFailed
 from spark_jobs.spark import session
 
 GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")

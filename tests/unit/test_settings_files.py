@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from outbox._app import credentials
+from outbox._clients import credentials
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load

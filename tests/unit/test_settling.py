@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spark_jobs.external.state_machine import (
+from outbox.external.state_machine import (
     DAY,
     Answer,
     Change,

@@ -7,19 +7,18 @@ import pytest
 from confluent_kafka import KafkaError
 from psycopg import errors
 
-from spark_jobs.errors import (
+from outbox.consumer.errors import (
     ConsumerUnavailable,
     CorruptRecords,
     EffectFailed,
-    InputCut,
     Interrupted,
     JobError,
     NotAuthorized,
-    WorkerLost,
 )
-from spark_jobs.postgres.errors import of_postgres
+from outbox.consumer.kafka_errors import of_kafka
+from outbox.consumer.postgres_errors import of_postgres
+from spark_jobs.errors import InputCut, WorkerLost
 from spark_jobs.spark import errors as failures
-from spark_jobs.task.kafka_errors import of_kafka
 
 
 def test_what_ends_a_job_names_the_error_of_its_transform():

@@ -19,14 +19,14 @@ from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 
 from outbox._app import migrate as db
+from outbox.consumer import postgres_errors as postgres
+from outbox.consumer.retention import Memory
 from outbox.errors import ConfigurationError, MissingExtra
 from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
 from relay.config import load
 from relay.database import Connector
 from relay.wal.replication import Replication
-from spark_jobs.postgres import errors as postgres
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.retention import Memory
 from spark_jobs.postgres.sink import transaction
 
 PLAIN = "plainpassword"

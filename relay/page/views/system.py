@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from outbox._app.environment import variable
+from outbox._clients.variables import variable
 from outbox.urls import display_url
 from relay.operations.sizes import server, table_sizes
 from relay.page.page import Page

@@ -37,13 +37,13 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
-from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
-from spark_jobs.external.reservations import Claim, Reservations, SqlEffect
-from spark_jobs.external.state_machine import Answer, Change, Step
-from spark_jobs.patience import NoTimeLeft, Patience, backoff
-from spark_jobs.postgres.connections import Age, process_name
-from spark_jobs.postgres.errors import AWAY, clear_errors, first_line
+from outbox.consumer.connections import Age, process_name
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.patience import NoTimeLeft, Patience, backoff
+from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
+from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
+from outbox.external.reservations import Claim, Reservations, SqlEffect
+from outbox.external.state_machine import Answer, Change, Step
 
 _LONGEST_PAUSE: Final = 5.0
 _AWAY: Final = (*AWAY, ConsumerUnavailable)
@@ -93,7 +93,7 @@ class Caller:
     connect   opens a connection in autocommit mode. One is open at a time, without a transaction during calls.
     report    called with what happens: a short text and its figures.
     patience  seconds to wait for a database that is away, None forever. ConsumerUnavailable is raised after that; see
-              spark_jobs/patience.py.
+              outbox/consumer/patience.py.
 
     Calls run in threads of their own, ``workers`` at a time; only this thread uses the database.
     """

@@ -26,13 +26,12 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox.consumer.connections import process_name
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
+from outbox.consumer.kafka_admin import KafkaView, TopicMissing
+from outbox.consumer.model import Extent, LossKind, Partition, Stored
+from outbox.consumer.postgres_errors import clear_errors
 from outbox.errors import NotFound
-from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.planner import Extent
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
-from spark_jobs.model import LossKind, Partition, Stored
-from spark_jobs.postgres.connections import process_name
-from spark_jobs.postgres.errors import clear_errors
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
 _Decide = Callable[[Mapping[int, Stored], _Losses], list["Move"]]

@@ -15,13 +15,12 @@ from typing import Any, Final
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
-from outbox._kafka import cut_logs, is_refusal
-from spark_jobs.driver.planner import Extent
-from spark_jobs.errors import ConsumerError
-from spark_jobs.model import Partition, Stored
-from spark_jobs.patience import asking
-from spark_jobs.task.kafka_errors import of_kafka
+from outbox._clients.kafka import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka_rules import cut_logs, is_refusal
+from outbox.consumer.errors import ConsumerError
+from outbox.consumer.kafka_errors import of_kafka
+from outbox.consumer.model import Extent, Partition, Stored
+from outbox.consumer.patience import asking
 
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox._kafka import is_refusal
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
+from outbox._clients.kafka_rules import is_refusal
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError

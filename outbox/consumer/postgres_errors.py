@@ -9,10 +9,10 @@ from typing import Any, Final
 import psycopg
 from psycopg import errors
 
+from outbox.consumer import connections
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
 from outbox.errors import SchemaError
 from outbox.urls import display_url
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
-from spark_jobs.postgres import connections
 
 AWAY: Final = (
     psycopg.OperationalError,

@@ -37,10 +37,10 @@ import psycopg
 from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
-from outbox._app.credentials import password_for
-from outbox._app.search_path import PIN_LOCAL, PinnedConnection
+from outbox._clients.credentials import password_for
+from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
+from outbox.consumer.patience import asking
 from outbox.urls import libpq_url
-from spark_jobs.patience import asking
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
     "connect_timeout": 10,
@@ -161,7 +161,7 @@ def transaction(url: str, name: str, *, reset: bool, pinned: bool | None = None)
 
     reset   it runs statements of users, which may leave something that the next transaction must not see.
     pinned  names mean pg_catalog's. By default unless users' statements are run, which need the role's search path: in
-            such transactions and in ``read``, ours are written for any path (see ``outbox._app.search_path``).
+            such transactions and in ``read``, ours are written for any path (see ``outbox._clients.search_path``).
 
     Afterwards the connection is closed to anyone who still holds it. Raises psycopg's errors.
     """

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.errors import storable
 from outbox.consumer.messages import Headers, loaded_headers
-from spark_jobs.errors import storable
-from spark_jobs.model import Place
-from spark_jobs.outcomes import Culprit
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from outbox.consumer.model import Culprit, Place
 
 # A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
@@ -88,34 +84,6 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
     if rows:
         cursor.executemany(query, rows)
     return len(rows)
-
-
-def behind(
-    keys: Mapping[tuple[str, bytes], Place | None], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Return the places of messages that come after a dead letter of their key.
-
-    keys  topic and key → place of the dead letter. Behind it are the later messages of its partition, and all messages
-          of the key in other partitions. Without a place all messages of the key are behind it.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    by_topic: dict[str, list[bytes]] = {}
-    for topic, key in keys:
-        by_topic.setdefault(topic, []).append(key)
-    wanted = {topic: pa.array(of_topic, pa.binary()) for topic, of_topic in by_topic.items()}
-    for batch in batches:
-        topics, kafka_keys, places = batch.column("topic"), batch.column("key"), batch.drop_columns("key")
-        found: list[int] = []
-        for topic in wanted.keys() & set(pc.unique(topics).to_pylist()):
-            here = pc.and_(pc.equal(topics, topic), pc.is_in(kafka_keys, value_set=wanted[topic]))
-            for row in pc.indices_nonzero(here).to_pylist():
-                dead = keys[topic, kafka_keys[row].as_py()]
-                _, part, offset = (column[row].as_py() for column in places.columns)
-                if dead is None or part != dead[1] or offset > dead[2]:
-                    found.append(row)
-        yield places.take(pa.array(sorted(found), pa.int64()))
 
 
 def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, culprit: Culprit) -> None:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-from spark_jobs.errors import ConsumerUnavailable
+from outbox.consumer.errors import ConsumerUnavailable
 
 LEAST_SECONDS: Final = 2.0
 """The least that a request gets before anything has failed, whatever the patience: libpq's own minimum."""

@@ -28,11 +28,11 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox.consumer import connections
+from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import NO_TIME
+from outbox.consumer.postgres_errors import clear_errors, first_line
 from outbox.errors import SchemaError
-from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.postgres import connections
-from spark_jobs.postgres.errors import clear_errors, first_line
 
 KEEP_DAYS: Final = 14
 """The default, in whole days besides today."""

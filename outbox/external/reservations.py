@@ -18,10 +18,10 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from outbox._app.search_path import pinned_transaction, restore_path
+from outbox._clients.search_path import pinned_transaction, restore_path
+from outbox.consumer.errors import ConsumerError, storable
 from outbox.errors import NotFound
-from spark_jobs.errors import ConsumerError, storable
-from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
+from outbox.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
 # The first calls that are due; a claim looks at no others, however many wait. Those that wait behind an earlier call of
 # their key are parked, so they are not among them again. Rows are looked up by ctid: there is then only one plan.

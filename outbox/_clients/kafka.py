@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from outbox._app import credentials
-from outbox._kafka import require_verification
+from outbox._clients import credentials
+from outbox._clients.kafka_rules import require_verification
+from outbox._clients.variables import variable
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -31,15 +32,11 @@ def refused_options(error: KafkaException) -> ConfigurationError:
     """Return the error for options that librdkafka refuses, with the variable of one that it does not know."""
     from confluent_kafka import KafkaError
 
-    # With pydantic, which a job in a notebook does not need.
-    from outbox._app import environment
-
     inner = error.args[0]
     text = inner.str() if isinstance(inner, KafkaError) else str(error)
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
-        variable = environment.variable(("kafka", unknown[1]))
-        text += f"; it comes from {variable}, or from [kafka] in the file"
+        text += f"; it comes from {variable(('kafka', unknown[1]))}, or from [kafka] in the file"
     return ConfigurationError(f"Kafka options: {text}")
 
 

@@ -25,10 +25,10 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox.consumer.errors import ConsumerError
+from outbox.consumer.letters import CONTENTS, DESCRIBED
+from outbox.consumer.postgres_errors import clear_errors
 from outbox.errors import ConfigurationError, NotFound
-from spark_jobs.errors import ConsumerError
-from spark_jobs.letters import CONTENTS, DESCRIBED
-from spark_jobs.postgres.errors import clear_errors
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
 """Why a message is a dead letter. ``behind``: only because an earlier message of its key is a dead letter."""

@@ -10,12 +10,12 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from outbox._app.visible import VisibleTables
-from spark_jobs.admin.offsets import Group, Offsets, Position
-from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
-from spark_jobs.postgres.errors import clear_errors
-from spark_jobs.postgres.progress import progress
+from outbox._clients.visible import VisibleTables
+from outbox.consumer.admin.offsets import Group, Offsets, Position
+from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
+from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.progress import progress
 
 STANDING: Final = dt.timedelta(minutes=5)
 """A partition whose offset has not moved for so long stands still, if messages that are as old wait in it."""

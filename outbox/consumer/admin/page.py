@@ -10,8 +10,8 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from spark_jobs.admin.dead_letters import Selection
-from spark_jobs.postgres.errors import clear_errors
+from outbox.consumer.admin.dead_letters import Selection
+from outbox.consumer.postgres_errors import clear_errors
 
 PAGE: Final = 50
 COUNTED: Final = 10_000

@@ -17,12 +17,12 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from spark_jobs.errors import ConsumerError, JobError
-from spark_jobs.external.state_machine import Rules
-from spark_jobs.job import find_declared
+from outbox.consumer.declared import find_declared
+from outbox.consumer.errors import ConsumerError, JobError
+from outbox.external.state_machine import Rules
 
 if TYPE_CHECKING:
-    from spark_jobs.external.caller import Connect, Counts, Report, Until
+    from outbox.external.caller import Connect, Counts, Report, Until
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
 _RESERVE: Final = """
@@ -196,7 +196,7 @@ class External:
         patience: float | None = 60.0,
     ) -> Counts:
         """Run a Caller; see there."""
-        from spark_jobs.external.caller import Caller
+        from outbox.external.caller import Caller
 
         return Caller(self, connect, report, patience).run(stop, until)
 

@@ -44,6 +44,25 @@ class Range:
     leader_epoch: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The offsets that Kafka has of a partition: ``first`` up to, not including, ``end`` (the last stable offset).
+
+    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested. ``leader_epoch``
+    is that of the leader that had the log up to ``end``; None if it did not say.
+    """
+
+    first: int
+    end: int
+    high_watermark: int | None = None
+    leader_epoch: int | None = None
+
+    @property
+    def pinned(self) -> int | None:
+        """How many offsets wait behind an open transaction; None without ``high_watermark``."""
+        return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
+
+
 class LossKind(StrEnum):
     """How messages were lost, as ``consumer.losses`` spells it."""
 
@@ -72,6 +91,19 @@ class Loss:
     kind: LossKind
     detail: str
 
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
+
+    place: Place
+    reason: str
+    error: str
+    sqlstate: str | None = None
+
+
+Wish = tuple[int, str]
+"""A dead letter to be retried: its id, and the reason why it failed."""
 
 META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
 """The columns that identify a row's message, with their types."""

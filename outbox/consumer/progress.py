@@ -12,7 +12,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from spark_jobs.postgres.errors import clear_errors
+from outbox.consumer.postgres_errors import clear_errors
 
 PROGRESS: Final = """
 SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,

@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from spark_jobs.errors import JobError
-from spark_jobs.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
+from outbox.consumer.errors import JobError
+from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({408, 409})
 _NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})

@@ -1,0 +1,1 @@
+"""What operators see of consumer groups, and do to them."""

@@ -1,1 +1,0 @@
-"""What operators do: dead letters, offsets, how far the groups are."""

@@ -1,1 +1,0 @@
-"""Effects outside of the sink's database, once."""
