@@ -13,7 +13,7 @@ from outbox._clients.credentials import password_for
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
-from relay.ports import DatabaseUnavailable, Unavailable
+from relay.core.ports import DatabaseUnavailable, Unavailable
 
 # Transient conditions: Postgres is starting or stopping, is out of connections, cancelled the statement, or chose this
 # transaction as a victim. (https://www.postgresql.org/docs/current/errcodes-appendix.html, classes 08, 40, 53, 55, 57)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outbox.errors import ConfigurationError
-from relay.ports import Unavailable
+from relay.core.ports import Unavailable
 
 VARIABLE: Final = "OUTBOX_FAILPOINTS"
 

@@ -17,11 +17,11 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
+from relay.core.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.database import unavailable_on_error
 from relay.lanes import source_problem
-from relay.pauses import Paused, Pauses, Scope, ScopeKind
-from relay.scheduled import next_due
-from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
+from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
+from relay.tasks.scheduled import next_due
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 COUNTED: Final = 10_000

@@ -33,11 +33,11 @@ import psycopg
 from psycopg import sql
 
 from outbox.errors import SchemaError
+from relay.core.lease import Lease
+from relay.core.pauses import Pauses
 from relay.database import unavailable_on_error
-from relay.lease import Lease
-from relay.pauses import Pauses
-from relay.scheduled import NextDue, next_due
-from relay.statements import lease_values, names_of
+from relay.settle.statements import lease_values, names_of
+from relay.tasks.scheduled import NextDue, next_due
 
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
 _PAUSES: Final = "(SELECT coalesce(json_agg(json_build_array(number, scope, name)), '[]') FROM {pauses})"

@@ -9,7 +9,7 @@ from outbox._app.settings import client_options
 from relay.config import Settings
 from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
-from relay.retries import FailurePolicy
+from relay.settle.retries import FailurePolicy
 
 
 def build_router(settings: Settings) -> Router:

@@ -23,16 +23,16 @@ from typing import Final, Protocol
 import structlog
 
 from outbox.errors import SchemaError
+from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
+from relay.core.lease import HeldLanes, Lease, LetGo
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.marker import StateLost
+from relay.core.pauses import CurrentPauses
+from relay.core.ports import Claim, LaneLost, Publisher, Source, Unavailable
 from relay.database import Connector, StandingError, begin_session, unavailable_on_error
-from relay.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.lanes import LaneDistribution, LaneTable, next_step, source_problem
-from relay.lease import HeldLanes, Lease, LetGo
-from relay.loop import LoopSettings, WorkerLoop
-from relay.marker import StateLost
-from relay.pauses import CurrentPauses
-from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
-from relay.scheduled import NextDue
-from relay.settlement import lanes_text
+from relay.settle.settlement import lanes_text
+from relay.tasks.scheduled import NextDue
 
 log = structlog.get_logger("relay")
 

@@ -17,9 +17,9 @@ from outbox._app import tracing
 from outbox._app.tracing import EventTrace
 from outbox.errors import OutboxError
 from outbox.event import TRACEPARENT, TRACESTATE
+from relay.core.lease import Lease
+from relay.core.ports import Batches, Completed, Confirm, Failed, Kind, Publisher, Refused, Sent, Unconfirmed
 from relay.kafka.routing import NoRoute, Router
-from relay.lease import Lease
-from relay.ports import Batches, Completed, Confirm, Failed, Kind, Publisher, Refused, Sent, Unconfirmed
 
 
 class TracedPublisher:

@@ -18,8 +18,11 @@ from outbox import __version__
 from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox.urls import display_url
-from relay.archive import Retention
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.lease import Lease
+from relay.core.loop import LoopSettings
+from relay.core.pauses import CurrentPauses
+from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
@@ -30,26 +33,23 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
-from relay.lease import Lease
-from relay.loop import LoopSettings
+from relay.metrics.outbox import OutboxWatch, TurnMetrics
+from relay.metrics.relay import RelayMetrics, SlotWatch, slot_repairs
 from relay.operations.healing import SlotHealing
 from relay.parts import build_router, build_topics, failure_policy
-from relay.pauses import CurrentPauses
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
-from relay.retries import Failures
-from relay.scheduled import NextDue, ScheduledEvents
-from relay.settlement import RENEW_PART
+from relay.settle.retries import Failures
+from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
+from relay.tasks.archive import Retention
+from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.tracing import TracedPublisher
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
-from relay.web.metrics import RelayMetrics, SlotWatch, slot_repairs
-from relay.web.outbox_metrics import OutboxWatch, TurnMetrics
 
 log = structlog.get_logger("relay")
 

@@ -36,12 +36,12 @@ from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
 from relay.config import RouteSettings, Settings
-from relay.health import Health, Reason
+from relay.core.health import Health, Reason
 from relay.insights import OutboxState
+from relay.metrics.outbox import TurnMetrics, outbox_metrics
+from relay.metrics.relay import RelayMetrics, slot_metrics, slot_repairs
 from relay.operations.roles import COLUMNS, TABLES, Kind
 from relay.wal.slot import SlotState
-from relay.web.metrics import RelayMetrics, slot_metrics, slot_repairs
-from relay.web.outbox_metrics import TurnMetrics, outbox_metrics
 from spark_jobs import settings as consumers
 from spark_jobs.errors import Reject
 from spark_jobs.metrics import ConsumerMetrics

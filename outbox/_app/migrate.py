@@ -226,7 +226,7 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         )
         change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=name)
         # An epoch never decreases: a relay that was suspended meanwhile must not find its old epoch again.
-        # Once exactly-once has begun, a lane without a batch is from before, and relays stop: see relay/marker.py.
+        # Once exactly-once has begun, a lane without a batch is from before, and relays stop: see relay/core/marker.py.
         highest, begun = connection.execute(
             sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0), sa.func.count(table.c.last_batch) > 0)
         ).one()

@@ -11,8 +11,8 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
-    from relay.archive import PrunePlan
     from relay.operations.roles import Kind
+    from relay.tasks.archive import PrunePlan
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -160,8 +160,8 @@ def prune(
             raise ConfigurationError("--force is for the archive; it makes no difference with --consumer")
         _prune_ids(database_url, schema, days, dry_run=dry_run, as_json=as_json)
         return
-    from relay.archive import Retention
     from relay.database import Connector
+    from relay.tasks.archive import Retention
 
     url, name = _target(database_url, schema, consumer=False)
     keep = load().relay.archive_days if days is None else days

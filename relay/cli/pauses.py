@@ -17,10 +17,10 @@ from relay.config import load
 if TYPE_CHECKING:
     import psycopg
 
+    from relay.core.pauses import Paused, Scope
     from relay.kafka.routing import Router
     from relay.operations.drain import Drain, Left
     from relay.operations.pauses import Change
-    from relay.pauses import Paused, Scope
 
 
 _LOOK_SECONDS: Final = 0.5
@@ -49,8 +49,8 @@ def pause(
     as_json: bool,
 ) -> None:
     """Pause, and wait until it is in effect."""
+    from relay.core.pauses import scopes_of
     from relay.operations import pauses
-    from relay.pauses import scopes_of
 
     scopes = scopes_of(lanes, topics)
     with _place(database_url) as place:
@@ -69,8 +69,8 @@ def resume(
     lanes: Sequence[int], topics: Sequence[str], reason: str | None, *, database_url: str | None, as_json: bool
 ) -> None:
     """End pauses."""
+    from relay.core.pauses import scopes_of
     from relay.operations import pauses
-    from relay.pauses import scopes_of
 
     scopes = scopes_of(lanes, topics)
     with _place(database_url) as place:
@@ -98,9 +98,9 @@ def drain(
     as_json: bool,
 ) -> None:
     """Wait until all is published that is written by now, then pause."""
+    from relay.core.pauses import scopes_of
     from relay.operations import pauses
     from relay.operations.drain import Drain
-    from relay.pauses import scopes_of
 
     scopes = scopes_of(lanes, topics)
     changes: Sequence[Change] = ()

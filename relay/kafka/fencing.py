@@ -9,8 +9,8 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
+from relay.core.ports import BrokerUnavailable, IdBusy
 from relay.kafka.client import silent, text_of
-from relay.ports import BrokerUnavailable, IdBusy
 
 BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""

@@ -22,7 +22,7 @@ from outbox.event import (
     TRACEPARENT,
     TRACESTATE,
 )
-from relay.ports import Claim
+from relay.core.ports import Claim
 
 Headers = list[tuple[str, str | bytes | None]]
 

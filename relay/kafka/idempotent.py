@@ -13,14 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outbox.errors import OutboxError
-from relay.failpoints import failpoint
-from relay.kafka.headers import HeaderSet
-from relay.kafka.producer import BatchProducer
-from relay.kafka.routing import Router
-from relay.kafka.takeover import Takeover
-from relay.kafka.topics import Topics
-from relay.lease import Lease
-from relay.ports import (
+from relay.core.lease import Lease
+from relay.core.ports import (
     Batches,
     BatchRefused,
     BrokerUnavailable,
@@ -34,6 +28,12 @@ from relay.ports import (
     Unavailable,
     Unconfirmed,
 )
+from relay.failpoints import failpoint
+from relay.kafka.headers import HeaderSet
+from relay.kafka.producer import BatchProducer
+from relay.kafka.routing import Router
+from relay.kafka.takeover import Takeover
+from relay.kafka.topics import Topics
 
 
 class IdempotentPublisher:

@@ -28,10 +28,10 @@ import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID
-from relay.health import Reason, Wait
+from relay.core.health import Reason, Wait
+from relay.core.ports import BrokerUnavailable
 from relay.kafka.client import headers_of, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.ports import BrokerUnavailable
 
 log = structlog.get_logger("relay")
 

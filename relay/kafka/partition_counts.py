@@ -24,8 +24,8 @@ from typing import Any, Final
 import structlog
 from confluent_kafka import KafkaException
 
+from relay.core.ports import BrokerUnavailable
 from relay.kafka.client import Admin, text_of
-from relay.ports import BrokerUnavailable
 
 log = structlog.get_logger("relay")
 

@@ -15,12 +15,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
-from relay.failpoints import failpoint
-from relay.kafka.client import silent, text_of, weak_callback
-from relay.kafka.headers import HeaderSet, message_headers
-from relay.kafka.routing import NoRoute, Router
-from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
-from relay.ports import (
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     BatchRefused,
@@ -35,6 +30,11 @@ from relay.ports import (
     Unavailable,
     kind_of,
 )
+from relay.failpoints import failpoint
+from relay.kafka.client import silent, text_of, weak_callback
+from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.routing import NoRoute, Router
+from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
 
 # Errors caused by the event: sending it again unchanged would fail again.
 REFUSALS: Final = {

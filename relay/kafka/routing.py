@@ -11,7 +11,7 @@ from outbox import _topics
 from outbox._topics import DEFAULT_TEMPLATE
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.event import DEAD_LETTER
-from relay.ports import Claim
+from relay.core.ports import Claim
 
 STATE_SUFFIX: Final = ".relay.state"
 

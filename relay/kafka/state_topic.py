@@ -31,10 +31,10 @@ from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[
 from confluent_kafka.cimpl import NewTopic
 
 from outbox.errors import ConfigurationError
+from relay.core.marker import Marker, StateLost
+from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import Admin, create_topic, is_end, partitions_text, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.marker import Marker, StateLost
-from relay.ports import BrokerUnavailable, UndecidedTransaction
 
 _READ_SECONDS: Final = 10.0
 _DECIDE_SECONDS: Final = 10.0

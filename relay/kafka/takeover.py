@@ -31,11 +31,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outbox.errors import OutboxError, SchemaError
+from relay.core.lease import Lease
+from relay.core.marker import Identity, Marker, StateLost, check_origin
+from relay.core.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
-from relay.lease import Lease
-from relay.marker import Identity, Marker, StateLost, check_origin
-from relay.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 
 PRODUCERS = 2
 """The number of a worker's producers, which alternate; each has its own id."""

@@ -36,9 +36,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
+from relay.core.ports import BrokerUnavailable, Kind, TopicUnusable
 from relay.kafka.client import Admin, create_topic, partitions_text, text_of
 from relay.kafka.metadata import SharedMetadata
-from relay.ports import BrokerUnavailable, Kind, TopicUnusable
 
 log = structlog.get_logger("relay")
 

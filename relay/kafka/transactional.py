@@ -56,18 +56,9 @@ import orjson
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox.errors import OutboxError
-from relay.failpoints import failpoint
-from relay.kafka.client import text_of, weak_callback
-from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
-from relay.kafka.headers import HeaderSet
-from relay.kafka.producer import REFUSALS, BatchProducer
-from relay.kafka.routing import Router
-from relay.kafka.state_topic import StateTopic
-from relay.kafka.takeover import Takeover, own_ids
-from relay.kafka.topics import Topics
-from relay.lease import Lease
-from relay.marker import Identity, Marker
-from relay.ports import (
+from relay.core.lease import Lease
+from relay.core.marker import Identity, Marker
+from relay.core.ports import (
     Batches,
     BatchRefused,
     BrokerUnavailable,
@@ -84,6 +75,15 @@ from relay.ports import (
     Unavailable,
     Unconfirmed,
 )
+from relay.failpoints import failpoint
+from relay.kafka.client import text_of, weak_callback
+from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
+from relay.kafka.headers import HeaderSet
+from relay.kafka.producer import REFUSALS, BatchProducer
+from relay.kafka.routing import Router
+from relay.kafka.state_topic import StateTopic
+from relay.kafka.takeover import Takeover, own_ids
+from relay.kafka.topics import Topics
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9

@@ -38,9 +38,9 @@ from outbox.event import (
 )
 from outbox.models import EventModel, registered
 from relay.config import Settings
+from relay.core.ports import Claim
 from relay.kafka.headers import HeaderSet, message_headers
 from relay.parts import build_router
-from relay.ports import Claim
 
 VERSION: Final = "3.0.0"
 _BINDING: Final = "0.5.0"

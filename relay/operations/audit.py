@@ -9,7 +9,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from relay.database import unavailable_on_error
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 _READ: Final = """

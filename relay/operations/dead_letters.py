@@ -16,7 +16,7 @@ from outbox.errors import NotFound, OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 _LIST: Final = """
 SELECT * FROM (

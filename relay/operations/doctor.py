@@ -31,7 +31,7 @@ from relay.operations.findings import Finding, Level
 from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.isolation import alone
 from relay.parts import build_router
-from relay.settlement import lanes_text
+from relay.settle.settlement import lanes_text
 
 EXPLAINED: Final[Mapping[Delivery, str]] = {
     Delivery.AT_MOST_ONCE: "A row is deleted before it is sent, and nothing is sent again: no event stands on Kafka "

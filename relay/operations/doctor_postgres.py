@@ -12,15 +12,15 @@ from psycopg import errors, sql
 
 from outbox.errors import SchemaError
 from relay.config import Settings, SourceKind
+from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.insights import read_pauses
 from relay.operations.findings import Finding, Level
 from relay.operations.guarantee import slot_cost
 from relay.operations.isolation import alone
 from relay.operations.wal_setup import Cdc
-from relay.ports import Unavailable
-from relay.settlement import lanes_text
-from relay.statements import names_of
+from relay.settle.settlement import lanes_text
+from relay.settle.statements import names_of
 from relay.wal.slot import Slot, slot_names
 
 _PUBLISHES_GENERATED: Final = 180000

@@ -30,12 +30,12 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox.event import DEAD_LETTER
+from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.database import unavailable_on_error
 from relay.insights import read_pauses
 from relay.kafka.routing import NoRoute, Router
-from relay.pauses import ALL, Scope, ScopeKind
-from relay.settlement import lanes_text
-from relay.statements import STATEMENT_LIMIT, names_of
+from relay.settle.settlement import lanes_text
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 COUNTED: Final = 10_000
 """How many events of each lane are counted."""

@@ -17,7 +17,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
-from relay.statements import STATEMENT_LIMIT, names_of
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 PAGE: Final = 50
 _STATEMENT_SECONDS: Final = 10

@@ -7,14 +7,14 @@ from typing import Any, Final
 from confluent_kafka import KafkaException
 
 from outbox.errors import OutboxError
+from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.kafka.client import text_of
-from relay.kafka.hanging import abort_command, abort_hanging, read_command
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.operations.lane_rows import LaneRows
 from relay.operations.topic_scan import behind
-from relay.ports import Unavailable, UndecidedTransaction
+from relay.tasks.hanging import abort_command, abort_hanging, read_command
 
 _SAME_CLOCK_MS: Final = 2000
 _NAMED: Final = 10

@@ -13,10 +13,10 @@ import psycopg
 from psycopg import sql
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
-from relay.lease import Lease
-from relay.ports import Unavailable
-from relay.statements import lease_values
+from relay.settle.statements import lease_values
 
 LEASE_SECONDS: Final = 60.0
 _RENEW_SECONDS: Final = 10.0

@@ -11,12 +11,12 @@ import psycopg
 from psycopg import sql
 
 from outbox.event import DEAD_LETTER, REPLAY
+from relay.core.ports import Claim
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.routing import NoRoute, Router
 from relay.operations.holding import LEASE_SECONDS, taken
 from relay.operations.topic_scan import Seen, committed_since
-from relay.ports import Claim
 
 _MARGIN: Final = dt.timedelta(hours=1)
 """Messages have the relay's clock, rows the database's."""

@@ -1,6 +1,6 @@
 """Pauses what relays publish, and ends pauses: what an operator requests. Each change is audited.
 
-The relays' side is in relay/pauses.py. Pausing what is paused, or resuming what is not, changes
+The relays' side is in relay/core/pauses.py. Pausing what is paused, or resuming what is not, changes
 nothing and is no error.
 """
 
@@ -16,11 +16,11 @@ import psycopg
 from psycopg import sql
 
 from outbox.errors import ConfigurationError
+from relay.core.pauses import Paused, Scope, ScopeKind
 from relay.database import unavailable_on_error
 from relay.insights import read_pauses
 from relay.operations.audit import note
-from relay.pauses import Paused, Scope, ScopeKind
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 read = read_pauses
 

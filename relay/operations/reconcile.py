@@ -39,6 +39,8 @@ from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
 from outbox.errors import OutboxError, SchemaError
+from relay.core.marker import RECREATED, Marker, StateLost, resume
+from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
@@ -47,13 +49,11 @@ from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import own_ids
-from relay.marker import RECREATED, Marker, StateLost, resume
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.lane_rows import LaneRows
-from relay.ports import Unavailable, UndecidedTransaction
-from relay.statements import names_of
+from relay.settle.statements import names_of
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10

@@ -11,7 +11,7 @@ from psycopg import sql
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 _LANE: Final = """
 SELECT owner, lease_until::text,

@@ -18,7 +18,7 @@ from psycopg.rows import dict_row
 from outbox.event import MAX_EVENT_BYTES, REPLAY
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 _MARK_ROOM: Final = 200
 

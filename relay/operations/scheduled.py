@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
-from relay.statements import STATEMENT_LIMIT, names_of
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 _SECONDS: Final = 10
 

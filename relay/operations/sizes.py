@@ -9,7 +9,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
-from relay.statements import STATEMENT_LIMIT
+from relay.settle.statements import STATEMENT_LIMIT
 
 _STATEMENT_SECONDS: Final = 10
 

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
+from relay.core.ports import Unavailable
 from relay.kafka.client import headers_of, is_end, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.ports import Unavailable
 
 _SECONDS: Final = 30.0
 _AT_ONCE: Final = 5000

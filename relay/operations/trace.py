@@ -20,7 +20,7 @@ from psycopg.rows import dict_row
 from outbox._clients.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.operations.topic_scan import committed_since
-from relay.statements import STATEMENT_LIMIT, names_of
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000

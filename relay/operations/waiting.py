@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 
 from relay.database import unavailable_on_error
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 # By the primary key, lane by lane, whatever the number of rows.
 _LAST: Final = """

@@ -28,11 +28,11 @@ from psycopg import errors, sql
 
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
+from relay.core.ports import DatabaseUnavailable
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.operations.audit import note
-from relay.ports import DatabaseUnavailable
-from relay.statements import names_of
+from relay.settle.statements import names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 
 _FAILOVER_FROM: Final = 170000

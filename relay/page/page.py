@@ -32,7 +32,7 @@ from relay.page.sampling import Sampler
 from relay.page.security import Role, User, fields_of
 from relay.pipeline.consumers import Consumers
 from relay.pipeline.overview import Overview
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 log = structlog.get_logger("page")
 

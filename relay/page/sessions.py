@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import psycopg
 
-from relay.ports import DatabaseUnavailable
+from relay.core.ports import DatabaseUnavailable
 
 _MOST: Final = 12
 """Connections at the same time; a further request waits for a moment. They must not take all threads of the page."""

@@ -11,10 +11,10 @@ from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
+from relay.core.ports import BrokerUnavailable
 from relay.kafka.client import Admin, text_of
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
-from relay.ports import BrokerUnavailable
 
 if TYPE_CHECKING:
     from relay.config import Settings

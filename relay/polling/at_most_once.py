@@ -27,12 +27,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from outbox.errors import OutboxError, SchemaError
+from relay.core.lease import Lease
+from relay.core.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable, kind_of
 from relay.database import unavailable_on_error
-from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
-from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable, kind_of
-from relay.retries import Failures
-from relay.settlement import NOTHING, UnsettledBatch
+from relay.settle.retries import Failures
+from relay.settle.settlement import NOTHING, UnsettledBatch
 
 
 class AtMostOnceSource:

@@ -17,7 +17,7 @@ from hashlib import sha256
 from typing import Final, NamedTuple
 
 from outbox.event import DEAD_LETTER
-from relay.ports import Claim
+from relay.core.ports import Claim
 
 DIGEST: Final = "substr(sha256(convert_to(aggregate_id, 'UTF8')), 1, 16)"
 """SQL: what ``_digest`` computes."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relay.ports import Kind
+from relay.core.ports import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 
 from relay.polling.blocked_keys import DIGEST
-from relay.statements import TIMELINE, array, names_of
+from relay.settle.statements import TIMELINE, array, names_of
 
 # In the order of Claim's fields.
 COLUMNS: Final = """

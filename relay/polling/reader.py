@@ -27,8 +27,9 @@ from typing import Any, Final
 from psycopg import sql
 
 from outbox.event import DEAD_LETTER
+from relay.core.lease import Lease
+from relay.core.ports import Claim, Kind
 from relay.database import unavailable_on_error
-from relay.lease import Lease
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
@@ -36,9 +37,8 @@ from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
 from relay.polling.session import Read, Session
 from relay.polling.sweep import Sweep
-from relay.ports import Claim, Kind
-from relay.settlement import UnsettledBatch, lanes_text
-from relay.statements import array
+from relay.settle.settlement import UnsettledBatch, lanes_text
+from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0
 _BUSY_SECONDS: Final = 1.0

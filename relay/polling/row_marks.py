@@ -24,12 +24,12 @@ from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
-from relay.lease import Lease
+from relay.core.lease import Lease
+from relay.core.ports import Claim
 from relay.polling.blocked_keys import BlockedKeys
 from relay.polling.queries import Queries
 from relay.polling.session import Session
-from relay.ports import Claim
-from relay.statements import array, lease_values
+from relay.settle.statements import array, lease_values
 
 _SECONDS: Final = 10.0
 

@@ -17,13 +17,13 @@ from psycopg import sql
 from psycopg.types.json import set_json_loads
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.ports import Claim
 from relay.database import begin_session, unavailable_on_error
-from relay.lease import Lease
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
-from relay.ports import Claim
-from relay.settlement import Settlement, UnsettledBatch
-from relay.statements import KEEP_TO_THE_INDEX
+from relay.settle.settlement import Settlement, UnsettledBatch
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 
 @dataclass(slots=True)

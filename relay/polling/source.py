@@ -36,18 +36,18 @@ from typing import Any, Final, assert_never
 import psycopg
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.ports import Claim, DatabaseUnavailable, Fetched, Kind, Published, Receipt, Refused
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.lease import Lease
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.queries import Queries
 from relay.polling.reader import LaneReader
 from relay.polling.session import ReadAhead, Session, receive
 from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
-from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, Published, Receipt, Refused
-from relay.retries import Failures
-from relay.settlement import RENEW_PART, Settlement, UnsettledBatch, by_lane, lanes_text
+from relay.settle.retries import Failures
+from relay.settle.settlement import RENEW_PART, Settlement, UnsettledBatch, by_lane, lanes_text
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002

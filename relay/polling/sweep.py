@@ -36,11 +36,11 @@ import psycopg
 import structlog
 
 from outbox.event import DEAD_LETTER
+from relay.core.ports import Kind
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.queries import Queries
-from relay.ports import Kind
-from relay.statements import KEEP_TO_THE_INDEX
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 log = structlog.get_logger("relay")
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from psycopg import errors
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.marker import RECREATED, Identity, Marker, StateLost, resume
+from relay.core.ports import LaneBusy
 from relay.database import unavailable_on_error
-from relay.lease import Lease
-from relay.marker import RECREATED, Identity, Marker, StateLost, resume
 from relay.polling.queries import Queries
 from relay.polling.session import Session
-from relay.ports import LaneBusy
-from relay.retries import Failures
-from relay.settlement import NOTHING, SettledLane
-from relay.statements import lease_values
+from relay.settle.retries import Failures
+from relay.settle.settlement import NOTHING, SettledLane
+from relay.settle.statements import lease_values
 
 
 class RowTakeover:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from relay.position import WalPosition
+from relay.core.position import WalPosition
 
 
 class StreamEvent(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from outbox.errors import SchemaError
-from relay.position import WalPosition
+from relay.core.position import WalPosition
 from relay.wal.channel import StreamEvent
 from relay.wal.lane_hash import lane_of
 from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers

@@ -10,13 +10,13 @@ from typing import Any, Final
 from psycopg.rows import tuple_row
 
 from outbox.errors import OutboxError
+from relay.core.ports import Claim
+from relay.core.position import WalPosition
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
-from relay.ports import Claim
-from relay.position import WalPosition
-from relay.settlement import lanes_text
-from relay.statements import array
+from relay.settle.settlement import lanes_text
+from relay.settle.statements import array
 from relay.wal.channel import Channel, StreamEvent
 from relay.wal.lane import LaneStates, Pauses, StreamLane, each
 from relay.wal.queries import StreamQueries

@@ -8,9 +8,9 @@ from typing import Any, Final, assert_never
 import psycopg
 
 from outbox.errors import OutboxError
+from relay.core.ports import Claim
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.source import PollingSource
-from relay.ports import Claim
 from relay.wal.channel import Channel
 from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries

@@ -10,12 +10,12 @@ from typing import Any, Final
 from psycopg import sql
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.ports import Claim, LaneLost
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.lease import Lease
 from relay.polling.source import PollingSource
-from relay.ports import Claim, LaneLost
-from relay.statements import lease_values
+from relay.settle.statements import lease_values
 from relay.wal.channel import Channel
 from relay.wal.queries import StreamQueries
 

@@ -7,7 +7,7 @@ from typing import Final, LiteralString
 from psycopg import sql
 
 from relay.polling.queries import COLUMNS, SIZE
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 _STATE: Final = """
 SELECT l.lane, streaming, commit_lsn, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),

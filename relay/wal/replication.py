@@ -23,8 +23,8 @@ from psycopg.pq import ExecStatus
 from outbox._clients.credentials import password_for
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
+from relay.core.ports import DatabaseUnavailable, Unavailable
 from relay.database import NOTICE_DEAD_HOSTS
-from relay.ports import DatabaseUnavailable, Unavailable
 
 _KEEPALIVE: Final = Struct(">cQqB")
 _FEEDBACK: Final = Struct(">cQQQqB")

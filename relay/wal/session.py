@@ -39,10 +39,10 @@ from typing import Any, Final
 import psycopg
 import structlog
 
+from relay.core.lease import Lease
+from relay.core.ports import Unavailable
 from relay.failpoints import failpoint
-from relay.lease import Lease
-from relay.ports import Unavailable
-from relay.settlement import lanes_text
+from relay.settle.settlement import lanes_text
 from relay.wal.channel import Channel
 from relay.wal.events import EventReader
 from relay.wal.replication import Replication, SlotInUse

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from outbox.errors import OutboxError
+from relay.core.ports import Claim, Published, Receipt, Refused
+from relay.core.position import WalPosition
 from relay.polling.source import PollingSource
-from relay.ports import Claim, Published, Receipt, Refused
-from relay.position import WalPosition
-from relay.retries import Failures
-from relay.settlement import UnsettledBatch
+from relay.settle.retries import Failures
+from relay.settle.settlement import UnsettledBatch
 from relay.wal.lane import InTable, StreamLane
 from relay.wal.queries import StreamQueries
 

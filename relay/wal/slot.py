@@ -19,10 +19,10 @@ from psycopg import sql
 
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
+from relay.core.lease import Lease
+from relay.core.ports import DatabaseUnavailable, StreamLost
 from relay.database import unavailable_on_error
-from relay.lease import Lease
-from relay.ports import DatabaseUnavailable, StreamLost
-from relay.statements import lease_values, names_of
+from relay.settle.statements import lease_values, names_of
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 

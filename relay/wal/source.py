@@ -30,14 +30,14 @@ from typing import Any, Final, assert_never
 import structlog
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.marker import Identity, Marker
+from relay.core.ports import Claim, Fetched, Kind, Receipt
 from relay.database import unavailable_on_error
-from relay.lease import Lease
-from relay.marker import Identity, Marker
 from relay.polling.source import PollingSource
-from relay.ports import Claim, Fetched, Kind, Receipt
-from relay.retries import Failures
-from relay.settlement import UnsettledBatch, lanes_text
-from relay.statements import lease_values
+from relay.settle.retries import Failures
+from relay.settle.settlement import UnsettledBatch, lanes_text
+from relay.settle.statements import lease_values
 from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader

@@ -41,10 +41,10 @@ from support import (
 from outbox import Event, Outbox
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+from relay.core.ports import Unavailable
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
 from relay.kafka.state_topic import StateTopic
-from relay.ports import Unavailable
 
 MUTANT = str(Path(__file__).parents[1] / "support" / "mutant.py")
 

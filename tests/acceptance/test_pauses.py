@@ -23,8 +23,8 @@ from wal_support import held_by, more, run_outbox, set_up, status, streaming, sw
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
+from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
-from relay.pauses import ALL, scopes_of
 
 __all__ = ["wal"]
 

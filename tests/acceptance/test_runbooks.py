@@ -47,9 +47,9 @@ from outbox.consumer.letters import Letter
 from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess, Topics, token
 from relay.cli.app import app
+from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
-from relay.pauses import ALL, scopes_of
 from spark_jobs.driver.poison_search import Search
 from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner

@@ -21,12 +21,12 @@ from wal_support import cdc, done, more, run_outbox, to_wal, wal
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from relay.config import SourceKind
+from relay.core.ports import StreamLost, Unavailable
 from relay.database import unavailable_on_error
 from relay.failpoints import VARIABLE
 from relay.lanes import Lease
 from relay.operations.wal_setup import CdcRefused
-from relay.ports import StreamLost, Unavailable
-from relay.statements import TIMELINE
+from relay.settle.statements import TIMELINE
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Switch
 from relay.wal.session import Stream, StreamLimits

@@ -98,7 +98,7 @@ class Stage:
 
     @property
     def turn_events(self) -> int:
-        """How many events a turn of a relay may have: see relay/loop.py."""
+        """How many events a turn of a relay may have: see relay/core/loop.py."""
         return _BATCHES_OF_A_TURN * _BATCH[self._course.lanes]
 
     @property

@@ -7,10 +7,10 @@ import pytest
 from one_lane import OneLane
 from takeover_support import Tables
 
-from relay.marker import Marker, StateLost
+from relay.core.marker import Marker, StateLost
+from relay.core.ports import PUBLISHED, LaneLost, Receipt, Unavailable
 from relay.polling import session
-from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
-from relay.settlement import Settlement
+from relay.settle.settlement import Settlement
 
 
 class OnlyLane(Tables):

@@ -9,8 +9,8 @@ from failing_lane import COPIED, lane, name, retried
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from relay.core.ports import PUBLISHED, BrokerUnavailable, Claim, Receipt, Refused
 from relay.operations.dead_letters import Selection
-from relay.ports import PUBLISHED, BrokerUnavailable, Claim, Receipt, Refused
 
 __all__ = ["lane"]
 

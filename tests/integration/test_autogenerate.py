@@ -18,8 +18,8 @@ from outbox import Event, Outbox, outbox_tables
 from outbox._app import migrate as db
 from outbox._app import schema_drift
 from outbox.autogenerate import Filters
-from relay.archive import Retention
 from relay.database import Connector
+from relay.tasks.archive import Retention
 
 __all__ = ["empty"]
 

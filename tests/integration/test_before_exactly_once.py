@@ -5,8 +5,8 @@ from __future__ import annotations
 from takeover_support import LANES, place
 
 from outbox._app import migrate as db
-from relay.marker import StateLost
-from relay.ports import Completed
+from relay.core.marker import StateLost
+from relay.core.ports import Completed
 
 __all__ = ["place"]
 

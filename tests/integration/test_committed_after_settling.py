@@ -11,7 +11,7 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox.errors import OutboxError
-from relay.ports import Completed, DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent, Unconfirmed
+from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent, Unconfirmed
 
 __all__ = ["place"]
 

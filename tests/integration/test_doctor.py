@@ -26,8 +26,9 @@ from outbox.errors import SchemaError
 from outbox.sandbox.kafka import KafkaCluster
 from relay.cli.app import app
 from relay.config import Delivery, SourceKind, load
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Receipt
 from relay.database import Connector
-from relay.lease import Lease
 from relay.operations import doctor_kafka
 from relay.operations.doctor import EXPLAINED, examine
 from relay.operations.doctor_postgres import check_ids
@@ -36,8 +37,7 @@ from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.roles import Kind, grants
 from relay.operations.wal_setup import Cdc
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Receipt
-from relay.retries import Failures
+from relay.settle.retries import Failures
 from relay.wal.slot import SlotNames
 
 

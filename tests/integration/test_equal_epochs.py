@@ -6,8 +6,8 @@ import pytest
 from stream_bench import outboxed
 from takeover_support import LANES, Worker, place
 
+from relay.core.ports import Completed, LaneLost
 from relay.lanes import LaneTable
-from relay.ports import Completed, LaneLost
 
 __all__ = ["outboxed", "place"]
 

@@ -14,11 +14,11 @@ from psycopg import sql
 from outbox import Event, Outbox
 from outbox._app.migrate import upgrade
 from outbox.testing.fixtures import token
+from relay.core.ports import Unavailable
 from relay.operations import dead_letter_pages, event_search
 from relay.operations.dead_letter_pages import DeadLetterPages, Filter
 from relay.operations.event_search import Contents, EventSearch, EventState
-from relay.ports import Unavailable
-from relay.statements import KEEP_TO_THE_INDEX
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 EVENTS = 25_000
 LANES = 256

@@ -17,11 +17,22 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import OutboxError
+from relay.core.lease import HeldLanes, Lease
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.ports import (
+    PUBLISHED,
+    Batches,
+    Claim,
+    Completed,
+    Confirm,
+    DatabaseUnavailable,
+    Kind,
+    Receipt,
+    Refused,
+    Sent,
+)
 from relay.database import StandingError
-from relay.lease import HeldLanes, Lease
-from relay.loop import LoopSettings, WorkerLoop
-from relay.ports import PUBLISHED, Batches, Claim, Completed, Confirm, DatabaseUnavailable, Kind, Receipt, Refused, Sent
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 __all__ = ["lane"]
 

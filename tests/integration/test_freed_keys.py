@@ -15,14 +15,14 @@ from polling_worker import Worker, quick_marks, workers
 from stream_bench import both, outboxed
 from support import backlog, wait_until
 
+from relay.core.marker import Marker
+from relay.core.ports import PUBLISHED, Receipt, Refused
 from relay.database import Connector
-from relay.marker import Marker
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import row_marks
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Receipt, Refused
 
 __all__ = ["outboxed", "quick_marks", "workers"]
 

@@ -15,11 +15,11 @@ from support import wait_until
 from takeover_support import LANES, Worker, place
 
 from outbox.sandbox._process import patience
+from relay.core.lease import HeldLanes
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.ports import Source
 from relay.kafka.producer import BatchProducer
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
-from relay.lease import HeldLanes
-from relay.loop import LoopSettings, WorkerLoop
-from relay.ports import Source
 
 __all__ = ["place"]
 

@@ -15,9 +15,9 @@ from takeover_support import Place, Worker
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+from relay.core.ports import Batches, Confirm, Failed, Sent, Unavailable
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
-from relay.ports import Batches, Confirm, Failed, Sent, Unavailable
 
 
 @pytest.fixture(scope="module")

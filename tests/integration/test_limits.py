@@ -14,13 +14,13 @@ from support import look_up, wait_until
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay import database
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, DatabaseUnavailable, Receipt
 from relay.database import Connector, begin_session, unavailable_on_error
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
-from relay.lease import Lease
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, DatabaseUnavailable, Receipt
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 
 @pytest.fixture(params=["direct", "pooled"])

@@ -6,13 +6,13 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
+from relay.core.ports import PUBLISHED, Claim, Fetched, LaneBusy, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Claim, Fetched, LaneBusy, Receipt
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from relay.cli.app import app
 from relay.kafka.routing import Router
 from relay.operations.lane_rows import LaneRows
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 TIMES = ("infinity", "-infinity", "0044-03-15 BC", "294276-12-31", "2999-01-01")
 DIE = """

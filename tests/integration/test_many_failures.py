@@ -10,10 +10,10 @@ from plans import PLANS, blocks, by_index_only, explain
 from polling_worker import Worker, quick_marks, settle, workers
 from support import wait_until
 
+from relay.core.ports import Receipt, Refused
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
-from relay.ports import Receipt, Refused
 
 __all__ = ["quick_marks", "workers"]
 

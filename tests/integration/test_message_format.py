@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from outbox import Event, Outbox
 from relay.cli.app import app
+from relay.core.ports import Claim
 from relay.kafka.headers import HeaderSet, message_headers
 from relay.kafka.routing import Router
-from relay.ports import Claim
 
 PAGE = "docs/reference/message-format.md"
 WRITTEN = dt.datetime(2026, 11, 23, 9, 15, 4, 128_317, dt.UTC)

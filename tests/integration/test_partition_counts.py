@@ -8,7 +8,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from support import wait_until
 
 from relay.config import load
-from relay.health import WorkerHealth
+from relay.core.health import WorkerHealth
 from relay.kafka.partition_counts import PartitionCounts
 from relay.wiring import build
 

@@ -23,20 +23,20 @@ from outbox import Event, Outbox
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
+from relay.core.lease import HeldLanes
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.pauses import ALL, CurrentPauses, Pauses, Scope, ScopeKind, scopes_of
 from relay.database import Connector
 from relay.insights import look_at_tables
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
-from relay.lease import HeldLanes
-from relay.loop import LoopSettings, WorkerLoop
 from relay.operations import pauses
 from relay.operations.doctor import examine
 from relay.operations.drain import Drain, Left
 from relay.operations.findings import Level
-from relay.pauses import ALL, CurrentPauses, Pauses, Scope, ScopeKind, scopes_of
 from relay.polling import low_water_mark, reader
 from relay.polling.source import PollingSource
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 from relay.supervisor import Components, Supervisor
 from relay.wal.lane_hash import lane_of
 

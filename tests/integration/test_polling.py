@@ -8,9 +8,9 @@ from polling_support import add, fetched, lanes, settle, source, table, taken
 from support import backlog
 
 from outbox import Event, Outbox, SchemaError
+from relay.core.lease import Lease
+from relay.core.ports import LaneLost, Unavailable
 from relay.database import Connector
-from relay.lease import Lease
-from relay.ports import LaneLost, Unavailable
 
 __all__ = ["lanes"]
 

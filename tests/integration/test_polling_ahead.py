@@ -16,13 +16,9 @@ from support import backlog, wait_until
 from outbox import Event, Outbox
 from outbox.errors import OutboxError
 from outbox.sandbox._process import patience
-from relay.database import Connector
-from relay.kafka.routing import OnFailure, Route, Router
-from relay.lease import HeldLanes, Lease
-from relay.loop import LoopSettings, WorkerLoop
-from relay.operations.dead_letters import DeadLetters, Selection
-from relay.polling.source import PollingSource
-from relay.ports import (
+from relay.core.lease import HeldLanes, Lease
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     BatchRefused,
@@ -36,7 +32,11 @@ from relay.ports import (
     Refused,
     Sent,
 )
-from relay.retries import FailurePolicy, Failures
+from relay.database import Connector
+from relay.kafka.routing import OnFailure, Route, Router
+from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling.source import PollingSource
+from relay.settle.retries import FailurePolicy, Failures
 
 __all__ = ["quick_marks", "workers"]
 

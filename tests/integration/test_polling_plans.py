@@ -8,15 +8,15 @@ import pytest
 from plans import PLANS, blocks, by_index_only, explain, forget_rows, nodes
 from polling_support import table
 
+from relay.core.marker import Marker
+from relay.core.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused
 from relay.database import Connector
 from relay.kafka.routing import Router
-from relay.marker import Marker
 from relay.polling import session
 from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused
-from relay.retries import FailurePolicy, Failures
-from relay.settlement import Settlement, UnsettledBatch
+from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.settlement import Settlement, UnsettledBatch
 
 ROWS = 200_000
 DEAD = 5 * ROWS

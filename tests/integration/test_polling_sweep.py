@@ -14,16 +14,16 @@ from polling_support import lanes, settle, table, taken
 from support import wait_until
 
 from outbox._clients.search_path import PinnedConnection
+from relay.core.lease import Lease
+from relay.core.ports import Claim, Receipt, Refused
 from relay.database import Connector
 from relay.kafka.routing import Router
-from relay.lease import Lease
 from relay.polling import low_water_mark, reader, row_marks, sweep
 from relay.polling.kept_marks import KeptMarks, Server
 from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
 from relay.polling.sweep import Sweep
-from relay.ports import Claim, Receipt, Refused
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 __all__ = ["lanes"]
 

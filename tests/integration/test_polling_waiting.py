@@ -12,9 +12,9 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
+from relay.core.ports import Batches, Receipt, Refused
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import TURN_BYTES, PollingSource
-from relay.ports import Batches, Receipt, Refused
 from relay.wal.lane_hash import lane_of
 
 __all__ = ["quick_marks", "workers"]

@@ -38,17 +38,17 @@ from takeover_support import LANES, Place, Worker, place
 
 from outbox import Event, Outbox
 from relay import lanes as lanes_module
-from relay import statements
+from relay.core.lease import Lease
+from relay.core.ports import Batches, Completed
 from relay.kafka import takeover
 from relay.kafka.producer import BatchProducer
 from relay.kafka.takeover import Takeover
 from relay.kafka.transactional import TransactionalPublisher
 from relay.lanes import LaneTable
-from relay.lease import Lease
 from relay.polling import low_water_mark
 from relay.polling.reader import LaneReader
 from relay.polling.takeover import RowTakeover
-from relay.ports import Batches, Completed
+from relay.settle import statements
 
 __all__ = ["place"]
 

@@ -11,11 +11,8 @@ from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 
 from outbox.errors import ConfigurationError
 from relay.config import load, producer_options
-from relay.kafka.idempotent import IdempotentPublisher
-from relay.kafka.routing import Router
-from relay.kafka.topics import Topics
-from relay.lease import Lease
-from relay.ports import (
+from relay.core.lease import Lease
+from relay.core.ports import (
     PUBLISHED,
     BatchRefused,
     BrokerUnavailable,
@@ -27,6 +24,9 @@ from relay.ports import (
     Receipt,
     Refused,
 )
+from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.routing import Router
+from relay.kafka.topics import Topics
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

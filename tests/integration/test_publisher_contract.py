@@ -1,4 +1,4 @@
-"""The contract of ``relay.ports.Publisher``, over the publisher of the loop's own tests and over the real ones."""
+"""The contract of ``relay.core.ports.Publisher``, over the publisher of the loop's own tests and over the real ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from support import wait_until
 from takeover_support import LANES, Place, place
 
 from outbox.errors import OutboxError
-from relay.lease import Lease
-from relay.ports import PUBLISHED, Batches, Completed, LaneLost, Publisher, Unconfirmed
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Batches, Completed, LaneLost, Publisher, Unconfirmed
 
 __all__ = ["place"]
 

@@ -11,12 +11,12 @@ import pytest
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from relay.core.ports import PUBLISHED, Batches, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Receipt
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 LANES = 3
 

@@ -14,9 +14,9 @@ from support import wait_until
 
 from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
-from relay.kafka.hanging import abort_hanging
 from relay.kafka.offsets import Offsets
 from relay.operations import topic_scan
+from relay.tasks.hanging import abort_hanging
 
 __all__ = ["hanging", "outbox", "unverified"]
 

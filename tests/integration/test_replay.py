@@ -10,7 +10,7 @@ import pytest
 from failing_lane import BLOCK, Lane, lane, name, outbox, turn
 
 from outbox import Event, Outbox
-from relay.ports import Published, Receipt
+from relay.core.ports import Published, Receipt
 
 __all__ = ["lane"]
 

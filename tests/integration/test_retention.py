@@ -16,9 +16,9 @@ from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import schema_drift as schema_check
-from relay.archive import Retention
 from relay.cli.app import app
 from relay.database import Connector
+from relay.tasks.archive import Retention
 
 EVENT = (
     "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "

@@ -18,10 +18,10 @@ from wal_support import to_wal, wal
 from writer_targets import every_target, opened, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
-from relay import scheduled as scheduled_module
 from relay.cli.app import app
 from relay.database import Connector
-from relay.scheduled import NextDue, ScheduledEvents
+from relay.tasks import scheduled as scheduled_module
+from relay.tasks.scheduled import NextDue, ScheduledEvents
 
 __all__ = ["order", "wal"]
 

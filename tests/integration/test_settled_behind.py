@@ -16,15 +16,15 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
-from relay import settlement
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Refused, Unavailable
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
-from relay.lease import Lease
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Refused, Unavailable
-from relay.retries import FailurePolicy, Failures
+from relay.settle import settlement
+from relay.settle.retries import FailurePolicy, Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2

@@ -19,9 +19,9 @@ from outbox import Event, Outbox
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import token
 from relay import database, failpoints
+from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.operations.healing import SlotHealing
-from relay.ports import Unavailable
 from relay.wal.slot import SlotNames
 
 __all__ = ["shell"]

@@ -1,4 +1,4 @@
-"""The contract of ``relay.ports.Source``, over the source of the loop's own tests and over the one that polls."""
+"""The contract of ``relay.core.ports.Source``, over the source of the loop's own tests and over the one that polls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from support import wait_until
 from takeover_support import Tables
 
 from outbox.errors import OutboxError
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Claim, LaneLost, Receipt, Source
 from relay.database import Connector
 from relay.kafka.routing import Router
-from relay.lease import Lease
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Source
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from relay.core.ports import TopicUnusable
 from relay.kafka.client import Admin
 from relay.kafka.metadata import SharedMetadata
 from relay.kafka.topics import Topics, Unanswered
-from relay.ports import TopicUnusable
 
 NAMES = [f"stalled-{number}" for number in range(100)]
 

@@ -10,12 +10,12 @@ from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from outbox.sandbox._process import patience
+from relay.core.marker import Marker, StateLost
+from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.kafka import state_topic
 from relay.kafka.fencing import fence
 from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
-from relay.marker import Marker, StateLost
-from relay.ports import Unavailable, UndecidedTransaction
 
 
 def marker(batch: int) -> Marker:

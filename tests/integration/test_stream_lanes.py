@@ -8,8 +8,8 @@ from stream_bench import Outboxed, Producer, both, now_at, outboxed, told
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
-from relay import loop
-from relay.ports import Batches, BatchRefused, LaneBusy, LaneLost, Unavailable
+from relay.core import loop
+from relay.core.ports import Batches, BatchRefused, LaneBusy, LaneLost, Unavailable
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp
 from relay.wal.lane_hash import lane_of

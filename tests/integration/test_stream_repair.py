@@ -11,8 +11,8 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from relay.config import SourceKind
+from relay.core.ports import StreamLost
 from relay.operations.wal_setup import Cdc, CdcRefused
-from relay.ports import StreamLost
 
 __all__ = ["outboxed"]
 

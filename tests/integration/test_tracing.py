@@ -41,8 +41,8 @@ from outbox import Event, EventTooLarge, Outbox, _trace
 from outbox._app import tracing
 from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
+from relay.core.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
 from relay.kafka.routing import Router
-from relay.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
 from relay.tracing import TracedPublisher
 
 __all__ = ["order", "spans", "wal"]
@@ -238,7 +238,7 @@ def test_a_turn_that_fails_is_an_error(outbox_postgres, outbox_kafka, spans):
     with relay(outbox_postgres, outbox_kafka, failures__max_attempts=1):
         drained(outbox_postgres.url)
     broken = spans.of("send")[0]
-    failed(broken, "relay.ports.BatchRefused", "key-1", secret)
+    failed(broken, "relay.core.ports.BatchRefused", "key-1", secret)
     check(broken, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=topic, MESSAGING_BATCH_MESSAGE_COUNT=1)
 
 
@@ -270,8 +270,8 @@ def claim(headers) -> Claim:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Unconfirmed({0: LaneLost("the lane went")}), "relay.ports.LaneLost"),
-        (DatabaseUnavailable("away"), "relay.ports.DatabaseUnavailable"),
+        (Unconfirmed({0: LaneLost("the lane went")}), "relay.core.ports.LaneLost"),
+        (DatabaseUnavailable("away"), "relay.core.ports.DatabaseUnavailable"),
     ],
 )
 def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):

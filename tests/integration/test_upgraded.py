@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka import Producer
 from reconcile_support import Outbox, outbox
 
-from relay.marker import Marker
+from relay.core.marker import Marker
 
 __all__ = ["outbox"]
 

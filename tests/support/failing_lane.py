@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from relay.cli.app import app
+from relay.core.ports import PUBLISHED, Claim, Receipt, Refused
 from relay.database import Connector
 from relay.kafka.routing import OnFailure, Route, Router
 from relay.lanes import LaneTable
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Claim, Receipt, Refused
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 BLOCK = Router({"Order": Route("orders")})
 SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 from takeover_support import Place, Worker
 
-from relay.ports import Failed, LaneLost
+from relay.core.ports import Failed, LaneLost
 
 _ROUNDS = 40
 

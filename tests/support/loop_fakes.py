@@ -1,7 +1,7 @@
 """A worker's loop with a source and a publisher that do what a test says.
 
-Both keep the contracts of ``relay.ports``: tests/integration/test_source_contract.py and test_publisher_contract.py
-run over them and over the real ones.
+Both keep the contracts of ``relay.core.ports``: tests/integration/test_source_contract.py and
+test_publisher_contract.py run over them and over the real ones.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from outbox.errors import OutboxError, SchemaError
-from relay import loop
-from relay.lease import HeldLanes, Lease
-from relay.loop import LoopSettings, WorkerLoop
-from relay.pauses import CurrentPauses
-from relay.ports import (
+from relay.core import loop
+from relay.core.lease import HeldLanes, Lease
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.pauses import CurrentPauses
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     Claim,

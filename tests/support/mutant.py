@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from relay import settlement, statements
 from relay.cli import main
+from relay.core.loop import WorkerLoop
+from relay.core.marker import Marker
+from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
+from relay.core.turn_sizes import TurnSizes
 from relay.kafka.transactional import TransactionalPublisher
-from relay.loop import WorkerLoop
-from relay.marker import Marker
 from relay.polling import low_water_mark, reader
 from relay.polling import source as polling
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
-from relay.turn_sizes import TurnSizes
+from relay.settle import settlement, statements
 
 
 def marker_first() -> None:

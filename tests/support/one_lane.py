@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Self
 
-from relay.lease import Lease
-from relay.ports import Claim, Receipt, Source
+from relay.core.lease import Lease
+from relay.core.ports import Claim, Receipt, Source
 
 
 class OneLane:

@@ -13,10 +13,10 @@ from support import Load, wait_until
 
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
+from relay.core.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.kafka.routing import Router
 from relay.operations import pauses
 from relay.operations.drain import Drain, Left
-from relay.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.wal.lane_hash import lane_of
 
 WAYS = ("polling, at least once", "polling, exactly once", "WAL, at least once", "WAL, exactly once")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relay.statements import KEEP_TO_THE_INDEX
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 # A connection keeps plans: after some executions the server may take one that fits any values.
 PLANS = ["force_custom_plan", "force_generic_plan"]

@@ -22,10 +22,10 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from relay import wiring
 from relay.config import load
+from relay.core.loop import WorkerLoop
+from relay.core.ports import Batches, BatchRefused, Completed, Confirm, Failed, Sent
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher
-from relay.loop import WorkerLoop
-from relay.ports import Batches, BatchRefused, Completed, Confirm, Failed, Sent
 
 LANES: Final = 256
 LIMIT: Final = 20_000

@@ -9,13 +9,13 @@ import pytest
 from one_lane import OneLane
 
 from outbox import Event, Outbox
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
-from relay.lease import Lease
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Receipt
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import psycopg
 import pytest
 
 from outbox._app import migrate as db
+from relay.core.ports import PUBLISHED, Batches, Claim, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, sweep
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Claim, Receipt
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 BATCH = 2000
 ROUTES = Router({"Order": Route("orders")})

@@ -3,7 +3,7 @@
 ``FakePostgres`` and ``FakeKafka`` (protocol_servers) keep what the protocol counts on and nothing else. ``WorkerModel``
 (protocol_worker) is a worker that sends one request a step. ``World`` puts them together, applies actions and raises
 ``Violation``. ``explore`` (protocol_search) tries all orders of actions, breadth first, so the trace that it finds is a
-shortest one. What follows from a marker is decided by the real ``relay.marker.resume``.
+shortest one. What follows from a marker is decided by the real ``relay.core.marker.resume``.
 
 The protocol
 ------------
@@ -100,7 +100,7 @@ from protocol_servers import SYSTEM, Base, Entry, FakeKafka, FakePostgres, LaneR
 from protocol_variants import EXACTLY, PRODUCE_FIRST
 from protocol_worker import Request, WorkerModel
 
-from relay.marker import Marker, StateLost
+from relay.core.marker import Marker, StateLost
 
 _FAULTS: Final = {"kill", "expire", "crash", "timeout", "failover"}
 

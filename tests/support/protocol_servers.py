@@ -7,7 +7,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from relay.marker import Marker
+from relay.core.marker import Marker
 
 SYSTEM: Final = "7300000000000000001"
 Base: TypeAlias = int

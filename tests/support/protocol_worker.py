@@ -19,7 +19,7 @@ from protocol_servers import (
 )
 from protocol_variants import ANSWERS, CONCURRENT, EXACTLY, PRODUCE_FIRST, RENEW, REPLACE, SPLIT_FETCH
 
-from relay.marker import Marker, StateLost, resume
+from relay.core.marker import Marker, StateLost, resume
 
 if TYPE_CHECKING:
     from protocol_model import World

@@ -21,10 +21,10 @@ from raw_kafka import UNVERIFIED, HangingTransaction
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from relay.kafka.hanging import abort_hanging
+from relay.core.marker import Marker
 from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
-from relay.marker import Marker
+from relay.tasks.hanging import abort_hanging
 
 
 class Outbox:

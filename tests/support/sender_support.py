@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from relay.core.ports import Claim
 from relay.kafka.topics import Topics
-from relay.ports import Claim
 
 OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
 

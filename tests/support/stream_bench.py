@@ -16,14 +16,10 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
-from relay.database import Connector
-from relay.kafka.routing import OnFailure, Route, Router
-from relay.lanes import LaneTable
-from relay.lease import HeldLanes, Lease
-from relay.loop import LoopSettings, WorkerLoop
-from relay.marker import Identity, Marker, StateLost
-from relay.operations.wal_setup import Cdc
-from relay.ports import (
+from relay.core.lease import HeldLanes, Lease
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.marker import Identity, Marker, StateLost
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     BatchRefused,
@@ -38,7 +34,11 @@ from relay.ports import (
     Sent,
     Unavailable,
 )
-from relay.retries import FailurePolicy, Failures
+from relay.database import Connector
+from relay.kafka.routing import OnFailure, Route, Router
+from relay.lanes import LaneTable
+from relay.operations.wal_setup import Cdc
+from relay.settle.retries import FailurePolicy, Failures
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import SlotNames

@@ -16,6 +16,8 @@ from outbox._app import migrate as db
 from outbox._app.settings import client_options
 from outbox.errors import OutboxError
 from relay.config import delivery_seconds, load, producer_options, state_topic_name
+from relay.core.lease import Lease
+from relay.core.ports import Completed, Sent
 from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
@@ -24,11 +26,9 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.lanes import LaneTable
-from relay.lease import Lease
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
-from relay.ports import Completed, Sent
-from relay.retries import FailurePolicy, Failures
+from relay.settle.retries import FailurePolicy, Failures
 
 LANES = 6
 

@@ -27,9 +27,9 @@ from outbox.models import EventModel, register
 from outbox.registry import Avro, JsonSchema, Protobuf
 from relay.cli.app import app
 from relay.config import load
+from relay.core.ports import Claim
 from relay.kafka.headers import HeaderSet, message_headers
 from relay.operations import asyncapi
-from relay.ports import Claim
 
 SPECIFICATION = json.loads((Path(__file__).parents[1] / "support" / "asyncapi-3.0.0.json").read_text())
 VALIDATOR = jsonschema.Draft7Validator(SPECIFICATION)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hashlib import sha256
 
+from relay.core.ports import Claim
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
-from relay.ports import Claim
 
 
 def failed(id_: int, key: str = "a", kind: str = "Order", *, blocks: bool = True) -> FailureRow:

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relay.lease import Lease
-from relay.ports import Unavailable
-from relay.position import WalPosition
+from relay.core.lease import Lease
+from relay.core.ports import Unavailable
+from relay.core.position import WalPosition
 from relay.wal import session as stream
 from relay.wal.channel import Channel, StreamEvent
 from relay.wal.session import StreamLimits, _Session

@@ -37,12 +37,12 @@ from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
 from relay.config import Settings, WebSettings, load
-from relay.health import WorkerHealth
-from relay.lease import Lease
+from relay.core.health import WorkerHealth
+from relay.core.lease import Lease
+from relay.core.ports import BrokerUnavailable, LaneBusy
 from relay.operations.trace import Event, Place
 from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
-from relay.ports import BrokerUnavailable, LaneBusy
 from spark_jobs.health import ConsumerHealth
 
 RUN = {

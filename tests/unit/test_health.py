@@ -8,11 +8,10 @@ import pytest
 
 from outbox._app.prometheus import Check
 from outbox.errors import SchemaError
-from relay.database import StandingError
-from relay.health import Reason, Wait, WorkerHealth, reason_of
-from relay.lease import Lease
-from relay.marker import StateLost
-from relay.ports import (
+from relay.core.health import Reason, Wait, WorkerHealth, reason_of
+from relay.core.lease import Lease
+from relay.core.marker import StateLost
+from relay.core.ports import (
     BatchRefused,
     BrokerUnavailable,
     DatabaseUnavailable,
@@ -22,6 +21,7 @@ from relay.ports import (
     Unavailable,
     UndecidedTransaction,
 )
+from relay.database import StandingError
 
 STANDING = 30.0
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from outbox.inbox import MessageIdMissing, message_id
+from relay.core.ports import Claim
 from relay.kafka.headers import HeaderSet, message_headers
-from relay.ports import Claim
 from spark_jobs.task.incoming import _Headers, _ids
 
 ID = UUID("0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70")

@@ -14,9 +14,9 @@ import pytest
 from loop_fakes import SETTINGS, Step, World, all_of, clock, in_order, spread
 
 from outbox.errors import SchemaError
-from relay.lease import Lease
-from relay.marker import StateLost
-from relay.ports import (
+from relay.core.lease import Lease
+from relay.core.marker import StateLost
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     Completed,

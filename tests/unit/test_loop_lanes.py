@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
 
-from relay import loop
-from relay.lease import Lease
-from relay.marker import StateLost
-from relay.pauses import Pauses
-from relay.ports import (
+from relay.core import loop
+from relay.core.lease import Lease
+from relay.core.marker import StateLost
+from relay.core.pauses import Pauses
+from relay.core.ports import (
     Batches,
     BatchRefused,
     Failed,

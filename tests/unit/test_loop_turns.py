@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from loop_fakes import SETTINGS, OneSource, Step, World, all_of, clock, in_order, spread
 
-from relay.ports import (
+from relay.core.ports import (
     PUBLISHED,
     Batches,
     BatchRefused,

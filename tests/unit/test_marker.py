@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relay.marker import Marker, StateLost, resume
+from relay.core.marker import Marker, StateLost, resume
 
 _SYSTEM = "7300000000000000001"
 _NUMBERS = st.integers(0, 2**63 - 1)

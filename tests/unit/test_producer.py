@@ -17,12 +17,12 @@ from sender_support import OPTIONS, AllThere, claim, events, soon
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
 from relay.config import load, producer_options
+from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
 from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
-from relay.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
 
 
 def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():

@@ -11,10 +11,10 @@ import pytest
 from sender_support import OPTIONS, AllThere, claim, soon
 
 from relay.config import load, producer_options
+from relay.core.ports import Late, TopicUnusable, Unavailable
 from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics, Unanswered
-from relay.ports import Late, TopicUnusable, Unavailable
 
 
 class Looked(AllThere):

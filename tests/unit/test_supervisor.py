@@ -9,8 +9,8 @@ import pytest
 
 import relay.supervisor
 from relay.config import load
+from relay.core.lease import Lease
 from relay.lanes import LaneDistribution
-from relay.lease import Lease
 from relay.supervisor import Supervisor
 from relay.wiring import build
 

@@ -10,8 +10,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 from sender_support import OPTIONS
 
+from relay.core.ports import BrokerUnavailable, TopicUnusable
 from relay.kafka.topics import Topics
-from relay.ports import BrokerUnavailable, TopicUnusable
 
 
 class Broker:

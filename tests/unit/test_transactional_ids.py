@@ -10,9 +10,9 @@ import pytest
 
 from relay import wiring
 from relay.config import load
+from relay.core.ports import IdBusy
 from relay.kafka.transactional import TransactionFigures
 from relay.parts import build_topics
-from relay.ports import IdBusy
 
 
 def test_the_ids_that_are_remembered_do_not_grow_with_the_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

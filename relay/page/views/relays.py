@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
+from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.operations import pauses
 from relay.page.page import Form, Page
 from relay.parts import build_router
-from relay.pauses import ALL, Scope, ScopeKind
 
 _CONFIRM_SECONDS: Final = 5.0
 

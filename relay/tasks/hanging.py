@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaException
 
+from relay.core.ports import BrokerUnavailable
 from relay.kafka.client import text_of
 from relay.kafka.fencing import ShortLivedProducer
 from relay.kafka.offsets import Offsets, Undecided
-from relay.ports import BrokerUnavailable
 
 _SECONDS: Final = 30.0
 _DECIDE_SECONDS: Final = 5.0

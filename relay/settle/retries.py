@@ -28,10 +28,10 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from outbox.event import ATTEMPTS, DEAD_LETTER, MAX_EVENT_BYTES, PAYLOAD_OMITTED
+from relay.core.ports import Claim
 from relay.failpoints import failpoint
 from relay.kafka.routing import OnFailure, Router
-from relay.ports import Claim
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 MAX_ERROR: Final = 2000
 _HEADERS_ROOM: Final = 4000

@@ -45,10 +45,10 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
 from outbox.errors import OutboxError, SchemaError
-from relay.lease import HeldLanes, Lease
-from relay.marker import StateLost
-from relay.pauses import CurrentPauses
-from relay.ports import (
+from relay.core.lease import HeldLanes, Lease
+from relay.core.marker import StateLost
+from relay.core.pauses import CurrentPauses
+from relay.core.ports import (
     Batches,
     BatchRefused,
     Claim,
@@ -66,7 +66,7 @@ from relay.ports import (
     Unavailable,
     Unconfirmed,
 )
-from relay.turn_sizes import TurnSizes
+from relay.core.turn_sizes import TurnSizes
 
 # A lane that has failed for this long, while others work, no longer delays these.
 _ABSENT_SECONDS: Final = 10.0

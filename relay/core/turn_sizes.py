@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Final
 
-from relay.ports import Batches, BatchRefused, Claim, Failed, Late, Receipt, Refused
+from relay.core.ports import Batches, BatchRefused, Claim, Failed, Late, Receipt, Refused
 
 # Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8

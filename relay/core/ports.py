@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
-from relay.lease import Lease
-from relay.marker import StateLost
-from relay.position import WalPosition
+from relay.core.lease import Lease
+from relay.core.marker import StateLost
+from relay.core.position import WalPosition
 
 if TYPE_CHECKING:
-    from relay.marker import Identity, Marker
+    from relay.core.marker import Identity, Marker
 
 
 class StreamLost(StateLost):

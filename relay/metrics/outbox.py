@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from relay import insights
+from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState
-from relay.pauses import ScopeKind
 
 _STALE_SECONDS: Final = 60.0
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

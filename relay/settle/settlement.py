@@ -46,11 +46,11 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.background import Background
+from relay.core.lease import Lease
+from relay.core.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.lease import Lease
-from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
-from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
+from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""

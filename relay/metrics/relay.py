@@ -11,8 +11,8 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 
+from relay.core.health import Health, Reason
 from relay.database import Connector, unavailable_on_error
-from relay.health import Health, Reason
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 log = structlog.get_logger("relay")

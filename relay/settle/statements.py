@@ -7,7 +7,7 @@ from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
-from relay.lease import Lease
+from relay.core.lease import Lease
 
 _TABLES: Final = (
     "events",

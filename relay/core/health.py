@@ -41,9 +41,9 @@ from typing import Final
 
 from outbox._app.prometheus import Check
 from outbox.errors import SchemaError
-from relay.lease import Lease
-from relay.marker import StateLost
-from relay.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, StreamLost, UndecidedTransaction
+from relay.core.lease import Lease
+from relay.core.marker import StateLost
+from relay.core.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, StreamLost, UndecidedTransaction
 
 STANDING_LEASES: Final = 3
 """A lane that has waited for this many leases stands still."""

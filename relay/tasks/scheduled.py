@@ -37,7 +37,7 @@ import structlog
 from psycopg import sql
 
 from relay.database import begin_session, unavailable_on_error
-from relay.statements import names_of
+from relay.settle.statements import names_of
 
 log = structlog.get_logger("relay")
 

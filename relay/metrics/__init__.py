@@ -1,0 +1,1 @@
+"""Prometheus metrics of relays and of the outbox."""

@@ -1,1 +1,0 @@
-"""The relay's HTTP endpoints."""
