@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from outbox.consumer.kafka_admin import KafkaView
-from outbox.consumer.model import Extent, Partition
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.model import OffsetBounds, Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
 from outbox.consumer.progress import progress
 from outbox.errors import OutboxError
@@ -66,7 +66,7 @@ class ConsumerMetrics:
         self._url = url
         self._schema = schema
         self._kafka_options = dict(kafka)
-        self._kafka: KafkaView | None = None
+        self._kafka: KafkaAdmin | None = None
         self._sink_query = _BackgroundQuery(self._query_sink, "sink")
         self._kafka_query = _BackgroundQuery(self._query_kafka, "kafka")
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class ConsumerMetrics:
             yield self._by_partition(GaugeMetricFamily, name, text, reserved, column)
 
     def _from_kafka(
-        self, extents: Mapping[Partition, Extent], rows: Sequence[Mapping[str, Any]] | None
+        self, extents: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
     ) -> Iterable[Metric]:
         found = [
             {"topic": topic, "part": part, "end": extent.end, "pinned": extent.pinned or 0}
@@ -190,9 +190,9 @@ class ConsumerMetrics:
             with connection.cursor(row_factory=dict_row) as cursor:
                 return rows, cursor.execute(query, {"grp": self._group}).fetchall()
 
-    def _query_kafka(self) -> Mapping[Partition, Extent]:
+    def _query_kafka(self) -> Mapping[Partition, OffsetBounds]:
         if self._kafka is None:
-            self._kafka = KafkaView(self._kafka_options)
+            self._kafka = KafkaAdmin(self._kafka_options)
         return self._kafka.survey(self._topics, high_watermarks=True).extents
 
 

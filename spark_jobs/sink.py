@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from outbox.consumer.letters import Letter, Retried
-    from outbox.consumer.model import Culprit, Partition, Place, Range, Wish
+    from outbox.consumer.letters import DeadLetter, RetryRecord
+    from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,14 @@ class Transaction(Protocol):
         """
 
     def count(
-        self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
+        self,
+        partition: Partition,
+        span: Range,
+        *,
+        read: int,
+        fresh: int,
+        dead: Sequence[DeadLetter],
+        reached: int | None,
     ) -> None:
         """Store the partition's dead letters, and add to its figures.
 
@@ -93,7 +100,7 @@ class Transaction(Protocol):
     def rollback(self) -> None:
         """Roll back: nothing is committed, and the end of the transaction needs no proof."""
 
-    def hold(self, wishes: Mapping[Place, Wish]) -> bool:
+    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
         """Lock dead letters to be retried. Raises Fenced.
 
         Return False when one no longer exists: it was discarded, or this is a retry of a task after its COMMIT.
@@ -137,8 +144,8 @@ class GroupStore(Protocol):
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
 
-    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages."""
 
-    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+    def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""

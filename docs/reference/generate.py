@@ -31,7 +31,7 @@ import spark_jobs
 from outbox._app import environment
 from outbox._app.settings_errors import expected
 from outbox.consumer.admin.dead_letters import REASONS
-from outbox.consumer.model import Extent, LossKind, Partition
+from outbox.consumer.model import LossKind, OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
@@ -234,8 +234,8 @@ class _Sample(ConsumerMetrics):
         row = _Ones(topic="t", part=0)
         return [row], [row]
 
-    def _query_kafka(self) -> Mapping[Partition, Extent]:
-        return {("t", 0): Extent(0, 1, 1)}
+    def _query_kafka(self) -> Mapping[Partition, OffsetBounds]:
+        return {("t", 0): OffsetBounds(0, 1, 1)}
 
 
 class _Ones(dict[str, Any]):

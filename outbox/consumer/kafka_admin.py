@@ -19,7 +19,7 @@ from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_rules import cut_logs, is_refusal
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_errors import of_kafka
-from outbox.consumer.model import Extent, Partition, Stored
+from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from outbox.consumer.patience import asking
 
 _SECONDS: Final = 20.0
@@ -56,15 +56,15 @@ class TopicMissing(ConsumerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TopicSnapshot:
     """The current state of topics in Kafka. ``missing``: those that do not exist."""
 
     ids: Mapping[str, str]
-    extents: Mapping[Partition, Extent]
+    extents: Mapping[Partition, OffsetBounds]
     missing: tuple[str, ...]
 
 
-class KafkaView:
+class KafkaAdmin:
     """Kafka as the planner sees it.
 
     options   librdkafka's: addresses and credentials.
@@ -92,7 +92,7 @@ class KafkaView:
 
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
-    ) -> tuple[dict[str, str], dict[Partition, Extent]]:
+    ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Return each topic's id and each partition's extent for a read_committed reader.
 
         high_watermarks   fetch these too: one more request to each broker, so not on every round.
@@ -107,7 +107,7 @@ class KafkaView:
             )
         return dict(survey.ids), dict(survey.extents)
 
-    def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> Survey:
+    def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> TopicSnapshot:
         """Do the same as ``look`` for topics that need not exist.
 
         If a topic is missing, or has no leader at the moment, the request is repeated for a few seconds.
@@ -145,7 +145,9 @@ class KafkaView:
             raise self._failure(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
-    def cut(self, stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
+    def cut(
+        self, stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds]
+    ) -> dict[Partition, int]:
         """Return where logs were cut that no longer have what the group has read, however long they are again.
 
         Asks the leaders of those partitions whose epoch is not the stored one, once for each epoch. Raises
@@ -206,7 +208,7 @@ class KafkaView:
         except KafkaException:
             return True
 
-    def _survey(self, topics: Sequence[str], high_watermarks: bool) -> Survey:
+    def _survey(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
         from confluent_kafka import TopicCollection
 
         described, missing = {}, []
@@ -231,10 +233,10 @@ class KafkaView:
                 asked.append(self._ask(partitions, _LATEST, seconds, committed=False))
             first, end, *high = map(_offsets, asked)
             epochs = _epochs(asked[1])
-        return Survey(
+        return TopicSnapshot(
             {name: str(topic.topic_id) for name, topic in described.items()},
             {
-                partition: Extent(
+                partition: OffsetBounds(
                     first[partition], end[partition], high[0][partition] if high else None, epochs.get(partition)
                 )
                 for partition in partitions

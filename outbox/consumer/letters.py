@@ -12,7 +12,7 @@ from psycopg import sql
 
 from outbox.consumer.errors import storable
 from outbox.consumer.messages import Headers, loaded_headers
-from outbox.consumer.model import Culprit, Place
+from outbox.consumer.model import MessageRef, RejectedRecord
 
 # A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
@@ -48,13 +48,13 @@ LONGEST_ERROR: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class DeadLetter:
     """A whole message to be stored as a dead letter. ``headers``: ``[{"key": name, "value": base64 or null}, …]``.
 
     ``time`` is Kafka's timestamp in microseconds since 1970.
     """
 
-    culprit: Culprit
+    culprit: RejectedRecord
     message_id: str | None
     key: bytes | None
     value: bytes | None
@@ -62,7 +62,7 @@ class Letter:
     time: int
 
 
-def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[Letter]) -> int:
+def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[DeadLetter]) -> int:
     """Store dead letters. Returns how many."""
     query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
     rows = [
@@ -86,7 +86,7 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
     return len(rows)
 
 
-def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, culprit: Culprit) -> None:
+def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, culprit: RejectedRecord) -> None:
     """Count another attempt of a dead letter."""
     query = sql.SQL(_AGAIN).format(letters=sql.Identifier(schema, "dead_letters"))
     cursor.execute(query, {**_why(culprit), "letter": letter, "grp": group})
@@ -103,13 +103,13 @@ def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequenc
     cursor.execute(query, {"grp": group, "ids": list(ids)})
 
 
-def _why(culprit: Culprit) -> dict[str, Any]:
+def _why(culprit: RejectedRecord) -> dict[str, Any]:
     # An error's text may quote anything from the message.
     return {"reason": culprit.reason, "error": storable(culprit.error)[:LONGEST_ERROR], "sqlstate": culprit.sqlstate}
 
 
 @dataclass(frozen=True, slots=True)
-class Retried:
+class RetryRecord:
     """A dead letter to be retried, as a Kafka message.
 
     reason  why it failed the last time.
@@ -117,7 +117,7 @@ class Retried:
     """
 
     id: int
-    place: Place
+    place: MessageRef
     key: bytes | None
     value: bytes | None
     headers: Sequence[Mapping[str, str | None]]
@@ -129,6 +129,6 @@ class Retried:
         """Return the headers as Kafka had them."""
         return loaded_headers(self.headers)
 
-    def same_key(self, other: Retried) -> bool:
+    def same_key(self, other: RetryRecord) -> bool:
         """Return whether both have the same key in the same topic."""
         return self.key is not None and (self.place[0], self.key) == (other.place[0], other.key)

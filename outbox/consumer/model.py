@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Place = tuple[str, int, int]
+MessageRef = tuple[str, int, int]
 """Topic, partition and offset of a message."""
 
 Partition = tuple[str, int]
@@ -18,7 +18,7 @@ Partition = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredOffset:
     """How far the group is in a partition, and in which incarnation of the topic.
 
     leader_epoch  a leader of this epoch had the log up to ``epoch_offset``, which is not beyond ``next_offset``; both
@@ -45,7 +45,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class OffsetBounds:
     """The offsets that Kafka has of a partition: ``first`` up to, not including, ``end`` (the last stable offset).
 
     ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested. ``leader_epoch``
@@ -93,22 +93,22 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class RejectedRecord:
     """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
 
-    place: Place
+    place: MessageRef
     reason: str
     error: str
     sqlstate: str | None = None
 
 
-Wish = tuple[int, str]
+RetryRequest = tuple[int, str]
 """A dead letter to be retried: its id, and the reason why it failed."""
 
 META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
 """The columns that identify a row's message, with their types."""
 
 
-def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
+def refs_of(rows: pa.RecordBatch | pa.Table) -> Iterator[MessageRef]:
     """Return the places of messages, row by row."""
     return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)

@@ -110,7 +110,7 @@ class RetentionResult:
         )
 
 
-class Memory:
+class IdRetention:
     """The ids that all groups of one sink remember.
 
     keep_days   whole days besides today, 1 or more.

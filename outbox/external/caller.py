@@ -43,7 +43,7 @@ from outbox.consumer.patience import NoTimeLeft, Patience, backoff
 from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
 from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
 from outbox.external.reservations import Claim, Reservations, SqlEffect
-from outbox.external.state_machine import Answer, Change, Step
+from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
 _AWAY: Final = (*AWAY, ConsumerUnavailable)
@@ -144,7 +144,7 @@ class Caller:
         """
         external = self._external
 
-        def effect(change: Change, claim: Claim) -> SqlEffect | None:
+        def effect(change: Transition, claim: Claim) -> SqlEffect | None:
             declared = external.on_confirmed if change.state == "confirmed" else external.on_cancelled
             return effect_of(declared, claim, claim.response)
 
@@ -296,7 +296,7 @@ class Caller:
             self._unsettled.pop(0)
             self._count(answered, change, failed)
 
-    def _effect(self, answered: _Answered, change: Change) -> SqlEffect | None:
+    def _effect(self, answered: _Answered, change: Transition) -> SqlEffect | None:
         if change.conflict is not None:
             return None
         if change.state == "confirmed":
@@ -305,7 +305,7 @@ class Caller:
             return effect_of(self._external.on_cancelled, answered.claim, answered.claim.response)
         return None
 
-    def _count(self, answered: _Answered, change: Change | None, failed: str | None) -> None:
+    def _count(self, answered: _Answered, change: Transition | None, failed: str | None) -> None:
         counts = self.counts
         figures: dict[str, Any] = {"message_id": str(answered.claim.message_id), "attempt": answered.claim.attempt}
         if change is None:

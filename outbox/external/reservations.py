@@ -21,7 +21,16 @@ from psycopg.types.json import Jsonb
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
 from outbox.errors import NotFound
-from outbox.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
+from outbox.external.state_machine import (
+    Answer,
+    ReservationState,
+    Rules,
+    Step,
+    Transition,
+    effect_failed,
+    first_step,
+    settle,
+)
 
 # The first calls that are due; a claim looks at no others, however many wait. Those that wait behind an earlier call of
 # their key are parked, so they are not among them again. Rows are looked up by ctid: there is then only one plan.
@@ -243,15 +252,15 @@ class Reservations:
         step: Step,
         answer: Answer,
         chance: float,
-        effect_of: Callable[[Change], SqlEffect | None],
-    ) -> tuple[Change | None, str | None]:
+        effect_of: Callable[[Transition], SqlEffect | None],
+    ) -> tuple[Transition | None, str | None]:
         """Write what an answer changes, and run the effect's SQL in the same transaction.
 
         If that SQL fails, all is rolled back, and another transaction stores the answer and the error. Returns the
         change, or None, and the SQL's error. After an error of a database that is away, settle again.
         """
         failed: str | None = None
-        change: Change | None = None
+        change: Transition | None = None
         try:
             with pinned_transaction(connection) as path:
                 change = self._settle(connection, claim, step, answer, chance)
@@ -276,7 +285,7 @@ class Reservations:
         *,
         confirmed: bool,
         why: str,
-        effect_of: Callable[[Change, Claim], SqlEffect | None],
+        effect_of: Callable[[Transition, Claim], SqlEffect | None],
     ) -> None:
         """Write the outcome that an operator knows from the provider, run its SQL, and record the reason in the audit.
 
@@ -284,7 +293,7 @@ class Reservations:
         conflict. The SQL is not repeated if the row already had the state. Raises NoSuchReservation, and ConsumerError
         when the SQL fails.
         """
-        change = Change(
+        change = Transition(
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
@@ -327,7 +336,7 @@ class Reservations:
         answer: Answer,
         chance: float,
         failed: str | None = None,
-    ) -> Change | None:
+    ) -> Transition | None:
         with connection.cursor(row_factory=dict_row) as cursor:
             row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
             if row is None:
@@ -343,7 +352,7 @@ class Reservations:
         return change
 
     def _write(
-        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], change: Change, response: Jsonb | None
+        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], change: Transition, response: Jsonb | None
     ) -> None:
         self._run(
             cursor,
@@ -461,8 +470,8 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
         raise _EffectFailed(_describe(error)) from error
 
 
-def _standing(row: Mapping[str, Any]) -> Standing:
-    return Standing(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
+def _standing(row: Mapping[str, Any]) -> ReservationState:
+    return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
 
 def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> Claim:

@@ -40,7 +40,7 @@ DAY: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReservationState:
     """The state of a row. ``used`` counts the attempts of the current budget, including the current one."""
 
     state: State
@@ -78,7 +78,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Transition:
     """The change of a row. ``wait``: seconds from now, None: unchanged. ``fresh_budget``: attempts are counted anew."""
 
     state: State
@@ -91,7 +91,7 @@ class Change:
     keep_response: bool = False
 
 
-def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
+def first_step(row: ReservationState, rules: Rules) -> tuple[Step, str]:
     """Return the next step of a claimed row, and the reason if it is stuck."""
     spent = row.used >= rules.max_attempts
     if row.known and not row.taking_back:
@@ -114,7 +114,9 @@ def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
     return "call", ""
 
 
-def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rules, chance: float) -> Change | None:
+def settle(
+    row: ReservationState, current: bool, step: Step, answer: Answer, rules: Rules, chance: float
+) -> Transition | None:
     """Return what an answer changes; None for nothing.
 
     row      its current state, which may have changed since the call.
@@ -129,20 +131,20 @@ def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rule
         return None if row.unsure or answer.said in {"refused", "later"} else _same(row, unsure=True)
     if answer.said == "done":
         if forwards:
-            return Change("confirmed", unsure=False, taking_back=False)
-        return Change("cancelled", unsure=False, taking_back=True) if row.taking_back else None
+            return Transition("confirmed", unsure=False, taking_back=False)
+        return Transition("cancelled", unsure=False, taking_back=True) if row.taking_back else None
     if not current:
         return None
     unsure = row.unsure or (answer.said == "unknown" and step == "call")
     if answer.said != "refused":
         return _again(row, unsure, answer, rules, chance)
     if not forwards:
-        return Change("stuck", unsure, taking_back=True, error=f"the cancellation was refused: {answer.text}")
+        return Transition("stuck", unsure, taking_back=True, error=f"the cancellation was refused: {answer.text}")
     if step == "ask" or not unsure:
-        return Change("cancelled", unsure=False, taking_back=True, error=answer.text)
+        return Transition("cancelled", unsure=False, taking_back=True, error=answer.text)
     if rules.can_cancel:
-        return Change("cancelling", unsure=True, taking_back=True, error=answer.text, wait=0.0, fresh_budget=True)
-    return Change(
+        return Transition("cancelling", unsure=True, taking_back=True, error=answer.text, wait=0.0, fresh_budget=True)
+    return Transition(
         "stuck",
         unsure=True,
         taking_back=False,
@@ -150,7 +152,7 @@ def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rule
     )
 
 
-def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chance: float) -> Change:
+def effect_failed(row: ReservationState, change: Transition, error: str, rules: Rules, chance: float) -> Transition:
     """Return the change after the provider is done and the SQL has failed.
 
     The answer is stored: only the SQL is tried again, without another call or cancellation.
@@ -158,7 +160,7 @@ def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chanc
     taking_back = change.state == "cancelled"
     spent = row.used >= rules.max_attempts
     again: State = "cancelling" if taking_back else "reserved"
-    return Change(
+    return Transition(
         "stuck" if spent else again,
         unsure=not taking_back,
         taking_back=taking_back,
@@ -176,9 +178,9 @@ def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> 
     return min(max(backoff, asked), DAY)
 
 
-def _again(row: Standing, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Change:
+def _again(row: ReservationState, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Transition:
     again: State = "cancelling" if row.taking_back else "reserved"
-    return Change(
+    return Transition(
         "stuck" if row.used >= rules.max_attempts else again,
         unsure,
         row.taking_back,
@@ -187,13 +189,13 @@ def _again(row: Standing, unsure: bool, answer: Answer, rules: Rules, chance: fl
     )
 
 
-def _same(row: Standing, *, unsure: bool | None = None, conflict: str | None = None) -> Change:
-    return Change(
+def _same(row: ReservationState, *, unsure: bool | None = None, conflict: str | None = None) -> Transition:
+    return Transition(
         row.state, row.unsure if unsure is None else unsure, row.taking_back, conflict=conflict, keep_response=True
     )
 
 
-def _against(row: Standing, forwards: bool, answer: Answer) -> Change | None:
+def _against(row: ReservationState, forwards: bool, answer: Answer) -> Transition | None:
     """Return an answer that contradicts a settled row as a conflict. The state stays, for an operator to decide."""
     if forwards and row.state == "cancelled" and answer.said == "done":
         return _same(row, conflict="the provider confirmed a call whose effect was cancelled")

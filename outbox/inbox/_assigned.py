@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
-from outbox.inbox._group import Place, Position
+from outbox.consumer.model import Partition
+from outbox.inbox._group import Position
 from outbox.inbox._message import KafkaMessage
 
 
@@ -35,7 +36,7 @@ class Assigned:
     released      how far the keys of its dead letters were looked at; see Letters.release.
     """
 
-    place: Place
+    place: Partition
     position: Position | None
     dead_keys: set[bytes]
     fetched: int

@@ -18,9 +18,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from outbox.consumer.ids import NO_TIME, day
-
-Place = tuple[str, int]
-"""Topic and partition."""
+from outbox.consumer.model import Partition
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
@@ -102,7 +100,7 @@ class Moved(Exception):
 class Loss:
     """What Kafka lost of a partition: ``kind`` is retention, cut or recreated; ``end`` None if it can't be known."""
 
-    place: Place
+    place: Partition
     topic_id: str
     first: int
     end: int | None
@@ -125,8 +123,11 @@ class Group:
         self._names["processed"] = sql.Identifier(schema, "processed_messages")
 
     def claim(
-        self, connection: psycopg.Connection[Any], places: Collection[Place], starts: Mapping[Place, tuple[str, int]]
-    ) -> dict[Place, Position]:
+        self,
+        connection: psycopg.Connection[Any],
+        places: Collection[Partition],
+        starts: Mapping[Partition, tuple[str, int]],
+    ) -> dict[Partition, Position]:
         """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
 
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
@@ -151,7 +152,7 @@ class Group:
         rows = self._run(connection, _CLAIM, **wanted, generation=generation)
         return {(topic, part): Position(id_, offset, generation, *epoch) for topic, part, id_, offset, *epoch in rows}
 
-    def fence(self, connection: psycopg.Connection[Any], place: Place, here: Position) -> None:
+    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: Position) -> None:
         """Lock a partition's row until the transaction ends. Raises Fenced and Moved unless it is as in ``here``."""
         row = self._run(connection, _FENCE, topic=place[0], part=place[1], idle=self._idle).fetchone()
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
@@ -162,7 +163,7 @@ class Group:
     def move(
         self,
         connection: psycopg.Connection[Any],
-        place: Place,
+        place: Partition,
         end: int,
         *,
         log_end: int | None = None,

@@ -12,8 +12,9 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCol
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._clients.kafka_rules import cut_logs, require_verification
+from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
-from outbox.inbox._group import Loss, Place, Position
+from outbox.inbox._group import Loss, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ class Admin:
         self._admin = AdminClient(own, logger=logger)
         self._options, self._logger = own, logger
 
-    def extents(self, topics: Iterable[str]) -> dict[Place, Extent]:
+    def extents(self, topics: Iterable[str]) -> dict[Partition, Extent]:
         """Return the extents of all partitions of these topics."""
         try:
-            ids: dict[Place, str] = {}
+            ids: dict[Partition, str] = {}
             for name, future in self.describe(topics).items():
                 topic = future.result(_SECONDS)
                 ids.update(((name, part.id), str(topic.topic_id)) for part in topic.partitions)
@@ -93,7 +94,7 @@ class Admin:
             raise KafkaFailed(f"Kafka, asked for topics and offsets: no answer for {unknown[0][0]}-{unknown[0][1]}")
         return found
 
-    def cut(self, positions: Mapping[Place, Position], extents: Mapping[Place, Extent]) -> dict[Place, int]:
+    def cut(self, positions: Mapping[Partition, Position], extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
         """Return where logs were cut that no longer have what the group has read, however long they are again."""
         doubtful = {
             place: (here.epoch_offset, here.leader_epoch)
@@ -119,7 +120,7 @@ class Admin:
         )
         return asked
 
-    def _offsets(self, places: Iterable[Place], spec: Any) -> dict[Place, Future[Any]]:
+    def _offsets(self, places: Iterable[Partition], spec: Any) -> dict[Partition, Future[Any]]:
         wanted = {TopicPartition(*place): spec for place in places}
         if not wanted:
             return {}
@@ -135,7 +136,9 @@ def epoch_of(message: KafkaMessage) -> int | None:
 
 
 def find_losses(
-    positions: Mapping[Place, Position], extents: Mapping[Place, Extent], cut: Mapping[Place, int] | None = None
+    positions: Mapping[Partition, Position],
+    extents: Mapping[Partition, Extent],
+    cut: Mapping[Partition, int] | None = None,
 ) -> list[Loss]:
     """Return what the group can no longer read of these partitions. ``cut``: see Admin.cut."""
     losses = []
@@ -173,7 +176,7 @@ def find_losses(
     return losses
 
 
-def lost(losses: Sequence[Loss], positions: Mapping[Place, Position], group: str) -> PositionLost:
+def lost(losses: Sequence[Loss], positions: Mapping[Partition, Position], group: str) -> PositionLost:
     """Return the error for losses."""
     first = losses[0]
     kind = TopicReplaced if any(loss.kind == "recreated" for loss in losses) else PositionLost

@@ -15,7 +15,8 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.messages import loaded_headers, storable_time, stored_headers
-from outbox.inbox._group import Place, run
+from outbox.consumer.model import Partition
+from outbox.inbox._group import run
 from outbox.inbox._message import DeadLetter, KafkaMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
@@ -178,13 +179,15 @@ class Letters:
         """Return those of a topic's keys that have no dead letter any more."""
         return set(keys) - {bytes(key) for (key,) in self._run(connection, _KEPT, topic=topic, keys=list(keys))}
 
-    def places(self, connection: psycopg.Connection[Any], places: Collection[Place]) -> tuple[set[Place], set[Place]]:
+    def places(
+        self, connection: psycopg.Connection[Any], places: Collection[Partition]
+    ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
         wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
         rows = self._run(connection, _ANY, **wanted).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
-    def release(self, connection: psycopg.Connection[Any], place: Place, after: bytes) -> tuple[bool, bytes]:
+    def release(self, connection: psycopg.Connection[Any], place: Partition, after: bytes) -> tuple[bool, bytes]:
         """Mark for a retry what waits behind no dead letter any more, of the next LOOKED_AT keys of a partition.
 
         after  where the last call ended, b"" at first.
@@ -198,7 +201,7 @@ class Letters:
             self._run(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
-    def next(self, connection: psycopg.Connection[Any], place: Place) -> DeadLetter | None:
+    def next(self, connection: psycopg.Connection[Any], place: Partition) -> DeadLetter | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
         row = self._run(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
         if row is None:

@@ -58,11 +58,12 @@ from psycopg.pq import TransactionStatus
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
+from outbox.consumer.model import Partition
 from outbox.consumer.standing import Watch
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
-from outbox.inbox._group import Fenced, Group, Moved, Place, Position
+from outbox.inbox._group import Fenced, Group, Moved, Position
 from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters, NewLetters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
@@ -140,7 +141,7 @@ class Member:
         self._handler = handler
         self._group, self._letters = settings.group, settings.letters
         self._stopping = stopping
-        self._parts: dict[Place, Assigned] = {}
+        self._parts: dict[Partition, Assigned] = {}
         self._connection: psycopg.Connection[Any] | None = None
         self._generation: int | None = None
         # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
@@ -256,7 +257,7 @@ class Member:
     def _assigned(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         places = [(one.topic, one.partition) for one in partitions]
-        claimed: dict[Place, tuple[Position, set[bytes]]] = {}
+        claimed: dict[Partition, tuple[Position, set[bytes]]] = {}
         for place in places:
             self._watch.waits(place, None)
         attempt = 0
@@ -282,7 +283,7 @@ class Member:
             self._parts.pop((one.topic, one.partition), None)
         self._watch.moved([(one.topic, one.partition) for one in partitions])
 
-    def _claim(self, places: Collection[Place]) -> dict[Place, tuple[Position, set[bytes]]]:
+    def _claim(self, places: Collection[Partition]) -> dict[Partition, tuple[Position, set[bytes]]]:
         topics = {topic for topic, _ in places}
         extents = self._admin.extents(topics)
         starts = {place: (at.topic_id, at.end if self._settings.at_end else at.first) for place, at in extents.items()}
@@ -301,7 +302,7 @@ class Member:
         self._check_positions(positions)
         return {place: (position, self._dead_keys[place[0]]) for place, position in positions.items()}
 
-    def _check_positions(self, positions: Mapping[Place, Position]) -> None:
+    def _check_positions(self, positions: Mapping[Partition, Position]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
         extents = self._admin.extents({topic for topic, _ in positions})
         losses = _kafka.find_losses(positions, extents, self._admin.cut(positions, extents))
@@ -328,7 +329,7 @@ class Member:
             text = f"Postgres: {str(error).partition(chr(10))[0]}"
             raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
 
-    def _interrupted(self, error: BaseException, doing: str, places: Collection[Place] = ()) -> None:
+    def _interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
         """Note an error that is no message's fault, and keeps these partitions from moving."""
         why = f"{doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         _logger.warning("%s", why)
@@ -703,7 +704,7 @@ class Member:
             with suppress(KafkaException):
                 self._kafka.commit(offsets=found, asynchronous=True)
 
-    def _log_end(self, place: Place) -> int | None:
+    def _log_end(self, place: Partition) -> int | None:
         try:
             known = self._kafka.get_watermark_offsets(TopicPartition(*place), cached=True)
         except KafkaException:

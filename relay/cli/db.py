@@ -247,13 +247,13 @@ def roles(
 
 
 def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *, dry_run: bool, as_json: bool) -> None:
-    from outbox.consumer.retention import Memory
+    from outbox.consumer.retention import IdRetention
 
     url, name = _target(database_url, schema, consumer=True)
     keep = load().consumer.keep_days if days is None else days
     if keep < 1:
         raise ConfigurationError("--days: with --consumer at least 1, so that a message that is sent twice is known")
-    memory = Memory(url, name, keep, "outbox db prune")
+    memory = IdRetention(url, name, keep, "outbox db prune")
     made: list[str] = []
     dropped: list[str] = []
     rows = 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outbox.consumer.admin.dead_letters import DeadLetters, Selection
     from outbox.consumer.admin.offsets import Group
     from outbox.consumer.admin.page import ConsumerPages, Filter
-    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.consumer.kafka_admin import KafkaAdmin
     from outbox.external.reservations import ReservationAdmin
     from relay.config import Settings
 
@@ -31,7 +31,7 @@ class Consumers:
     def __init__(self, settings: Settings, session: Callable[[], Any]) -> None:
         self._settings = settings
         self._session = session
-        self._kafka: KafkaView | None = None
+        self._kafka: KafkaAdmin | None = None
 
     @classmethod
     def connector(cls, settings: Settings, sink_url: str | None) -> Callable[[], psycopg.Connection[Any]]:
@@ -133,9 +133,9 @@ class Consumers:
         Raises NoSuchGroup, ConsumerUnavailable and SchemaError.
         """
         from outbox.consumer.admin.offsets import Offsets
-        from outbox.consumer.kafka_admin import KafkaView
+        from outbox.consumer.kafka_admin import KafkaAdmin
 
-        self._kafka = self._kafka or KafkaView(client_options(self._settings), seconds=_KAFKA_SECONDS)
+        self._kafka = self._kafka or KafkaAdmin(client_options(self._settings), seconds=_KAFKA_SECONDS)
         with self._session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)
         return groups[0], away

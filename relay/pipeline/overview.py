@@ -104,7 +104,7 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
     """
     from outbox._app.settings import client_options
     from outbox.consumer.admin import status as consumers
-    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.consumer.kafka_admin import KafkaAdmin
     from outbox.consumer.postgres_errors import connect
     from relay.database import Connector
     from relay.insights import look
@@ -112,7 +112,7 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
 
     connector = Connector(settings.require_database(), "outbox status")
     sink = sink_url or settings.require_database()
-    kafka: KafkaView | None = None
+    kafka: KafkaAdmin | None = None
     open_now: dict[str, Any] = {}
 
     def session(name: str, opening: Callable[[], Any]) -> Any:
@@ -133,7 +133,7 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
             opened = session("sink", lambda: connect(sink, "outbox status"))
             # Somebody who names a sink expects consumers there.
             if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
-                kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
+                kafka = kafka or KafkaAdmin(client_options(settings), seconds=_KAFKA_SECONDS)
                 groups, away, hidden = consumers.look(opened, settings.consumer_schema, kafka)
                 if away is not None:
                     unseen["Kafka"] = away

@@ -156,11 +156,11 @@ def _wanted(to: str) -> Wanted:
 @contextmanager
 def _offsets(database_url: str | None) -> Iterator[Offsets]:
     from outbox.consumer.admin.offsets import Offsets
-    from outbox.consumer.kafka_admin import KafkaView
+    from outbox.consumer.kafka_admin import KafkaAdmin
     from outbox.consumer.postgres_errors import connect
 
     settings = load(database_url=database_url)
-    kafka = KafkaView(client_options(settings))
+    kafka = KafkaAdmin(client_options(settings))
     with connect(settings.require_database(), "outbox offsets") as connection:
         yield Offsets(connection, settings.consumer_schema, kafka)
 

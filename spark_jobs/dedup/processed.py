@@ -15,7 +15,7 @@ from spark_jobs.ids import Ids
 from spark_jobs.postgres.copying import HEAD, POSTGRES_DAY, TAIL, Unfit
 
 if TYPE_CHECKING:
-    from spark_jobs.dedup.strategies import Book
+    from spark_jobs.dedup.strategies import DedupStore
 
 
 def ids_of(texts: pa.Array) -> Ids:
@@ -26,7 +26,7 @@ def ids_of(texts: pa.Array) -> Ids:
     return ids
 
 
-def copy_ids(cursor: psycopg.Cursor[Any], book: Book, batches: Sequence[Ids]) -> None:
+def copy_ids(cursor: psycopg.Cursor[Any], book: DedupStore, batches: Sequence[Ids]) -> None:
     """Insert ids under their days. Raises UniqueViolation for an id that exists or is repeated.
 
     In the order of days and then of ids, which is also that of the table's partitions: two transactions with the same

@@ -22,7 +22,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from outbox.consumer.model import Place
+from outbox.consumer.model import MessageRef
 from outbox.consumer.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Remembering:
     __slots__ = ()
     remembers: ClassVar[bool] = True
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
         if not suspect:
             try:
@@ -143,7 +143,7 @@ class _Remembering:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Do nothing: rows are not compared with a table."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:
+    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
         """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing; then no row has to be read.
         if forgotten_before(cursor, book) is None:
@@ -162,7 +162,7 @@ class _Forgetting:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise the database's error if a row can't be compared."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:  # noqa: ARG002
+    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
         """Return nothing: no ids are remembered, so none are forgotten."""
         return []
 
@@ -192,7 +192,7 @@ class Natural(_Forgetting):
         """The columns that may not be NULL."""
         return tuple(self.key)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
@@ -227,7 +227,7 @@ class Version(_Forgetting):
         """The columns that may not be NULL."""
         return (*self.key, self.version)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
+    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
@@ -326,7 +326,7 @@ class OffsetsOnly(_Forgetting):
 
     required: tuple[str, ...] = ()
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave ``batch`` unchanged: every row is applied."""
 
 
@@ -334,7 +334,7 @@ Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class DedupStore:
     """The tables in which a group's ids are remembered."""
 
     schema: str
@@ -419,7 +419,7 @@ def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:
         raise JobError(f"{table}: column {name} is of type {kind.name}, which cuts off a longer text; make it text")
 
 
-def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
+def forgotten_before(cursor: psycopg.Cursor[Any], book: DedupStore) -> int | None:
     """Return the day since 1970-01-01 before which the group's ids are not all remembered; None if all are.
 
     Call it after inserting the ids, which locks the table against DROP: then nothing can be forgotten until COMMIT.

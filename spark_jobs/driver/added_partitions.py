@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from outbox.consumer.kafka_admin import KafkaView
-from outbox.consumer.model import Extent, Partition, Stored
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.planner import waiting_for_others
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 
 class AddedPartitions:
@@ -29,8 +29,8 @@ class AddedPartitions:
 
     def __init__(
         self,
-        kafka: KafkaView,
-        store: Store,
+        kafka: KafkaAdmin,
+        store: PostgresGroupStore,
         topics: Sequence[str],
         report: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
@@ -44,8 +44,8 @@ class AddedPartitions:
     def ready(
         self,
         new: Sequence[Partition],
-        stored: Mapping[Partition, Stored],
-        extents: Mapping[Partition, Extent],
+        stored: Mapping[Partition, StoredOffset],
+        extents: Mapping[Partition, OffsetBounds],
         topic_ids: Mapping[str, str],
         generation: int,
     ) -> list[Partition]:
@@ -68,7 +68,7 @@ class AddedPartitions:
         self._waiting = waiting
         return [partition for partition in candidates if partition not in waiting]
 
-    def _reachable(self, extents: Mapping[Partition, Extent]) -> Mapping[Partition, Mapping[Partition, int]]:
+    def _reachable(self, extents: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, Mapping[Partition, int]]:
         """Return the stored ends, at most those of now: a log that was cut since may never reach its end of then."""
         ends = self._ends_before
         if not any(at in extents and extents[at].end < end for others in ends.values() for at, end in others.items()):
@@ -81,7 +81,7 @@ class AddedPartitions:
     def _note_ends(
         self,
         added: Sequence[Partition],
-        stored: Mapping[Partition, Stored],
+        stored: Mapping[Partition, StoredOffset],
         topic_ids: Mapping[str, str],
         generation: int,
     ) -> None:

@@ -29,18 +29,18 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
-from outbox.consumer.letters import Retried
-from outbox.consumer.model import Culprit, Partition, Place, Wish
+from outbox.consumer.letters import RetryRecord
+from outbox.consumer.model import MessageRef, Partition, RejectedRecord, RetryRequest
 from spark_jobs.dedup.strategies import Natural, Version
-from spark_jobs.driver.round_context import RoundContext, Span, State, Told
+from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import Broken, Culprits
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.batch_table import Applying, textual, without_unfit
+from spark_jobs.postgres.batch_table import BatchTable, textual, without_unfit
 from spark_jobs.postgres.copying import copy_csv
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
 from spark_jobs.postgres.staging import StagePlan, StagingTables, named
 from spark_jobs.spark import rows as spark
@@ -48,7 +48,7 @@ from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
 from spark_jobs.task.feed import Feed, culprits_from, culprits_text
 from spark_jobs.task.input import NO_INPUT, TaskInput
-from spark_jobs.task.partition import Stop, stopping
+from spark_jobs.task.partition import RangeStopped, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,14 +87,14 @@ class BatchAttempts:
     each_alone: Final = False
     put_aside_behind: Final = False
 
-    def __init__(self, context: RoundContext, store: Store, sinks: PostgresSinks) -> None:
+    def __init__(self, context: RoundContext, store: PostgresGroupStore, sinks: PostgresSinks) -> None:
         self._context = context
         self._job = context.job
         self._postgres = store
         self._sinks = sinks
         self._tables = StagingTables(store, sinks.url, sinks.schema, context.job.group)
 
-    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         """Apply the ranges once; see Attempts."""
         aside = state.put_aside()
 
@@ -104,12 +104,12 @@ class BatchAttempts:
 
         try:
             return self._apply(rows, span, state, generation, {})
-        except Stop as stop:
+        except RangeStopped as stop:
             # One transaction has one outcome: the first partition reports it, and the others are tried again with it.
-            told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
-            return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
+            told = dict.fromkeys(span.ranges, TaskResult("culprits", detail="[]"))
+            return told | {min(span.ranges): TaskResult(stop.outcome, detail=stop.detail)}
 
-    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
 
         def chosen(without: Offsets) -> DataFrame:
@@ -118,19 +118,19 @@ class BatchAttempts:
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
-            told = self._apply(chosen, Span({}, {}), state, generation, ids)
-        except Stop as stop:
-            return Told(stop.outcome, detail=stop.detail)
-        return Told("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
+            told = self._apply(chosen, OffsetRanges({}, {}), state, generation, ids)
+        except RangeStopped as stop:
+            return TaskResult(stop.outcome, detail=stop.detail)
+        return TaskResult("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
 
     def _apply(
         self,
         rows: Callable[[Offsets], DataFrame],
-        span: Span,
-        state: State,
+        span: OffsetRanges,
+        state: RoundState,
         generation: int,
-        retried: Mapping[Place, Wish],
-    ) -> dict[Partition, Told]:
+        retried: Mapping[MessageRef, RetryRequest],
+    ) -> dict[Partition, TaskResult]:
         """Stage, then apply. Returns the report on each partition. Raises Stop."""
         self._tables.drop_older(generation)
         try:
@@ -141,11 +141,11 @@ class BatchAttempts:
     def _staged_and_applied(
         self,
         rows: Callable[[Offsets], DataFrame],
-        span: Span,
-        state: State,
+        span: OffsetRanges,
+        state: RoundState,
         generation: int,
-        retried: Mapping[Place, Wish],
-    ) -> dict[Partition, Told]:
+        retried: Mapping[MessageRef, RetryRequest],
+    ) -> dict[Partition, TaskResult]:
         messages = rows({})
         result = spark.shaped(messages, self._job)
         shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
@@ -191,7 +191,7 @@ class BatchAttempts:
         # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
         average = 0 if shuffled or not staged.rows else staged.size / staged.rows
         return {
-            partition: Told(
+            partition: TaskResult(
                 "applied",
                 read.get(partition, 0),
                 fresh.get(partition, 0),
@@ -200,7 +200,7 @@ class BatchAttempts:
             for partition in (span.ranges or read)
         }
 
-    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> Applying:
+    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> BatchTable:
         """Run the transform over the messages that are not repeats, and replace them in ``batch`` by its result."""
         result, columns = spark.copyable(spark.shaped(rows, self._job))
         staged = self._stage(result, columns, sink.generation, (), most, ask=False)
@@ -212,7 +212,7 @@ class BatchAttempts:
         applying = with_effect.applying(cursor, most)
         applying.take(staged.table, staged.names, staged.rows)
         if upsert and (lost := upsert.missed(cursor, tuple(columns), self._postgres.column_types(upsert.table))):
-            raise Broken(
+            raise EffectError(
                 f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
                 "from the left, and keep the rows with message_tombstone in every filter"
             )
@@ -273,10 +273,10 @@ class BatchAttempts:
         ).collect()
         broken = [row.broken for row in reports if row.broken]
         if broken:
-            raise Broken(broken[0])
+            raise EffectError(broken[0])
         culprits = [culprit for row in reports for culprit in culprits_from(row.culprits)]
         if culprits:
-            raise Culprits(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
+            raise RejectedRecords(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
         return _Staged(
             plan.identifier,
             [row.staged_by for row in reports],
@@ -287,8 +287,8 @@ class BatchAttempts:
 
 def _count(
     into: PostgresTransaction,
-    span: Span,
-    state: State,
+    span: OffsetRanges,
+    state: RoundState,
     read: Mapping[Partition, int],
     fresh: Mapping[Partition, int],
 ) -> None:
@@ -303,7 +303,7 @@ def _count(
         )
 
 
-def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Place]:
+def _taken(applying: BatchTable, messages: set[MessageRef], repeats: Offsets) -> set[MessageRef]:
     """Return the messages that were repeats or that the transform kept.
 
     Rows that do not name their messages stand for all messages: if there is any such row, all were kept, else none.
@@ -324,7 +324,7 @@ def _stage(
 
     name = uuid.uuid4().hex
     feed = Feed(required, batches, max_dead)
-    found: list[Culprit] = []
+    found: list[RejectedRecord] = []
     texts = [name for name, kind in plan.columns.items() if kind == "text"]
     broken = ""
     try:
@@ -334,10 +334,10 @@ def _stage(
             found += feed.found
             if found:
                 cursor.connection.rollback()
-    except Culprits as error:
+    except RejectedRecords as error:
         # More than may become dead letters. The rows after them were not read.
         found = list(error.found)
-    except Broken as error:
+    except EffectError as error:
         # A retry of the task would fail in the same way, so the driver raises the error.
         broken = str(error)
     except psycopg.errors.UndefinedTable as error:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from outbox.consumer.letters import Letter
+from outbox.consumer.letters import DeadLetter
 from spark_jobs.sink import GroupStore
 
 Keys = Mapping[str, AbstractSet[bytes]]
@@ -40,7 +40,7 @@ class DeadKeys:
                 self._keys.setdefault(topic, set()).add(key)
         return self._keys
 
-    def add(self, letters: Iterable[Letter]) -> None:
+    def add(self, letters: Iterable[DeadLetter]) -> None:
         """Add the keys of dead letters that were stored."""
         if self._keys is not None:
             for letter in letters:

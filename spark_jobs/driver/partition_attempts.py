@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
-from outbox.consumer.letters import Retried
+from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
-from spark_jobs.driver.round_context import ENDING, RoundContext, Span, State, Told
+from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
 from spark_jobs.spark import rows as spark
@@ -40,11 +40,11 @@ class Attempts(Protocol):
     @property
     def put_aside_behind(self) -> bool: ...
 
-    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         ...
 
-    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once, all in one transaction."""
         ...
 
@@ -63,7 +63,7 @@ class PartitionAttempts:
         """Return whether tasks apply what they read. A transform must not see those messages."""
         return self._context.task_decoder.columns is not None
 
-    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         """Apply the ranges once; see Attempts."""
         context = self._context
         if context.task_decoder.columns is not None:
@@ -78,13 +78,13 @@ class PartitionAttempts:
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             context.require_decoded(source.rows)
-            return dict.fromkeys(span.ranges, Told("nothing"))
+            return dict.fromkeys(span.ranges, TaskResult("nothing"))
         _require_reports(span, told)
         return told
 
     def _attempt_reading(
-        self, columns: Mapping[str, str], span: Span, state: State, generation: int
-    ) -> dict[Partition, Told]:
+        self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
+    ) -> dict[Partition, TaskResult]:
         """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver.
 
         Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
@@ -109,18 +109,18 @@ class PartitionAttempts:
                 raise
             return None
 
-    def _few(self, span: Span) -> bool:
+    def _few(self, span: OffsetRanges) -> bool:
         """Return whether starting Spark tasks would cost more than their work. Custom effects run in executors."""
         return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
 
-    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
         from pyspark.sql import Row
 
         rows = spark.shaped(self._context.letters(letters), self._job)
         spark.require_one_task(rows)
         rows, columns = spark.copyable(rows)
-        plan = replace(self._context.plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
+        plan = replace(self._context.plan(OffsetRanges({}, {}), state, generation, columns), max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
         reports = spark.in_tasks(
             rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
@@ -131,19 +131,19 @@ class PartitionAttempts:
             (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
         (row,) = reports
-        return Told(row.outcome, row.read, row.fresh, row.detail)
+        return TaskResult(row.outcome, row.read, row.fresh, row.detail)
 
 
-def _require_reports(span: Span, told: Mapping[Partition, Told]) -> None:
+def _require_reports(span: OffsetRanges, told: Mapping[Partition, TaskResult]) -> None:
     """Raise ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied."""
     silent = sorted(span.ranges.keys() - told.keys())
     if silent and not any(one.outcome in ENDING for one in told.values()):
         raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 
 
-def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
+def reported(reports: Iterable[Row]) -> dict[Partition, TaskResult]:
     """Return the reports of an attempt's tasks by partition. Raises EffectFailed if two tasks name the same one."""
-    told: dict[Partition, Told] = {}
+    told: dict[Partition, TaskResult] = {}
     for row in reports:
         partition = (row.topic, row.part)
         if partition in told:
@@ -151,5 +151,5 @@ def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
                 f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
                 "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
-        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
+        told[partition] = TaskResult(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
     return told

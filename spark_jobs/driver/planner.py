@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Final
 
 from outbox.consumer.errors import DataLost, TopicRecreated
-from outbox.consumer.model import Extent, Loss, LossKind, Partition, Range, Stored
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, Range, StoredOffset
 
 ENOUGH: Final = 5_000
 """This many messages of a partition are worth a task and a transaction of their own."""
@@ -39,8 +39,8 @@ _UNIT: Final = 1000
 
 
 def new_partitions(
-    stored: Mapping[Partition, Stored],
-    extents: Mapping[Partition, Extent],
+    stored: Mapping[Partition, StoredOffset],
+    extents: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
     *,
@@ -59,7 +59,9 @@ def new_partitions(
 
 
 def waiting_for_others(
-    fresh: Collection[Partition], stored: Mapping[Partition, Stored], ends: Mapping[Partition, Mapping[Partition, int]]
+    fresh: Collection[Partition],
+    stored: Mapping[Partition, StoredOffset],
+    ends: Mapping[Partition, Mapping[Partition, int]],
 ) -> set[Partition]:
     """Return the new partitions that must not be read yet: others still have earlier messages of their keys.
 
@@ -73,8 +75,8 @@ def waiting_for_others(
 
 
 def plan(
-    stored: Mapping[Partition, Stored],
-    extents: Mapping[Partition, Extent],
+    stored: Mapping[Partition, StoredOffset],
+    extents: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
     max_records: int | None = None,
     group: str = "GROUP",
@@ -120,7 +122,7 @@ def next_turn(turn: Sequence[Partition], read: Collection[Partition]) -> list[Pa
 
 
 def find_losses(
-    stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent], topic_ids: Mapping[str, str]
+    stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
     """Return what the group can no longer read of its known partitions, sorted by partition."""
     losses = []
@@ -153,7 +155,7 @@ def find_losses(
     return losses
 
 
-def find_regrown(stored: Mapping[Partition, Stored], cut: Mapping[Partition, int]) -> list[Loss]:
+def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partition, int]) -> list[Loss]:
     """Return the losses of logs that were cut before the group's offset, by where, and have grown again since."""
     losses = []
     for (topic, part), at in sorted(cut.items()):
@@ -178,7 +180,9 @@ def halt(losses: Sequence[Loss], group: str) -> None:
     raise (TopicRecreated if LossKind.RECREATED in kinds else DataLost)(text, losses)
 
 
-def _never_read(fresh: Sequence[Partition], extents: Mapping[Partition, Extent], ids: Mapping[str, str]) -> list[Loss]:
+def _never_read(
+    fresh: Sequence[Partition], extents: Mapping[Partition, OffsetBounds], ids: Mapping[str, str]
+) -> list[Loss]:
     return [
         Loss(
             topic,

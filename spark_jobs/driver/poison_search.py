@@ -52,7 +52,7 @@ class _Case:
         return self.times >= SAME
 
 
-class Search:
+class PoisonSearch:
     """Tracks the partitions that fail, and how much of each to read at once. The driver reports every result to it."""
 
     def __init__(self, verdict_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
-from outbox.consumer.letters import LONGEST_ERROR, Letter, Retried
-from outbox.consumer.model import Culprit, Partition, Place, Range
+from outbox.consumer.letters import LONGEST_ERROR, DeadLetter, RetryRecord
+from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM
@@ -58,20 +58,20 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OffsetRanges:
     """The ranges of a round, and for each the end of Kafka's log when the round was planned."""
 
     ranges: Mapping[Partition, Range]
     log_ends: Mapping[Partition, int]
 
-    def only(self, partitions: Iterable[Partition]) -> Span:
+    def only(self, partitions: Iterable[Partition]) -> OffsetRanges:
         """Return the span of some of the partitions."""
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TaskResult:
     """An attempt's report on one partition; see task.REPORT."""
 
     outcome: str
@@ -101,7 +101,7 @@ class Counts:
 
 
 @dataclass
-class State:
+class RoundState:
     """The state of a round.
 
     dead      messages that are stored as dead letters with their ranges.
@@ -110,13 +110,13 @@ class State:
     lenient   partitions with a value that does not fit its column.
     """
 
-    dead: dict[Place, Letter] = field(default_factory=dict)
+    dead: dict[MessageRef, DeadLetter] = field(default_factory=dict)
     standing: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 
-    def letters(self, partition: Partition) -> list[Letter]:
+    def letters(self, partition: Partition) -> list[DeadLetter]:
         return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
 
     def put_aside(self) -> dict[Partition, list[int]]:
@@ -187,7 +187,7 @@ class RoundContext:
         self.sinks.look_again()
         self._slow |= dict.fromkeys(partitions, SUSPECT_ROUNDS)
 
-    def plan(self, span: Span, state: State, generation: int, columns: Mapping[str, str]) -> TaskPlan:
+    def plan(self, span: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         """Return what a task needs to apply its range."""
         return TaskPlan(
             sink=self.sinks.prepared(columns, generation),
@@ -202,28 +202,28 @@ class RoundContext:
             slow=frozenset(self._slow),
         )
 
-    def _shares(self, span: Span, state: State) -> Behind | None:
+    def _shares(self, span: OffsetRanges, state: RoundState) -> Behind | None:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
         if not state.standing or not span.ranges:
             return None
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
         return Behind(state.standing, left // len(span.ranges))
 
-    def short(self, span: Span) -> bool:
+    def short(self, span: OffsetRanges) -> bool:
         """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""
         if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
             return False
         return sum(one.end - one.start for one in span.ranges.values()) <= self.reading.few
 
-    def source(self, span: Span, without: spark.Offsets) -> spark.Source:
+    def source(self, span: OffsetRanges, without: spark.Offsets) -> spark.Source:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
         return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
 
-    def letters(self, letters: Sequence[Retried]) -> DataFrame:
+    def letters(self, letters: Sequence[RetryRecord]) -> DataFrame:
         """Return dead letters that are retried as Spark rows."""
         return spark.of_letters(self.session, self.job, self.task_decoder, letters).rows
 
-    def by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
+    def by_ranges(self, span: OffsetRanges, do: OfRange, schema: str) -> DataFrame:
         """Return the results of a function for each range, with one task per range."""
         partitions = sorted(span.ranges)
         run = functools.partial(task.with_reader, do, partitions, self._patient())
@@ -234,7 +234,7 @@ class RoundContext:
         settings = self.reading.tasks
         return replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
-    def undecoded(self, rows: DataFrame) -> list[Culprit]:
+    def undecoded(self, rows: DataFrame) -> list[RejectedRecord]:
         """Return the messages of the rows that could not be decoded."""
         from pyspark.sql import functions as F  # noqa: N812
 
@@ -245,7 +245,7 @@ class RoundContext:
             .limit(self.job.max_dead + 1)
             .collect()
         )
-        return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
+        return [RejectedRecord((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
 
     def require_decoded(self, rows: DataFrame) -> None:
         """Raise Undecoded if one of these rows does not decode.

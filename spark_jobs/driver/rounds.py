@@ -28,11 +28,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from outbox.consumer.errors import EffectFailed, Interrupted
-from outbox.consumer.letters import Letter, Retried
-from outbox.consumer.model import Culprit, Partition, Place, Range
+from outbox.consumer.letters import DeadLetter, RetryRecord
+from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from spark_jobs.driver.dead_keys import DeadKeys, Keys
 from spark_jobs.driver.partition_attempts import Attempts
-from spark_jobs.driver.round_context import ENDING, Counts, RoundContext, Span, State, Told
+from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.spark import errors as failures
@@ -71,7 +71,7 @@ class Rounds:
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
-    def apply(self, span: Span, generation: int) -> Counts:
+    def apply(self, span: OffsetRanges, generation: int) -> Counts:
         """Apply the ranges. What has been applied when it raises is in ``counts``.
 
         Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. All other errors may be temporary: the
@@ -83,8 +83,8 @@ class Rounds:
             return self._spans.traced(span.ranges, lambda: self._applied(span, generation))
 
     @failures.understood()
-    def _applied(self, span: Span, generation: int) -> Counts:
-        state = State(counts=self.counts)
+    def _applied(self, span: OffsetRanges, generation: int) -> Counts:
+        state = RoundState(counts=self.counts)
         self._context.begin()
         try:
             if self._job.keep_order:
@@ -96,7 +96,7 @@ class Rounds:
         self._dead_keys.add(state.dead.values())
         return state.counts
 
-    def _settle_all(self, span: Span, state: State, generation: int) -> None:
+    def _settle_all(self, span: OffsetRanges, state: RoundState, generation: int) -> None:
         """Try the ranges until each of them is done."""
         left = span
         while left.ranges:
@@ -132,7 +132,7 @@ class Rounds:
                 counts.left = True
                 break
             blocked = [
-                (one, Culprit(one.place, "behind", "an earlier dead letter of its key still waits"))
+                (one, RejectedRecord(one.place, "behind", "an earlier dead letter of its key still waits"))
                 for one in letters
                 if one.behind
             ]
@@ -143,12 +143,14 @@ class Rounds:
                 if len(letters) > 1:
                     self._most_retried = len(letters) // 2
                     continue
-                culprits = [(letters[0], Culprit(letters[0].place, "failed", str(error)))]
+                culprits = [(letters[0], RejectedRecord(letters[0].place, "failed", str(error)))]
                 alone += 1
             self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
         return counts
 
-    def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
+    def _retry(
+        self, letters: Sequence[RetryRecord], generation: int, counts: Counts
+    ) -> list[tuple[RetryRecord, RejectedRecord]]:
         """Try dead letters once. Returns those that failed again; if there are none, all of them are resolved.
 
         Raises EffectFailed if the failing message is not known: then nothing was applied.
@@ -156,9 +158,9 @@ class Rounds:
         at = {one.place: one for one in letters}
         try:
             with failures.understood():
-                told = self._attempts.attempt_retry(letters, State(), generation)
+                told = self._attempts.attempt_retry(letters, RoundState(), generation)
                 if told.outcome == "uncopyable":
-                    told = self._attempts.attempt_retry(letters, State(lenient={("", 0)}), generation)
+                    told = self._attempts.attempt_retry(letters, RoundState(lenient={("", 0)}), generation)
         except failures.Undecoded as error:
             found = self._context.undecoded(self._context.letters(letters))
             if not found:
@@ -174,7 +176,9 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[culprit.place], culprit) for culprit in found]
 
-    def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
+    def _try(
+        self, span: OffsetRanges, state: RoundState, generation: int
+    ) -> tuple[dict[Partition, TaskResult] | None, list[RejectedRecord]]:
         """Return the reports and the culprits. The reports are None if a row that does not decode ended the attempt."""
         try:
             with failures.understood():
@@ -193,10 +197,10 @@ class Rounds:
 
     def _settle(
         self,
-        span: Span,
-        told: Mapping[Partition, Told] | None,
-        state: State,
-        culprits: Sequence[Culprit],
+        span: OffsetRanges,
+        told: Mapping[Partition, TaskResult] | None,
+        state: RoundState,
+        culprits: Sequence[RejectedRecord],
         generation: int,
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
@@ -219,7 +223,7 @@ class Rounds:
         self._raise(told, culprits)
         return again
 
-    def _raise(self, told: Mapping[Partition, Told], culprits: Sequence[Culprit]) -> None:
+    def _raise(self, told: Mapping[Partition, TaskResult], culprits: Sequence[RejectedRecord]) -> None:
         """Raise the error that an attempt reported, fencing first; or BadMessage if the job halts at culprits."""
         for outcome, kind in ENDING.items():
             for one in told.values():
@@ -237,7 +241,7 @@ class Rounds:
             topic, part, offset = first.place
             raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
 
-    def _count(self, state: State, partition: Partition, one: Told) -> None:
+    def _count(self, state: RoundState, partition: Partition, one: TaskResult) -> None:
         state.counts.read += one.read + one.behind
         state.counts.dead += one.behind
         state.behind += one.behind
@@ -247,7 +251,7 @@ class Rounds:
             self._context.suspect(partition)
         self._count_dead(state, partition)
 
-    def _note_size(self, state: State, partition: Partition, range_: Range, rows_size: int = 0) -> None:
+    def _note_size(self, state: RoundState, partition: Partition, range_: Range, rows_size: int = 0) -> None:
         """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
         passed = range_.end - range_.start
         offsets, size = state.counts.sizes.get(partition[0], (0, 0))
@@ -255,21 +259,21 @@ class Rounds:
         state.counts.sizes[partition[0]] = (offsets + passed, size + here)
         state.counts.passed += passed
 
-    def _count_dead(self, state: State, partition: Partition) -> None:
+    def _count_dead(self, state: RoundState, partition: Partition) -> None:
         dead = len(state.letters(partition))
         state.counts.read += dead
         state.counts.dead += dead
 
-    def _step_over(self, span: Span, state: State, generation: int) -> None:
+    def _step_over(self, span: OffsetRanges, state: RoundState, generation: int) -> None:
         try:
             task.step_over(self._context.plan(span, state, generation, {}), list(span.ranges))
-        except task.Stop as stop:
+        except task.RangeStopped as stop:
             raise ENDING[stop.outcome](stop.detail) from stop
         for partition, range_ in span.ranges.items():
             self._count_dead(state, partition)
             self._note_size(state, partition, range_)
 
-    def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
+    def _put_aside(self, state: RoundState, span: OffsetRanges, culprits: Sequence[RejectedRecord]) -> None:
         """Read the culprits in full and, with keep_order, the later messages of their keys."""
         if any(culprit.place in state.dead for culprit in culprits):
             raise EffectFailed(f"{culprits[0].place} was named again after it had been taken out: {culprits[0].error}")
@@ -277,14 +281,14 @@ class Rounds:
         letters = self._read_whole(span, {culprit.place: culprit for culprit in culprits})
         state.dead |= letters
         if self._job.keep_order:
-            keys: dict[tuple[str, bytes], Place | None] = {}
+            keys: dict[tuple[str, bytes], MessageRef | None] = {}
             for place, letter in sorted(letters.items(), reverse=True):
                 # For keys in ``standing``, the tasks have already put the later messages aside.
                 if letter.key is not None and letter.key not in state.standing.get(place[0], ()):
                     keys[place[0], letter.key] = place
             self._put_behind(state, span, keys)
 
-    def _stand_behind(self, state: State, span: Span, keys: Keys) -> None:
+    def _stand_behind(self, state: RoundState, span: OffsetRanges, keys: Keys) -> None:
         """Put aside what is behind dead letters of earlier rounds, unless tasks that read Kafka's messages do it."""
         if self._attempts.put_aside_behind:
             state.standing = keys
@@ -292,7 +296,9 @@ class Rounds:
             # A transform must not see these messages, so they are looked for beforehand.
             self._put_behind(state, span, {(topic, key): None for topic, some in keys.items() for key in some})
 
-    def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
+    def _put_behind(
+        self, state: RoundState, span: OffsetRanges, keys: Mapping[tuple[str, bytes], MessageRef | None]
+    ) -> None:
         """Put the messages of these keys aside; of a key with a place, only those that come after it."""
         if not keys:
             return
@@ -311,25 +317,27 @@ class Rounds:
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
             places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
-        found = {place: Culprit(place, "behind", BEHIND) for place in map(tuple, places)}
+        found = {place: RejectedRecord(place, "behind", BEHIND) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)
 
-    def _read_whole(self, span: Span, culprits: Mapping[Place, Culprit]) -> dict[Place, Letter]:
+    def _read_whole(
+        self, span: OffsetRanges, culprits: Mapping[MessageRef, RejectedRecord]
+    ) -> dict[MessageRef, DeadLetter]:
         """Read messages from Kafka again, with all of their parts."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in culprits}:
             offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
-        found: dict[Place, Letter] = {}
+        found: dict[MessageRef, DeadLetter] = {}
         with kept(self._context.reading.tasks) as reader:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
                     for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
                         place = (*partition, raw.offset)
-                        found[place] = Letter(
+                        found[place] = DeadLetter(
                             culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
                         )
         missing = culprits.keys() - found.keys()
@@ -337,7 +345,7 @@ class Rounds:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
         return found
 
-    def _check_number(self, state: State, more: int, error: str) -> None:
+    def _check_number(self, state: RoundState, more: int, error: str) -> None:
         if len(state.dead) + state.behind + more > self._job.max_dead:
             raise EffectFailed(
                 f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
@@ -347,7 +355,7 @@ class Rounds:
 
 def _behind_in(
     incoming: Incoming,
-    keys: Mapping[tuple[str, bytes], Place | None],
+    keys: Mapping[tuple[str, bytes], MessageRef | None],
     ranges: Mapping[Partition, Range],
     without: spark.Offsets,
     reader: RangeReader,
@@ -364,7 +372,7 @@ def _not_deterministic() -> EffectFailed:
     )
 
 
-def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culprit]:
+def _behind(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
     """Return the letters that come after a failed one of the same key."""
     at = {one.place: one for one in letters}
     first = {culprit.place: at[culprit.place] for culprit in failed}
@@ -372,5 +380,5 @@ def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culpr
     for one in letters:
         earlier = [other.id for place, other in first.items() if place < one.place and other.same_key(one)]
         if earlier and one.place not in first:
-            found.append(Culprit(one.place, "behind", f"behind the dead letter {earlier[0]} of its key"))
+            found.append(RejectedRecord(one.place, "behind", f"behind the dead letter {earlier[0]} of its key"))
     return found

@@ -42,8 +42,8 @@ from outbox.consumer.errors import (
     NotAuthorized,
 )
 from outbox.consumer.errors import shown as described
-from outbox.consumer.kafka_admin import KafkaView, TopicMissing
-from outbox.consumer.model import Extent, Partition, Range, Stored
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience, backoff
 from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
 from outbox.consumer.progress import progress
@@ -53,13 +53,13 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import find_losses, find_regrown, halt, new_partitions, next_turn, plan
-from spark_jobs.driver.poison_search import SAME, Search
-from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
+from spark_jobs.driver.poison_search import SAME, PoisonSearch
+from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.job import ConsumerJob
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark import job_groups
@@ -187,11 +187,11 @@ class Runner:
         self._job = job
         self._options = options
         self._report = report
-        self._kafka = KafkaView(options.kafka)
-        self._store = Store(options.url, options.schema, job.group, process_name())
+        self._kafka = KafkaAdmin(options.kafka)
+        self._store = PostgresGroupStore(options.url, options.schema, job.group, process_name())
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
-        self._search = Search(options.verdict_seconds)
+        self._search = PoisonSearch(options.verdict_seconds)
         self._narrowed = False
         self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
@@ -243,7 +243,7 @@ class Runner:
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
-        targets: dict[Partition, Extent] | None = None
+        targets: dict[Partition, OffsetBounds] | None = None
 
         def step() -> bool:
             nonlocal targets
@@ -310,7 +310,7 @@ class Runner:
             self._day_made_at = time.monotonic()
         return self._generation
 
-    def _announce(self, targets: Mapping[Partition, Extent]) -> None:
+    def _announce(self, targets: Mapping[Partition, OffsetBounds]) -> None:
         """Report how many offsets there are to read, transaction markers included."""
         stored = self._store.stored(self._job.topics)
         if self._begins_at_end(stored):
@@ -321,7 +321,7 @@ class Runner:
         ]
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
-    def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
+    def _round(self, targets: Mapping[Partition, OffsetBounds] | None) -> bool:
         """Apply one round, up to ``targets`` if given. Returns whether there may be more to do."""
         generation = self._begin()
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
@@ -374,10 +374,10 @@ class Runner:
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those behind it.
         self._turn = next_turn(turn, ranges)
-        self._apply(Span(ranges, {partition: known[partition].end for partition in ranges}), generation)
+        self._apply(OffsetRanges(ranges, {partition: known[partition].end for partition in ranges}), generation)
         return True
 
-    def _apply(self, span: Span, generation: int) -> None:
+    def _apply(self, span: OffsetRanges, generation: int) -> None:
         """Apply the ranges of a round, and record the result."""
         began = time.monotonic()
         try:
@@ -425,7 +425,7 @@ class Runner:
             figures = {"topic": topic, "partition": part, "offset": offset, "error": by_itself}
             self._report("a partition stands still", figures)
 
-    def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
+    def _begins_at_end(self, stored: Mapping[Partition, StoredOffset]) -> bool:
         """Return whether new partitions begin at their ends: only the first ones of a new group do."""
         return self._job.start == "latest" and not stored and self._store.is_new()
 
@@ -439,7 +439,7 @@ class Runner:
         moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
         return sorted(moved, key=lambda partition: (moved[partition], partition))
 
-    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
+    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
         ask = self._pinned_at is None or time.monotonic() - self._pinned_at > _PINNED_SECONDS
         try:
@@ -519,8 +519,10 @@ class Runner:
 
 
 def _until(
-    targets: Mapping[Partition, Extent], known: Mapping[Partition, Extent], stored: Mapping[Partition, Stored]
-) -> dict[Partition, Extent]:
+    targets: Mapping[Partition, OffsetBounds],
+    known: Mapping[Partition, OffsetBounds],
+    stored: Mapping[Partition, StoredOffset],
+) -> dict[Partition, OffsetBounds]:
     """Return the extents, limited to the targets.
 
     But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that

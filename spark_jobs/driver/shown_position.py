@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from outbox.consumer.kafka_admin import KafkaView
-from outbox.consumer.model import Partition, Stored
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.model import Partition, StoredOffset
 
 
 class ShownPosition:
@@ -15,7 +15,7 @@ class ShownPosition:
     report  called with failures.
     """
 
-    def __init__(self, kafka: KafkaView, group: str, report: Callable[[str, Mapping[str, Any]], None]) -> None:
+    def __init__(self, kafka: KafkaAdmin, group: str, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         self._kafka = kafka
         self._group = group
         self._report = report
@@ -26,7 +26,7 @@ class ShownPosition:
         self._shown |= ends
         self._report_problem(self._kafka.show_lag(self._group, ends, seconds=0))
 
-    def show_stored(self, stored: Mapping[Partition, Stored]) -> None:
+    def show_stored(self, stored: Mapping[Partition, StoredOffset]) -> None:
         """Show offsets that are beyond the shown ends: up to the next message, or the log's end."""
         further = {
             partition: here.next_offset

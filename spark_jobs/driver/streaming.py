@@ -41,15 +41,15 @@ from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, 
 from outbox.consumer.patience import backoff
 from outbox.consumer.postgres_errors import clear_errors, passing
 from outbox.errors import OutboxError
-from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
+from spark_jobs.dedup.strategies import Dedup, DedupStore, forgotten_before
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide, planned
 from spark_jobs.effects.mapped import PLACED, Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.outcomes import Broken
+from spark_jobs.outcomes import EffectError
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.batch_table import Applying
+from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.copying import Unfit, copy_rows
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.postgres.staging import StagePlan, StagingTables, named
@@ -174,7 +174,7 @@ class ExactlyOnce:
         self._accept = accept
         self._from_beginning = from_beginning
         self._patience = patience
-        self._store = Store(url, schema, job.group, process_name())
+        self._store = PostgresGroupStore(url, schema, job.group, process_name())
         self._names = {
             name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
         }
@@ -244,7 +244,7 @@ class ExactlyOnce:
             plan = tables.create(columns, generation, check=True)
             names, count = _stage_all(rows, plan)
             self._commit(batch, generation, _Staged(plan.identifier, columns, effect, names, count))
-        except (Broken, JobError) as error:
+        except (EffectError, JobError) as error:
             raise EffectFailed(f"batch {batch.batch_id}: {error}") from error
         finally:
             # What can't be dropped now is dropped by the next run of the group.
@@ -264,9 +264,9 @@ class ExactlyOnce:
                 self._run(cursor, _ACCEPTED, state=self._accept, query_id=batch.query_id, batch_id=batch.batch_id)
             if not self._swap(cursor, stored, batch):
                 raise ConsumerUnavailable(f"batch {batch.batch_id}: another transaction has moved the group meanwhile")
-            applying = Applying(
+            applying = BatchTable(
                 cursor,
-                Book(self._schema, self._job.group),
+                DedupStore(self._schema, self._job.group),
                 staged.columns,
                 Dedup(),
                 staged.effect,
@@ -343,13 +343,13 @@ class ExactlyOnce:
 
     def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
-        book = Book(self._schema, self._job.group)
+        book = DedupStore(self._schema, self._job.group)
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
-            raise Broken("a row's message_id is NULL: each row needs one, or leave the column out")
+            raise EffectError("a row's message_id is NULL: each row needs one, or leave the column out")
         cursor.execute(_FIRST)
         book.run(cursor, _FRESH)
         if forgotten_before(cursor, book) is not None and (old := book.run(cursor, _FORGOTTEN).fetchone()):
-            raise Broken(
+            raise EffectError(
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
             )
 

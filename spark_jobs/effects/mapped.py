@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from outbox.consumer.model import Place
+from outbox.consumer.model import MessageRef
 from spark_jobs.dedup.strategies import ColumnType, identifier, refuse_cutting
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
@@ -211,7 +211,7 @@ class Upsert:
 
     def missed(
         self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, ColumnType]
-    ) -> Place | None:
+    ) -> MessageRef | None:
         """Return the place of the first stored tombstone that is no longer in ``batch`` but has a row to delete."""
         if not self.deletes:
             return None

@@ -27,11 +27,11 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable, shown
-from outbox.consumer.model import META_PLACE, Culprit, Place, places_of
+from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, passing
-from spark_jobs.dedup.strategies import Book, Strategy
+from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject
-from spark_jobs.outcomes import Broken, Culprits, Uncopyable
+from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
 from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _MOST_TAKEN_BACK: Final = 1_000
 """How many rolled-back messages may be left in the file of ``batch`` before it is emptied."""
 
 
-class Applying:
+class BatchTable:
     """One use of the table ``batch``, in an open transaction.
 
     columns   of ``batch``, with their Postgres types.
@@ -61,7 +61,7 @@ class Applying:
     def __init__(
         self,
         cursor: psycopg.Cursor[Any],
-        book: Book,
+        book: DedupStore,
         columns: Mapping[str, str],
         strategy: Strategy,
         effect: str | PythonEffect,
@@ -95,12 +95,12 @@ class Applying:
             if isinstance(error, psycopg.Error) and (passing(error) or not by_data(error)):
                 raise
             if not self._bisecting:
-                raise Broken(shown(error)) from error
-            raise Uncopyable from error
+                raise EffectError(shown(error)) from error
+            raise CopyError from error
 
     def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Do the same after ``copy`` has raised Uncopyable. Raises Culprits for messages whose values do not fit."""
-        found: list[Culprit] = []
+        found: list[RejectedRecord] = []
         as_text = textual(self._columns)
         names = [name for name, kind in as_text.items() if kind == "text"]
         # Under names that no table of the sink has: a temporary table hides others.
@@ -110,7 +110,7 @@ class Applying:
         copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(fit))
         found += self._fill(incoming)
         if found:
-            raise Culprits(found)
+            raise RejectedRecords(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
@@ -128,10 +128,10 @@ class Applying:
             if passing(error):
                 raise
             if not (self._bisecting and self.placed and by_data(error)):
-                raise Broken(shown(error)) from error
+                raise EffectError(shown(error)) from error
             found = self._fill(source)
             if found:
-                raise Culprits(found) from error
+                raise RejectedRecords(found) from error
             taken = self.count()
         if taken != rows:
             raise ConsumerUnavailable(
@@ -155,11 +155,11 @@ class Applying:
         )
         return source, first + sql.SQL(", {}").format(sql.Identifier(STAGED_AT))
 
-    def places(self) -> set[Place]:
+    def places(self) -> set[MessageRef]:
         """Return the places of the messages in ``batch``."""
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
-    def reduce(self, *, suspect: bool, forgiven: AbstractSet[Place] = frozenset()) -> None:
+    def reduce(self, *, suspect: bool, forgiven: AbstractSet[MessageRef] = frozenset()) -> None:
         """Leave only the rows to be applied. Raises Culprits.
 
         Culprits are messages whose day is forgotten, unless they are ``forgiven``, and messages whose key or version
@@ -172,16 +172,16 @@ class Applying:
             if passing(error) or not by_data(error):
                 raise
             if not self._bisecting:
-                raise Broken(shown(error)) from error
+                raise EffectError(shown(error)) from error
             found = self._bisect(lambda: self._strategy.check(self._cursor))
-            raise (Culprits(found) if found else Broken(shown(error))) from error
+            raise (RejectedRecords(found) if found else EffectError(shown(error))) from error
         most = self._max_dead + 1 + len(forgiven)
         old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
         if old:
-            culprits = [Culprit(place, "too-old", why) for place, why in old]
+            culprits = [RejectedRecord(place, "too-old", why) for place, why in old]
             if not self._bisecting:
-                raise Broken(f"{culprits[0].place}: {culprits[0].error}")
-            raise Culprits(culprits)
+                raise EffectError(f"{culprits[0].place}: {culprits[0].error}")
+            raise RejectedRecords(culprits)
 
     def count(self) -> int:
         """Return the number of rows in ``batch``."""
@@ -201,12 +201,12 @@ class Applying:
             if passing(error):
                 raise
             if not (self._bisecting and by_data(error)):
-                raise Broken(shown(error)) from error
+                raise EffectError(shown(error)) from error
         found = self._bisect(self._run)
         if found:
-            raise Culprits(found)
+            raise RejectedRecords(found)
 
-    def _bisect(self, do: Callable[[], object]) -> list[Culprit]:
+    def _bisect(self, do: Callable[[], object]) -> list[RejectedRecord]:
         """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail."""
         refill = self._refilling("batch", self._listed)
 
@@ -229,7 +229,7 @@ class Applying:
 
         return self._message_by_message(sql.Identifier("batch"), part, make_room)
 
-    def _fill(self, source: sql.Composable) -> list[Culprit]:
+    def _fill(self, source: sql.Composable) -> list[RejectedRecord]:
         """Fill ``batch`` from rows of text, cast to its types. Return the messages whose values do not fit."""
         fill = self._refilling("batch", self._cast)
         return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
@@ -245,7 +245,7 @@ class Applying:
         source: sql.Composable,
         do: Callable[[int, int], object],
         before: Callable[[int], object] = lambda _messages: None,
-    ) -> list[Culprit]:
+    ) -> list[RejectedRecord]:
         """Copy rows into outbox_batch_held, and call ``do`` for smaller and smaller parts. Return the messages that
         fail.
 
@@ -265,7 +265,7 @@ class Applying:
         listed = sql.SQL("SELECT DISTINCT {0} FROM outbox_batch_held ORDER BY {0}").format(sql.SQL(_PLACE))
         places = self._cursor.execute(listed).fetchall()
         return [
-            Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
+            RejectedRecord(places[number - 1], "failed", shown(error), error.sqlstate)
             for number, error in self._halves(1, len(places), do, before)
         ]
 
@@ -285,7 +285,7 @@ class Applying:
                 if passing(error):
                     raise
                 if not by_data(error):
-                    raise Broken(shown(error)) from error
+                    raise EffectError(shown(error)) from error
                 if low < high:
                     middle = (low + high) // 2
                     # The lower half comes first: the order of offsets is the order of effects.
@@ -293,7 +293,7 @@ class Applying:
                     continue
                 found += 1
                 if found > self._max_dead:
-                    raise Broken(
+                    raise EffectError(
                         f"more than {self._max_dead} messages of one batch fail (max_dead); the last: {shown(error)}"
                     ) from error
                 yield low, error
@@ -314,28 +314,28 @@ class Applying:
                 self._cursor.execute(IMMEDIATE)
         except Reject as reject:
             rejected = dict.fromkeys(self._rejected(reject, rows))
-            culprits = [Culprit(place, "rejected", reject.why) for place in list(rejected)[: self._max_dead + 1]]
+            culprits = [RejectedRecord(place, "rejected", reject.why) for place in list(rejected)[: self._max_dead + 1]]
             if not self._bisecting:
-                raise Broken(f"{culprits[0].place}: {reject.why}") from reject
-            raise Culprits(culprits) from reject
+                raise EffectError(f"{culprits[0].place}: {reject.why}") from reject
+            raise RejectedRecords(culprits) from reject
         except psycopg.Error:
             raise
         except Exception as error:
-            raise Broken(f"the effect raised {shown(error)}") from error
+            raise EffectError(f"the effect raised {shown(error)}") from error
 
     @staticmethod
-    def _rejected(reject: Reject, rows: pa.Table) -> list[Place]:
+    def _rejected(reject: Reject, rows: pa.Table) -> list[MessageRef]:
         if not {"message_id", *META_PLACE} <= set(rows.column_names):
-            raise Broken(
+            raise EffectError(
                 f"the effect rejected {reject.message_ids[0]} ({reject.why}), but the transform's rows are of no one "
                 f"message, so none can be put aside: keep message_id, {_PLACE}, or raise another error"
             ) from reject
         wanted = set(reject.message_ids)
         found = [
-            place for place, name in zip(places_of(rows), rows["message_id"].to_pylist(), strict=True) if name in wanted
+            place for place, name in zip(refs_of(rows), rows["message_id"].to_pylist(), strict=True) if name in wanted
         ]
         if not found:
-            raise Broken(
+            raise EffectError(
                 f"the effect rejected {reject.message_ids[0]}, which is no message_id of its batch"
             ) from reject
         return found
@@ -354,7 +354,7 @@ class Applying:
             return table
         left = self.places()
         if len(left) < table.num_rows:
-            table = table.filter(pa.array([place in left for place in places_of(table)], pa.bool_()))
+            table = table.filter(pa.array([place in left for place in refs_of(table)], pa.bool_()))
         if not self._strategy.remembers and self.count() < table.num_rows:
             # Some rows of a message were dropped and others kept; only the database knows which.
             table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
@@ -405,7 +405,7 @@ def textual(columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_unfit(
-    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit], max_dead: int
+    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[RejectedRecord], max_dead: int
 ) -> Iterator[pa.RecordBatch]:
     """Return the rows whose columns ``names`` Postgres accepts as text, and add the messages of the others to
     ``found``.
@@ -440,19 +440,21 @@ def without_unfit(
 
 
 def _add_culprits(
-    batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit], max_dead: int
+    batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[RejectedRecord], max_dead: int
 ) -> None:
     if not bad.true_count:
         return
     if not set(META_PLACE) <= set(batch.schema.names):
-        raise Broken(f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it")
+        raise EffectError(
+            f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it"
+        )
     known = {culprit.place for culprit in found}
-    for place in places_of(batch.filter(bad)):
+    for place in refs_of(batch.filter(bad)):
         if place not in known:
             known.add(place)
-            found.append(Culprit(place, "failed", why, sqlstate))
+            found.append(RejectedRecord(place, "failed", why, sqlstate))
         if len(found) > max_dead:
-            raise Culprits(found)
+            raise RejectedRecords(found)
 
 
 def _is_utf8(column: pa.Array) -> bool:

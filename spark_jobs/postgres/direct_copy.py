@@ -2,8 +2,8 @@
 strategy remembers them.
 
 It has the same result as the path through ``batch``, with half of the work for the database, as long as nothing goes
-wrong. A repeat, a row that the table refuses, or an id of a forgotten day ends the transaction with ``Roundabout``, and
-the driver runs the range again through ``batch``, which handles them.
+wrong. A repeat, a row that the table refuses, or an id of a forgotten day ends the transaction with
+``FallbackToBatch``, and the driver runs the range again through ``batch``, which handles them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import psycopg
 
 from outbox.consumer.postgres_errors import passing
 from spark_jobs.dedup.strategies import (
-    Book,
     Dedup,
+    DedupStore,
     Fingerprint,
     OffsetsOnly,
     Strategy,
@@ -26,7 +26,7 @@ from spark_jobs.dedup.strategies import (
     identifier,
 )
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.outcomes import Roundabout
+from spark_jobs.outcomes import FallbackToBatch
 from spark_jobs.postgres.batch_table import IMMEDIATE
 from spark_jobs.postgres.copying import Unfit, copy_rows
 
@@ -65,7 +65,7 @@ OTHERWISE: Final = "otherwise"
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class DirectCopy:
     """The target of a direct copy.
 
     table    of the sink.
@@ -79,7 +79,9 @@ class Direct:
     kinds: Mapping[str, str]
     seen: str
 
-    def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
+    def apply(
+        self, cursor: psycopg.Cursor[Any], book: DedupStore, strategy: Strategy, rows: Iterable[pa.RecordBatch]
+    ) -> int:
         """Copy rows, and ids if they are remembered. Returns the number of rows. Raises Roundabout."""
         ids: list[Ids] | None = [] if strategy.remembers else None
         counts: list[int] = []
@@ -87,14 +89,14 @@ class Direct:
             copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, counts, ids))
             # COPY has locked the table, so it can't be altered any more until COMMIT.
             if _look(cursor, self.table, self.columns) != (True, self.seen):
-                raise Roundabout
+                raise FallbackToBatch
             if ids is not None:
                 self._remember(cursor, book, ids)
             cursor.execute(IMMEDIATE)
         except (psycopg.Error, Unfit) as error:
             if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
                 raise
-            raise Roundabout from error
+            raise FallbackToBatch from error
         return sum(counts)
 
     def _columns(
@@ -116,19 +118,19 @@ class Direct:
             yield pa.RecordBatch.from_pydict({there: batch.column(here) for there, here in self.columns.items()})
 
     @staticmethod
-    def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: list[Ids]) -> None:
+    def _remember(cursor: psycopg.Cursor[Any], book: DedupStore, ids: list[Ids]) -> None:
         from spark_jobs.dedup import processed
 
         processed.copy_ids(cursor, book, ids)
         # After the ids were inserted: see strategies.forgotten_before.
         before = forgotten_before(cursor, book)
         if before is not None and processed.any_before(ids, before):
-            raise Roundabout
+            raise FallbackToBatch
 
 
 def direct_for(
     cursor: psycopg.Cursor[Any], effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
-) -> Direct | None:
+) -> DirectCopy | None:
     """Return the target of a direct copy; None if the result would differ from that of the path through ``batch``.
 
     columns  of ``batch``, with their Postgres types; ``payload`` are those of the payload.
@@ -145,7 +147,7 @@ def direct_for(
     plain, _ = _look(cursor, effect.table, pairs)
     if None in kinds.values() or not plain:
         return None
-    return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None}, seen)
+    return DirectCopy(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None}, seen)
 
 
 def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:

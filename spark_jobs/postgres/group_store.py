@@ -18,13 +18,13 @@ from psycopg import sql
 
 from outbox.consumer import connections, letters
 from outbox.consumer.errors import Fenced, JobError
-from outbox.consumer.letters import Retried
-from outbox.consumer.model import Culprit, Loss, Partition, Stored
+from outbox.consumer.letters import RetryRecord
+from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
-from outbox.consumer.retention import KEEP_DAYS, Memory, RetentionResult
+from outbox.consumer.retention import KEEP_DAYS, IdRetention, RetentionResult
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.direct_copy import Direct, direct_for
+from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
 _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
@@ -126,11 +126,11 @@ ONE_CONSUMER: Final = (
 class GroupState:
     """A group's stored offsets. ``retry_waits``: there are dead letters to retry."""
 
-    stored: Mapping[Partition, Stored]
+    stored: Mapping[Partition, StoredOffset]
     retry_waits: bool
 
 
-class Store:
+class PostgresGroupStore:
     """One group's rows. ``owner`` is only informative; the generation identifies the consumer."""
 
     def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
@@ -192,10 +192,10 @@ class Store:
             connection.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
             connection.execute(statements.encode())
 
-    def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
+    def stored(self, topics: Iterable[str]) -> dict[Partition, StoredOffset]:
         """Return the group's stored offsets."""
         rows = self._read(_STORED, topics=list(topics))
-        return {(topic, part): Stored(*rest) for topic, part, *rest in rows}
+        return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows}
 
     def is_new(self) -> bool:
         """Return whether the group has no offsets of any topic, and never had losses.
@@ -253,7 +253,7 @@ class Store:
         rows = self._read(_DEAD_KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
-    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.
 
         With ``keep_order`` also those that waited behind a dead letter that is gone: they are looked for once after
@@ -265,11 +265,11 @@ class Store:
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
         self._released = True
         return [
-            Retried(number, (topic, part, offset), key, value, headers, time, reason, behind)
+            RetryRecord(number, (topic, part, offset), key, value, headers, time, reason, behind)
             for number, topic, part, offset, key, value, headers, time, reason, behind in rows
         ]
 
-    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+    def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
             self.require(connection, generation)
@@ -278,7 +278,7 @@ class Store:
 
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
-    ) -> Direct | None:
+    ) -> DirectCopy | None:
         """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
         with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
@@ -299,7 +299,7 @@ class Store:
         self._require_row(rows[0][:2] if rows else None, generation)
         self._released = False
         self._below = rows[0][3]
-        stored = {(topic, part): Stored(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
+        stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
         return GroupState(stored, retry_waits=rows[0][2])
 
     def _state_query(self, keep_order: bool) -> sql.Composed:
@@ -339,11 +339,11 @@ class Store:
 
     def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Create the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
-        return Memory(self._url, self._schema, keep_days, self._name).make()
+        return IdRetention(self._url, self._schema, keep_days, self._name).make()
 
     def forget_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Forget the ids of days that are no longer kept: see Memory.forget."""
-        return Memory(self._url, self._schema, keep_days, self._name).forget()
+        return IdRetention(self._url, self._schema, keep_days, self._name).forget()
 
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         """Call ``make_days`` and ``forget_days``, and report what could not be done."""

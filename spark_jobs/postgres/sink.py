@@ -13,17 +13,17 @@ from psycopg import sql
 
 from outbox.consumer import connections, letters
 from outbox.consumer.errors import Fenced
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Partition, Place, Range, Wish
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
-from spark_jobs.dedup.strategies import Book, Strategy
+from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import Moved
+from spark_jobs.outcomes import OffsetMoved
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.batch_table import Applying
-from spark_jobs.postgres.direct_copy import Direct
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.batch_table import BatchTable
+from spark_jobs.postgres.direct_copy import DirectCopy
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.sink import Way, Whole
 
 if TYPE_CHECKING:
@@ -100,12 +100,12 @@ class PostgresSink:
     effect: str | PythonEffect
     strategy: Strategy
     bisect: bool
-    direct: Direct | None = None
+    direct: DirectCopy | None = None
 
     @property
-    def book(self) -> Book:
+    def book(self) -> DedupStore:
         """Where the group's ids are remembered."""
-        return Book(self.schema, self.group)
+        return DedupStore(self.schema, self.group)
 
     @contextmanager
     def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
@@ -114,9 +114,11 @@ class PostgresSink:
         with translated(where), transaction(self.url, driver if here else consumer, rows) as cursor:
             yield PostgresTransaction(self, cursor, most)
 
-    def applying(self, cursor: psycopg.Cursor[Any], most: int) -> Applying:
+    def applying(self, cursor: psycopg.Cursor[Any], most: int) -> BatchTable:
         """Begin with an empty ``batch``."""
-        return Applying(cursor, self.book, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most)
+        return BatchTable(
+            cursor, self.book, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most
+        )
 
 
 class PostgresTransaction:
@@ -126,9 +128,9 @@ class PostgresTransaction:
         self._sink = sink
         self.cursor = cursor
         self._most = most
-        self._wishes: Mapping[Place, Wish] = {}
-        self._applying: Applying | None = None
-        self._matched: AbstractSet[Place] = frozenset()
+        self._wishes: Mapping[MessageRef, RetryRequest] = {}
+        self._applying: BatchTable | None = None
+        self._matched: AbstractSet[MessageRef] = frozenset()
 
     def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
         """Move the group's offset over the range."""
@@ -150,7 +152,7 @@ class PostgresTransaction:
             return False
         if row is not None and row[0] > span.start and row[1:] == (self._sink.generation, span.topic_id):
             # A task that the driver had given up, because another one failed, has committed a shorter range.
-            raise Moved(f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
+            raise OffsetMoved(f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
         now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
         raise Fenced(
             f"group {self._sink.group} was taken over from generation {self._sink.generation}: "
@@ -172,7 +174,14 @@ class PostgresTransaction:
         return applying.count()
 
     def count(
-        self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
+        self,
+        partition: Partition,
+        span: Range,
+        *,
+        read: int,
+        fresh: int,
+        dead: Sequence[DeadLetter],
+        reached: int | None,
     ) -> None:
         """Store the partition's dead letters, and add to its figures."""
         put = letters.write(self.cursor, self._sink.schema, self._sink.group, span.topic_id, dead)
@@ -187,7 +196,7 @@ class PostgresTransaction:
         """Roll back: nothing is committed."""
         self.cursor.connection.rollback()
 
-    def hold(self, wishes: Mapping[Place, Wish]) -> bool:
+    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
         """Lock dead letters to be retried."""
         self._wishes = wishes
         if not self._run(_MINE, generation=self._sink.generation).fetchone():
@@ -199,7 +208,7 @@ class PostgresTransaction:
         assert self._applying is not None
         self.resolve_as(self._applying.per_partition(), self._matched)
 
-    def resolve_as(self, fresh: Mapping[Partition, int], matched: AbstractSet[Place]) -> None:
+    def resolve_as(self, fresh: Mapping[Partition, int], matched: AbstractSet[MessageRef]) -> None:
         """Delete the dead letters that were held, and count those whose effect this transaction has.
 
         matched  those that the job has not filtered out. The others have no effect, and are recorded in ``audit``.
@@ -221,7 +230,7 @@ class PostgresTransaction:
         return self.cursor.execute(sql.SQL(query).format(**names), {"grp": self._sink.group, **values})
 
 
-def forgiven(wishes: Mapping[Place, Wish]) -> frozenset[Place]:
+def forgiven(wishes: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRef]:
     """Return the messages that were too old, and that an operator wants to apply anyway."""
     return frozenset(place for place, (_, reason) in wishes.items() if reason == "too-old")
 
@@ -229,13 +238,13 @@ def forgiven(wishes: Mapping[Place, Wish]) -> frozenset[Place]:
 class PostgresSinks:
     """Creates the sinks of a job's rounds: see sink.Sinks. What it has read of the tables is cached for a round."""
 
-    def __init__(self, url: str, schema: str, job: ConsumerJob, store: Store) -> None:
+    def __init__(self, url: str, schema: str, job: ConsumerJob, store: PostgresGroupStore) -> None:
         self.url = url
         self.schema = schema
         self._store = store
         self._job = job
         self._statements: dict[tuple[str, ...], str] = {}
-        self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
+        self._directs: dict[tuple[tuple[str, str], ...], DirectCopy | None] = {}
 
     def look_again(self) -> None:
         """Forget what is known of the sink's tables: they may have been altered since the last round."""
@@ -268,7 +277,7 @@ class PostgresSinks:
         return self._statements[known]
 
     def _sink(
-        self, columns: Mapping[str, str], generation: int, effect: str | PythonEffect, direct: Direct | None
+        self, columns: Mapping[str, str], generation: int, effect: str | PythonEffect, direct: DirectCopy | None
     ) -> PostgresSink:
         return PostgresSink(
             self.url,
@@ -282,7 +291,7 @@ class PostgresSinks:
             direct=direct,
         )
 
-    def _direct(self, columns: Mapping[str, str]) -> Direct | None:
+    def _direct(self, columns: Mapping[str, str]) -> DirectCopy | None:
         if not columns or not isinstance(self._job.effect, Insert):
             return None
         names = tuple(columns.items())

@@ -27,7 +27,7 @@ from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.postgres.batch_table import STAGED_AT, STAGED_BY
-from spark_jobs.postgres.group_store import ONE_CONSUMER, Store
+from spark_jobs.postgres.group_store import ONE_CONSUMER, PostgresGroupStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,7 +65,9 @@ class StagePlan:
 class StagingTables:
     """The staging tables of a group. ``advice`` is part of the error that is raised if the group was taken over."""
 
-    def __init__(self, store: Store, url: str, schema: str, group: str, advice: str = ONE_CONSUMER) -> None:
+    def __init__(
+        self, store: PostgresGroupStore, url: str, schema: str, group: str, advice: str = ONE_CONSUMER
+    ) -> None:
         self._advice = advice
         self._store = store
         self._url = url

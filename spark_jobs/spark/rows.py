@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outbox._clients import credentials
 from outbox.consumer.errors import JobError
-from outbox.consumer.letters import Retried
+from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition, Range
 from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
@@ -134,7 +134,7 @@ def of_ranges(
     return Source(decoded(rows, job), leaf, partitions)
 
 
-def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, letters: Sequence[Retried]) -> Source:
+def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, letters: Sequence[RetryRecord]) -> Source:
     """Return dead letters that are retried, all in one task and in their order."""
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
@@ -163,7 +163,7 @@ def _leaf(session: SparkSession, tasks: int) -> DataFrame:
     return Classic(spark.internalCreateDataFrame(numbers.queryExecution().toRdd(), numbers.schema(), False), session)
 
 
-def _messages(topic: str, part: int, letters: Sequence[Retried]) -> Messages:
+def _messages(topic: str, part: int, letters: Sequence[RetryRecord]) -> Messages:
     return Messages(
         topic,
         part,

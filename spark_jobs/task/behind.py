@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from outbox.consumer.model import Place
+from outbox.consumer.model import MessageRef
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 def behind(
-    keys: Mapping[tuple[str, bytes], Place | None], batches: Iterable[pa.RecordBatch]
+    keys: Mapping[tuple[str, bytes], MessageRef | None], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Return the places of messages that come after a dead letter of their key.
 

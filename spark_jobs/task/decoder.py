@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Culprit
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import RejectedRecord
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,7 +99,7 @@ class Behind:
     keys: Mapping[str, AbstractSet[bytes]]
     share: int
 
-    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[Letter]]:
+    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[DeadLetter]]:
         """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
         keys = self.keys.get(messages.topic, frozenset())
         behind = [number for number, key in enumerate(messages.keys) if key in keys]
@@ -107,8 +107,8 @@ class Behind:
             return messages, []
         others = [number for number, key in enumerate(messages.keys) if key not in keys]
         named = [
-            Letter(
-                Culprit((messages.topic, messages.part, raw.offset), "behind", BEHIND),
+            DeadLetter(
+                RejectedRecord((messages.topic, messages.part, raw.offset), "behind", BEHIND),
                 raw.message_id,
                 raw.key,
                 raw.value,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from outbox.consumer import letters
 from outbox.consumer.errors import storable
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Culprit, Place, places_of
-from spark_jobs.outcomes import Culprits
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import MessageRef, RejectedRecord, refs_of
+from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
 
 if TYPE_CHECKING:
@@ -30,19 +30,19 @@ class Feed:
         required: Sequence[str],
         batches: Iterable[pa.RecordBatch],
         max_dead: int,
-        aside: Sequence[Letter] = (),
+        aside: Sequence[DeadLetter] = (),
         share: int = 0,
     ) -> None:
         self._required = required
         self._max_dead = max_dead
         self._share = share
         self._batches = batches
-        self._found: dict[Place, Culprit] = {}
+        self._found: dict[MessageRef, RejectedRecord] = {}
         self.aside = aside
         self.rows = self.size = 0
 
     @property
-    def found(self) -> list[Culprit]:
+    def found(self) -> list[RejectedRecord]:
         """Return the messages that can't be applied."""
         return list(self._found.values())
 
@@ -56,7 +56,7 @@ class Feed:
         yield from self
         more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
         if found := [*self.found, *more]:
-            raise Culprits(found[: self._max_dead + 1])
+            raise RejectedRecords(found[: self._max_dead + 1])
 
     def _checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow as pa
@@ -80,32 +80,32 @@ class Feed:
         return batch
 
     def _name(self, wrong: pa.RecordBatch, column: str) -> None:
-        for row, place in enumerate(places_of(wrong)):
+        for row, place in enumerate(refs_of(wrong)):
             if place not in self._found:
                 self._found[place] = _at_fault(wrong, row, place, column)
             if len(self._found) > self._max_dead:
-                raise Culprits(self.found)
+                raise RejectedRecords(self.found)
 
 
-def _at_fault(batch: pa.RecordBatch, row: int, place: Place, name: str) -> Culprit:
+def _at_fault(batch: pa.RecordBatch, row: int, place: MessageRef, name: str) -> RejectedRecord:
     reason, error = "rejected", f"column {name}, which the job's strategy needs, is NULL"
     if name == PROBLEM:
         reason, error = "undecodable", batch.column(PROBLEM)[row].as_py()
     elif name == "message_id":
         reason, error = "no-id", "there is no id: neither a header ce_id nor a header id"
-    return Culprit(place, reason, error)
+    return RejectedRecord(place, reason, error)
 
 
-def culprits_text(found: Sequence[Culprit]) -> str:
+def culprits_text(found: Sequence[RejectedRecord]) -> str:
     """Return culprits as the JSON of a report."""
     return json.dumps(
         [[*one.place, one.reason, storable(one.error)[: letters.LONGEST_ERROR], one.sqlstate] for one in found]
     )
 
 
-def culprits_from(text: str) -> list[Culprit]:
+def culprits_from(text: str) -> list[RejectedRecord]:
     """Read what ``culprits_text`` wrote."""
     return [
-        Culprit((topic, part, offset), reason, error, sqlstate)
+        RejectedRecord((topic, part, offset), reason, error, sqlstate)
         for topic, part, offset, reason, error, sqlstate in json.loads(text)
     ]

@@ -40,10 +40,10 @@ from outbox.consumer.errors import (
     shown,
     storable,
 )
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Partition, Place, Range, Wish
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import Broken, Culprits, Moved, Roundabout, Uncopyable
+from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, OffsetMoved, RejectedRecords
 from spark_jobs.sink import Sink, Way
 from spark_jobs.task.decoder import Behind, TaskDecoder
 from spark_jobs.task.feed import Feed, culprits_text
@@ -97,7 +97,7 @@ class TaskPlan:
     log_ends: Mapping[Partition, int]
     required: tuple[str, ...]
     max_dead: int
-    dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
+    dead: Mapping[Partition, Sequence[DeadLetter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
     slow: frozenset[Partition] = frozenset()
@@ -126,7 +126,7 @@ class TaskPlan:
         return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 
-class Stop(Exception):
+class RangeStopped(Exception):
     """Ends the transaction with a report to the driver instead of a retry by Spark."""
 
     def __init__(self, outcome: str, detail: str) -> None:
@@ -253,10 +253,10 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
         with stopping(_where(plan, partition)):
             # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
             first = next(messages, None)
-    except Stop as stop:
+    except RangeStopped as stop:
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
-    aside: list[Letter] = []
+    aside: list[DeadLetter] = []
     rows = plan.decoder.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
     made = _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
@@ -264,7 +264,7 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     return made
 
 
-def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> Iterator[Messages]:
+def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -> Iterator[Messages]:
     """Return the messages that are not behind a dead letter, and add the others to ``aside``. Raises Culprits."""
     assert plan.decoder is not None
     for messages in parts:
@@ -275,7 +275,7 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> It
         taken, behind = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
         aside += behind
         if len(aside) > plan.max_dead:
-            raise Culprits([letter.culprit for letter in aside])
+            raise RejectedRecords([letter.culprit for letter in aside])
         yield taken
 
 
@@ -287,7 +287,7 @@ def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any
             outcome = "already"
         else:
             fresh = applied
-    except Stop as stop:
+    except RangeStopped as stop:
         outcome, detail = stop.outcome, stop.detail
     behind = len(feed.aside) if outcome == "applied" else 0
     return report(partition, outcome, feed.rows, fresh, detail, behind=behind, size=feed.size)
@@ -301,7 +301,7 @@ def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.Rec
         for name, value in zip(names, partition, strict=True):
             column = batch.column(name)
             if column.null_count or not pc.all(pc.equal(column, value)).as_py():
-                raise Broken(
+                raise EffectError(
                     f"a row's {name} is not {value}: the transform mixes partitions, and each is a transaction of its "
                     "own; leave the columns that say which message a row is as they are, or declare atomic='batch'"
                 )
@@ -309,7 +309,7 @@ def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.Rec
 
 
 def run_retry(
-    plan: TaskPlan, retried: Mapping[Place, Wish], batches: TaskInput[pa.RecordBatch]
+    plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Apply dead letters that are retried, all of them in one transaction; the function of mapInArrow.
 
@@ -319,7 +319,7 @@ def run_retry(
     outcome, fresh, detail = "applied", 0, ""
     try:
         fresh = _apply_retried(plan, retried, feed, batches)
-    except Stop as stop:
+    except RangeStopped as stop:
         outcome, detail = stop.outcome, stop.detail
     yield report(("", 0), outcome, feed.rows, fresh, detail)
 
@@ -366,7 +366,9 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[
     return fresh
 
 
-def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput[Any]) -> int:
+def _apply_retried(
+    plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], feed: Feed, batches: TaskInput[Any]
+) -> int:
     """Apply dead letters. Returns the number of fresh rows; the rest had been applied before."""
     where = "dead letters"
     with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
@@ -390,23 +392,23 @@ class stopping:  # noqa: N801  reads as what it does
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Culprits):
-            raise Stop("culprits", culprits_text(error.found)) from error
-        if isinstance(error, Uncopyable):
-            raise Stop("uncopyable", "") from error
-        if isinstance(error, Roundabout):
-            raise Stop("roundabout", "") from error
+        if isinstance(error, RejectedRecords):
+            raise RangeStopped("culprits", culprits_text(error.found)) from error
+        if isinstance(error, CopyError):
+            raise RangeStopped("uncopyable", "") from error
+        if isinstance(error, FallbackToBatch):
+            raise RangeStopped("roundabout", "") from error
         if isinstance(error, Fenced):
-            raise Stop("fenced", str(error)) from error
-        if isinstance(error, Moved):
-            raise Stop("moved", str(error)) from error
-        if isinstance(error, Broken | JobError):
-            raise Stop("broken", f"{self._where}: {error}") from error
+            raise RangeStopped("fenced", str(error)) from error
+        if isinstance(error, OffsetMoved):
+            raise RangeStopped("moved", str(error)) from error
+        if isinstance(error, EffectError | JobError):
+            raise RangeStopped("broken", f"{self._where}: {error}") from error
         if isinstance(error, EffectFailed):
-            raise Stop("broken", str(error)) from error
+            raise RangeStopped("broken", str(error)) from error
         for outcome, failing in FAILURES.items():
             if isinstance(error, failing):
-                raise Stop(outcome, str(error)) from error
+                raise RangeStopped(outcome, str(error)) from error
 
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:

@@ -43,15 +43,15 @@ from outbox import Event, Outbox
 from outbox._app.prometheus import serve
 from outbox.consumer import letters
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
-from outbox.consumer.letters import Letter
+from outbox.consumer.letters import DeadLetter
 from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess, Topics, token
 from relay.cli.app import app
 from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
-from spark_jobs.driver.poison_search import Search
-from spark_jobs.driver.round_context import Counts, Span, State
+from spark_jobs.driver.poison_search import PoisonSearch
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
@@ -827,8 +827,8 @@ class Consumer:
         self._metrics.observe(text, figures)
         self._health.observe(text, figures)
 
-    def _step_over(self, span: Span, generation: int) -> Counts:
-        self.runner._rounds._step_over(span, State(), generation)
+    def _step_over(self, span: OffsetRanges, generation: int) -> Counts:
+        self.runner._rounds._step_over(span, RoundState(), generation)
         return Counts()
 
 
@@ -888,7 +888,7 @@ def test_a_message_that_always_runs_into_a_limit_while_the_other_partition_moves
     consumer = Consumer(driver)
     step_over = consumer.runner._rounds.apply
 
-    def apply(span: Span, generation: int) -> Counts:
+    def apply(span: OffsetRanges, generation: int) -> Counts:
         here = span.ranges.get((driver.topic, 0))
         if here is None or not here.start <= 1 < here.end:
             return step_over(span, generation)
@@ -898,7 +898,7 @@ def test_a_message_that_always_runs_into_a_limit_while_the_other_partition_moves
         raise failed
 
     consumer.runner._rounds.apply = apply
-    consumer.runner._search = Search()
+    consumer.runner._search = PoisonSearch()
     old = int(time.time() * 1000) - 600_000
     for part in (0, 1):
         driver.send(part, 3, timestamp=old)
@@ -970,7 +970,9 @@ def test_the_sink_refuses_messages(operator, outbox_postgres, outbox_kafka, monk
     sink.run("CREATE TABLE numbers (n int CONSTRAINT small CHECK (n < 100), place bigint)")
     report = sink.apply([(event_id(n), 100 + n) for n in range(2)])
     with psycopg.connect(sink.url) as connection:
-        found = [Letter(one, event_id(one.place[2]), b"k", b"{}", "[]", 0) for one in culprits_from(report["detail"])]
+        found = [
+            DeadLetter(one, event_id(one.place[2]), b"k", b"{}", "[]", 0) for one in culprits_from(report["detail"])
+        ]
         letters.write(connection.cursor(), "consumer", "g", "id", found)
     assert alarms("g", sink.url, outbox_kafka) == {"ConsumerDeadLetters"}
     listed = operator.act("outbox dead-letters list")

@@ -29,7 +29,7 @@ from outbox._app import migrate as db
 from outbox._clients import credentials
 from outbox._clients.kafka import complete
 from outbox.consumer import connections
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import OutboxError
@@ -237,7 +237,7 @@ def test_relays_and_consumers_come_with_tokens_and_passwords_of_the_provider(
     # A consumer's driver and task.
     credentials.use("credential_provider:from_environment")
     options = {key: value for key, value in (servers.kafka | by_token).items() if value is not None}
-    ids, extents = KafkaView(options).look([topic])
+    ids, extents = KafkaAdmin(options).look([topic])
     read = 0
     reader = RangeReader(ReaderSettings(options, "tokens", patience_seconds=30.0))
     for (_, part), extent in extents.items():

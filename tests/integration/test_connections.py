@@ -24,7 +24,7 @@ from outbox.consumer import postgres_errors as postgres
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.task.input import NO_INPUT
 
@@ -242,7 +242,7 @@ def test_what_a_driver_has_open_is_closed_with_it(url):
 def test_no_secret_is_shown(url):
     where = urlsplit(url)
     secret = url.replace(where.netloc, f"{where.username}:s3cret@{where.hostname}:{where.port}")
-    store = Store(secret, "consumer", "g", "test")
+    store = PostgresGroupStore(secret, "consumer", "g", "test")
     store.require_utf8()
     kept = connections._here()
     assert kept._sessions

@@ -17,8 +17,8 @@ from support import wait_until
 
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
-from outbox.consumer.model import Stored
-from spark_jobs.postgres.group_store import Store
+from outbox.consumer.model import StoredOffset
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 __all__ = ["later", "url"]
 
@@ -63,7 +63,7 @@ def test_a_round_survives_a_restart_of_the_server(private_postgres):
     url = private_postgres.database(server).url
     group = ConsumerGroup(url)
     group.begin([0])
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
     ask(url)
     before = store.state(["t"], 1, keep_order=False)
     server.kill()
@@ -83,7 +83,7 @@ def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
     server = private_postgres()
     url = private_postgres.database(server).url
     ConsumerGroup(url).begin([0])
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
     (driver,) = [store.stored(["t"]) and sessions(url, "outbox driver g")]
     worker = ask(url)
     set_parameter(server.url(), "default_transaction_read_only", "on")
@@ -109,7 +109,7 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
     address = urlsplit(database.url)
     with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
         url = database.url.replace(f"{address.hostname}:{address.port}", name.address)
-        store = Store(url, "consumer", "g", "test")
+        store = PostgresGroupStore(url, "consumer", "g", "test")
         assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
         wait_until(standby.caught_up, what="the standby")
         standby.promote()
@@ -156,7 +156,7 @@ def test_a_failover_is_followed_to_the_new_primary(private_postgres):
     ConsumerGroup(database.url).begin([0])
     with Standby(primary) as standby:
         url = either(primary, standby, database.name)
-        store = Store(url, "consumer", "g", "test")
+        store = PostgresGroupStore(url, "consumer", "g", "test")
         assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
         wait_until(standby.caught_up, what="the standby")
         primary.kill()
@@ -198,12 +198,12 @@ def test_behind_a_pooler_nothing_of_others_is_reset(url):
 def test_behind_a_pooler_the_driver_keeps_its_connection(url):
     ConsumerGroup(url).begin([0])
     with PgBouncer(url, size=2) as pooler:
-        store = Store(pooler.url, "consumer", "g", "test")
+        store = PostgresGroupStore(pooler.url, "consumer", "g", "test")
         store.stored(["t"])
         kept = connections._here()._sessions[pooler.url, "outbox driver g"]
         for generation in (2, 3):
             assert store.take_over() == generation
-            assert store.state(["t"], generation, keep_order=True).stored == {("t", 0): Stored("topic-id", 0)}
+            assert store.state(["t"], generation, keep_order=True).stored == {("t", 0): StoredOffset("topic-id", 0)}
             with connections.transaction(pooler.url, "outbox driver g", reset=False) as connection:
                 query = "SELECT current_setting('application_name'), current_setting('client_encoding')"
                 assert connection.execute(query).fetchone() == ("outbox driver g", "UTF8")

@@ -18,10 +18,10 @@ from support import look_up, wait_until
 
 from outbox.consumer import connections
 from outbox.consumer.errors import Fenced
-from outbox.consumer.model import Stored
+from outbox.consumer.model import StoredOffset
 from spark_jobs.dedup.strategies import ColumnType
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.group_store import GroupState, Store
+from spark_jobs.postgres.group_store import GroupState, PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
 
@@ -37,7 +37,7 @@ def counting(url) -> Iterator[Counting]:
 
 
 def test_an_idle_round_is_one_statement_and_no_connection(counting):
-    store = Store(counting.url, "consumer", "g", "test")
+    store = PostgresGroupStore(counting.url, "consumer", "g", "test")
     asked: dict[str, Callable[[], object]] = {
         "state": lambda: store.state(["t"], 1, keep_order=True),
         "stored": lambda: store.stored(["t"]),
@@ -52,7 +52,7 @@ def test_an_idle_round_is_one_statement_and_no_connection(counting):
 
 
 def test_a_driver_has_one_session_with_its_upkeep(counting):
-    store = Store(counting.url, "consumer", "g", "test")
+    store = PostgresGroupStore(counting.url, "consumer", "g", "test")
     store.require_utf8()
     store.setup("SET search_path = pg_catalog; CREATE TABLE public.made (n int)")
     store.take_over()
@@ -89,11 +89,11 @@ def dead_letter(url: str, offset: int, key: str, state: str, reason: str, part: 
 
 def test_the_state_of_a_group(url):
     ConsumerGroup(url).begin([0, 1])
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
 
     def waits(keep_order: bool) -> bool:
         found = store.state(["t"], 1, keep_order=keep_order)
-        assert found == GroupState(dict.fromkeys([("t", 0), ("t", 1)], Stored("topic-id", 0)), found.retry_waits)
+        assert found == GroupState(dict.fromkeys([("t", 0), ("t", 1)], StoredOffset("topic-id", 0)), found.retry_waits)
         assert bool(store.retried(["t"], 10, keep_order=keep_order)) == found.retry_waits
         return found.retry_waits
 
@@ -112,7 +112,7 @@ def test_the_state_of_a_group(url):
     with pytest.raises(Fenced, match="generation 1 now, by test"):
         store.state(["t"], 7, keep_order=False)
     with pytest.raises(Fenced, match="its row is gone"):
-        Store(url, "consumer", "nobody", "test").state(["t"], 1, keep_order=False)
+        PostgresGroupStore(url, "consumer", "nobody", "test").state(["t"], 1, keep_order=False)
 
 
 @pytest.mark.parametrize("keep_order", [False, True])
@@ -129,7 +129,7 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
         keep_order,
     )
     run(url, "ANALYZE consumer.dead_letters")
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
     explained = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {}").format(store._state_query(keep_order))
     values = {"grp": "g", "topics": ["t"]}
     [(found,)] = connections.read(url, NAME, explained, values)

@@ -16,11 +16,11 @@ from support import wait_until
 from uuid_utils import uuid7
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Natural, OffsetsOnly, Version, column_types
+from spark_jobs.dedup.strategies import Dedup, DedupStore, Fingerprint, Natural, OffsetsOnly, Version, column_types
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
-from spark_jobs.postgres.batch_table import Applying
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.batch_table import BatchTable
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 __all__ = ["sink"]
 
@@ -210,10 +210,10 @@ def test_batches_are_let_go_as_they_go_by(sink):
     before = pa.total_allocated_bytes()
     with psycopg.connect(sink.url) as connection:
         direct = sink.direct(effect)
-        assert direct.apply(connection.cursor(), Book("consumer", "g"), Dedup(), streamed()) == 12
+        assert direct.apply(connection.cursor(), DedupStore("consumer", "g"), Dedup(), streamed()) == 12
         batch = {"i": "integer", "t": "text", "message_id": "uuid"}
-        applying = Applying(
-            connection.cursor(), Book("consumer", "g"), batch, Dedup(), "SELECT 1", bisect=True, max_dead=1
+        applying = BatchTable(
+            connection.cursor(), DedupStore("consumer", "g"), batch, Dedup(), "SELECT 1", bisect=True, max_dead=1
         )
         applying.copy(streamed())
     assert len(sizes) == 24
@@ -269,7 +269,7 @@ def test_a_sink_that_has_not_all_characters_is_refused(sink):
         url = psycopg.conninfo.make_conninfo(sink.url, dbname=name)
         try:
             with pytest.raises(JobError, match="LATIN1"):
-                Store(url, "consumer", "g", "test").require_utf8()
+                PostgresGroupStore(url, "consumer", "g", "test").require_utf8()
         finally:
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 

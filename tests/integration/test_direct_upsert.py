@@ -12,13 +12,13 @@ from direct_sink import COLUMNS, PAYLOAD, sink
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import Book, Dedup, Natural, Version, column_types
+from spark_jobs.dedup.strategies import Dedup, DedupStore, Natural, Version, column_types
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.postgres.batch_table import Applying
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.batch_table import BatchTable
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSinks
 
 __all__ = ["sink"]
@@ -134,13 +134,13 @@ def _rows(plan: dict[str, Any]) -> int:
 def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
     """2000 of a key, half of them tombstones, take rows by the thousand and not by the million."""
     sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s SELECT generate_series(0, 99), 1")
-    book, version = Book("consumer", "g"), Version("s", {"i": "i"}, "l")
+    book, version = DedupStore("consumer", "g"), Version("s", {"i": "i"}, "l")
     upsert = sink.statements(Upsert("s", ["i"], ["i", "l"], deletes=True), list(PAYLOAD)).split(";")
     for keys, tombstone in itertools.product((1, 40), ("n % 2 = 0", "n % 2 = 1", "n <= 1000", "n > 1000")):
         with psycopg.connect(sink.url, cursor_factory=Explaining) as connection:
             cursor = connection.cursor()
             cursor.seen = []
-            Applying(cursor, book, COLUMNS, version, "SELECT 1", bisect=True, max_dead=1)
+            BatchTable(cursor, book, COLUMNS, version, "SELECT 1", bisect=True, max_dead=1)
             fill = sql.SQL(
                 "WITH made AS (SELECT n, {} AS gone FROM generate_series(1, 2000) AS n) "
                 "INSERT INTO batch (i, l, message_topic, message_part, message_offset, message_key, message_tombstone) "
@@ -157,7 +157,7 @@ def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
 
 def test_a_shuffle_may_leave_out_tombstones_that_delete_nothing(sink):
     sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s VALUES (1, 1)")
-    store = Store(sink.url, "consumer", "g", "test")
+    store = PostgresGroupStore(sink.url, "consumer", "g", "test")
     job = ConsumerJob("g", ["t"], Upsert("s", ["i"], ["i", "l"], deletes=True), atomic="batch")
     insert = (
         "INSERT INTO batch (i, message_topic, message_part, message_offset, message_key, message_tombstone) "
@@ -168,7 +168,7 @@ def test_a_shuffle_may_leave_out_tombstones_that_delete_nothing(sink):
     for key, row in (("1", None), ("01", None), ("2", None), ("2", 5), ("2", 7), ("3", 5), ("order-1", None)):
         with psycopg.connect(sink.url) as connection:
             cursor = connection.cursor()
-            Applying(cursor, Book("consumer", "g"), COLUMNS, Dedup(), "SELECT 1", bisect=True, max_dead=1)
+            BatchTable(cursor, DedupStore("consumer", "g"), COLUMNS, Dedup(), "SELECT 1", bisect=True, max_dead=1)
             for offset, gone in ((4, "1"), (6, key), (8, None)):
                 cursor.execute(insert, (None, offset, gone, True))
             job.effect.note(cursor)
@@ -183,7 +183,7 @@ def test_a_shuffle_may_leave_out_tombstones_that_delete_nothing(sink):
 
 def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
     sink.run("CREATE TABLE s (i int PRIMARY KEY, message_key text, message_id uuid)")
-    store = Store(sink.url, "consumer", "g", "test")
+    store = PostgresGroupStore(sink.url, "consumer", "g", "test")
     kept = {"i": "integer", **META}
 
     def effect(made: Insert | Upsert, *without: str) -> str:

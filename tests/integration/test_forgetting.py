@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from outbox._app import migrate as db
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.retention import NO_TIME, STRAY, Memory, RetentionResult
+from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult
 from outbox.consumer.tables import DAY_OF_ID
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 KEEP = 5
 
@@ -44,7 +44,7 @@ class Sink:
         db.upgrade_consumer(url)
         self.today, self.clock = stop_clock(url)
         self.url = f"{url}?{urlencode({'options': self.clock}, quote_via=quote)}"
-        self.memory = Memory(self.url, "consumer", KEEP)
+        self.memory = IdRetention(self.url, "consumer", KEEP)
 
     def run(self, query, values=()):
         with psycopg.connect(self.url) as connection:
@@ -58,7 +58,7 @@ class Sink:
         return self.today - dt.timedelta(days=ago)
 
     def group(self, name: str) -> None:
-        Store(self.url, "consumer", name, "test").take_over()
+        PostgresGroupStore(self.url, "consumer", name, "test").take_over()
 
     def remember(self, group: str, day: dt.date, seen_ago: float, count: int = 1) -> None:
         self.run(
@@ -316,7 +316,7 @@ def test_two_drivers_at_once(sink):
     done: list[RetentionResult] = []
 
     def upkeep() -> None:
-        memory = Memory(sink.url, "consumer", KEEP)
+        memory = IdRetention(sink.url, "consumer", KEEP)
         done.extend((memory.make(), memory.forget()))
 
     threads = [threading.Thread(target=upkeep) for _ in range(4)]
@@ -342,7 +342,7 @@ def test_without_the_owners_rights_it_says_so(sink):
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA consumer TO {role}"
         )
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
-        memory = Memory(url, "consumer", KEEP)
+        memory = IdRetention(url, "consumer", KEEP)
         assert "permission denied" in memory.make().problem
         assert "must be owner" in memory.forget().problem
     finally:
@@ -367,7 +367,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False):
             sink.run(statement)
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
-        consumer = Store(url, "consumer", "g", "test")
+        consumer = PostgresGroupStore(url, "consumer", "g", "test")
         consumer.take_over()
         sink.remember("g", old, KEEP + 2, 3)
         sink.remember("g", lately, 0)

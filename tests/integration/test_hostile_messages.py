@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from outbox.consumer import letters
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
-from outbox.consumer.model import Culprit, Range
+from outbox.consumer.model import Range, RejectedRecord
 from outbox.inbox import Reject, _member, message_id, once
 from outbox.kafka_to_kafka import DEAD_LETTER, Record, Transformer
 from relay.cli.app import app
@@ -170,7 +170,7 @@ def test_the_readers_of_spark(log):
     assert rows == COUNT - len(dead)
     # All of them as letters, and as they are loaded to be retried.
     whole = [
-        letters.Letter(Culprit((log.topic, 0, raw.offset), "failed", "x"), *raw[1:])
+        letters.DeadLetter(RejectedRecord((log.topic, 0, raw.offset), "failed", "x"), *raw[1:])
         for part in parts
         for raw in decoder.incoming.raw(part)
     ]

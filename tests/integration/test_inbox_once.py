@@ -24,7 +24,7 @@ from writer_targets import Undo, every_target, opened, round_trips, waits_for_a_
 
 from outbox import ConfigurationError, TargetError
 from outbox.consumer.ids import NO_TIME, day
-from outbox.consumer.retention import Memory
+from outbox.consumer.retention import IdRetention
 from outbox.inbox import MessageTooOld, once, once_async
 from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
@@ -260,7 +260,7 @@ def test_what_was_forgotten_is_never_taken_for_new(outbox_postgres):
         assert once(connection, message(seen_lately), consumer="young")
         query = "UPDATE consumer.processed_messages SET seen_at = now() - interval '6 days' WHERE message_id = ANY(%s)"
         connection.execute(query, ([old, timeless],))
-    assert [done.deleted_rows for done in Memory(outbox_postgres.url, "consumer", 5).prune()] == [0, 1]
+    assert [done.deleted_rows for done in IdRetention(outbox_postgres.url, "consumer", 5).prune()] == [0, 1]
     with outbox_postgres.connect() as connection:
         with pytest.raises(
             MessageTooOld, match=f"{old} is of a day before {today - dt.timedelta(days=8)}, and billing"

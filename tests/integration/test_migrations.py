@@ -15,7 +15,7 @@ from psycopg import sql
 from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
-from outbox.consumer.retention import Memory
+from outbox.consumer.retention import IdRetention
 from outbox.consumer.tables import consumer_tables
 
 __all__ = ["empty"]
@@ -243,7 +243,7 @@ def test_an_older_postgres(monkeypatch):
 def test_the_consumers_tables_have_a_history_of_their_own(empty):
     db.upgrade_consumer(empty, "sink")
     assert differences(empty, "sink") == []
-    Memory(empty, "sink", 1).make()
+    IdRetention(empty, "sink", 1).make()
     with psycopg.connect(empty) as connection:
         connection.execute("ALTER TABLE sink.offsets DROP CONSTRAINT offsets_not_negative")
         connection.execute("ALTER TABLE sink.processed_messages DETACH PARTITION sink.processed_messages_default")

@@ -15,8 +15,8 @@ from support import wait_until
 from outbox.consumer.admin.offsets import MoveRefused, NoSuchGroup
 from outbox.consumer.errors import ConsumerUnavailable, DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
-from outbox.consumer.model import Extent, Loss, LossKind
-from spark_jobs.driver.round_context import Counts, Span, State
+from outbox.consumer.model import Loss, LossKind, OffsetBounds
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 
 __all__ = ["driver", "without_spark"]
 
@@ -180,11 +180,11 @@ def test_a_round_that_fails_keeps_nobody_who_waits_behind_it(outbox_postgres, ou
     runner = driver.runner = driver.start(most=16)
     tried: list[set[int]] = []
 
-    def apply(span: Span, generation: int) -> Counts:
+    def apply(span: OffsetRanges, generation: int) -> Counts:
         tried.append({part for _, part in span.ranges})
         if 0 in tried[-1]:
             raise ConsumerUnavailable("partition 0 can't be read")
-        runner._rounds._step_over(span, State(), generation)
+        runner._rounds._step_over(span, RoundState(), generation)
         return Counts()
 
     runner._rounds.apply = apply
@@ -306,7 +306,7 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
     assert open_one.flush(30) == 0
     driver.send(0, 4)
     extents = driver.runner._kafka.look([driver.topic], high_watermarks=True)[1]
-    assert extents[driver.topic, 0] == Extent(0, 0, 5, 0)
+    assert extents[driver.topic, 0] == OffsetBounds(0, 0, 5, 0)
     assert extents[driver.topic, 1].pinned == 0
     # Not asked for, not paid for.
     assert driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].pinned is None

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from outbox.consumer.admin.offsets import MoveRefused, NoSuchGroup, Offsets
 from outbox.consumer.errors import ConsumerUnavailable, DataLost, Fenced
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.errors import SchemaError
 from relay.cli.app import app
-from spark_jobs.driver.round_context import Span, State
+from spark_jobs.driver.round_context import OffsetRanges, RoundState
 
 __all__ = ["driver", "without_spark"]
 
@@ -47,9 +47,9 @@ def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
     # The consumer that ran meanwhile: neither its rounds nor its tasks' statement go through, and it says who it was.
     with pytest.raises(Fenced, match=r"was taken over.*by outbox offsets, .*start this one again"):
         running._round({})
-    span = Span({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, {})
+    span = OffsetRanges({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, {})
     with pytest.raises(Fenced, match="was taken over"):
-        running._rounds._step_over(span, State(), running._generation)
+        running._rounds._step_over(span, RoundState(), running._generation)
     [(generation,)] = driver.rows("SELECT DISTINCT generation FROM consumer.offsets")
     assert generation == driver.generation() == moved["generation"]
     driver.runner = driver.start()
@@ -184,7 +184,7 @@ def test_show_says_where_everything_stands(driver):
 
 def test_show_without_kafka_and_without_tables(driver, outbox_postgres):
     driver.meet()
-    view = KafkaView({"bootstrap.servers": "127.0.0.1:1"}, seconds=1.0)
+    view = KafkaAdmin({"bootstrap.servers": "127.0.0.1:1"}, seconds=1.0)
     [group], away = Offsets(driver.database.connect(autocommit=True), "consumer", view).show()
     assert away.startswith("Kafka does not answer at 127.0.0.1:1: ")
     assert "KafkaError" not in away

@@ -15,7 +15,7 @@ from proxy import TcpProxy
 
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.consumer.patience import LEAST_SECONDS, NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import connect
@@ -31,9 +31,9 @@ def nobody() -> Iterator[str]:
         yield proxy.address
 
 
-def of_kafka(question: Callable[[KafkaView], object]) -> Callable[[str], Callable[[], object]]:
+def of_kafka(question: Callable[[KafkaAdmin], object]) -> Callable[[str], Callable[[], object]]:
     def asking(address: str) -> Callable[[], object]:
-        view = KafkaView({"bootstrap.servers": address})
+        view = KafkaAdmin({"bootstrap.servers": address})
         return lambda: question(view)
 
     return asking
@@ -108,7 +108,7 @@ def test_a_caller_gives_up_with_its_first_question_when_that_takes_all_its_patie
 
 def test_a_topic_that_is_not_heard_of_yet_is_asked_for_again_with_little_patience_too(outbox_kafka):
     """What is called missing is taken for lost by a group that has read it. Three seconds, whatever the patience is."""
-    view = KafkaView({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    view = KafkaAdmin({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     name = outbox_kafka.name("later")
     made = threading.Timer(1.5, outbox_kafka.create_topic, [name])
     # Something has failed a second ago, so one is left.

@@ -37,9 +37,9 @@ from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants
 from spark_jobs.dedup.strategies import (
-    Book,
     ColumnType,
     Dedup,
+    DedupStore,
     Fingerprint,
     Natural,
     OffsetsOnly,
@@ -49,8 +49,8 @@ from spark_jobs.dedup.strategies import (
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.job import META
-from spark_jobs.postgres.batch_table import Applying
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.batch_table import BatchTable
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +503,7 @@ def test_keys_and_versions_of_any_type(hostile, admin, kind):
     # A shuffle that leaves out tombstones: of a key that has no row any more, and of one that has.
     with hostile.connect() as connection:
         cursor = connection.cursor()
-        Applying(cursor, Book("consumer", "g"), columns, Dedup(), "SELECT 1", bisect=True, max_dead=1)
+        BatchTable(cursor, DedupStore("consumer", "g"), columns, Dedup(), "SELECT 1", bisect=True, max_dead=1)
         cursor.executemany(
             "INSERT INTO batch (message_topic, message_part, message_offset, message_key, message_tombstone) "
             "VALUES ('t', 0, %s, %s, true)",
@@ -516,7 +516,7 @@ def test_keys_and_versions_of_any_type(hostile, admin, kind):
 
 
 def test_the_drivers_statements(hostile, admin):
-    store = Store(hostile.url, "consumer", "driver", "test")
+    store = PostgresGroupStore(hostile.url, "consumer", "driver", "test")
     admin.execute("CREATE TABLE public.target (n integer, message_id uuid)")
     try:
         store.require_utf8()

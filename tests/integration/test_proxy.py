@@ -30,7 +30,7 @@ from kafka_proxy import (
 from proxy import TcpProxy
 
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
@@ -423,7 +423,7 @@ LEADER_MOVES = (
 
 def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(proxy, topics) -> None:
     topic = topics.create_topic(topics.name("moving"))
-    view = KafkaView({"bootstrap.servers": proxy.address})
+    view = KafkaAdmin({"bootstrap.servers": proxy.address})
     expected = view.look([topic])
 
     def refuse(code: int) -> None:

@@ -20,7 +20,7 @@ from range_support import MESSAGES, PART, offsets, send, settings, span, task_de
 from raw_kafka import produce
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
-from outbox.consumer.letters import Retried
+from outbox.consumer.letters import RetryRecord
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from spark_jobs.errors import InputCut
@@ -213,7 +213,7 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
         letters = taken.incoming.raw(part)[::2]
         noon = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
         again = [
-            Retried(
+            RetryRecord(
                 1, (topic, PART, one.offset), one.key, one.value, orjson.loads(one.headers), noon, "undecodable", False
             )
             for one in letters

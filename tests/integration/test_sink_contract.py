@@ -20,13 +20,13 @@ from pyspark import cloudpickle
 from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
 from outbox.consumer.errors import Fenced
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Culprit, Range
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import Range, RejectedRecord
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import Culprits, Moved
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.outcomes import OffsetMoved, RejectedRecords
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
 from spark_jobs.sink import GroupStore, Sink, Way
 from spark_jobs.task import partition as task
@@ -69,7 +69,7 @@ class OnPostgres:
         direct = None
         if straight:
             effect = Insert("numbers", {"n": "n", "place": "message_offset", "part": "message_part"})
-            direct = Store(url, "consumer", "g", "test").direct(effect, Dedup(), COLUMNS, list(COLUMNS))
+            direct = PostgresGroupStore(url, "consumer", "g", "test").direct(effect, Dedup(), COLUMNS, list(COLUMNS))
             assert direct is not None
         self.sink = PostgresSink(url, "consumer", "g", 1, COLUMNS, EFFECT, Dedup(), bisect=True, direct=direct)
         self.way = Way(straight=straight)
@@ -82,7 +82,7 @@ class OnPostgres:
         self._group.run(getattr(self, what))
 
     def store(self) -> GroupStore:
-        return Store(self._url, "consumer", "g", "test")
+        return PostgresGroupStore(self._url, "consumer", "g", "test")
 
 
 class OnSqlite:
@@ -192,8 +192,8 @@ def test_everything_is_committed_together(database):
     assert database.read("letters") == [(7, "failed", "why", "dead")]
 
 
-def letter(offset: int) -> Letter:
-    return Letter(Culprit(("t", 0, offset), "failed", "why"), event_id(offset), b"k", b"v", "[]", 0)
+def letter(offset: int) -> DeadLetter:
+    return DeadLetter(RejectedRecord(("t", 0, offset), "failed", "why"), event_id(offset), b"k", b"v", "[]", 0)
 
 
 @pytest.mark.parametrize("after", ["move", "remember", "count", "apply"])
@@ -250,7 +250,7 @@ def test_a_range_is_applied_once(database):
 
 def test_a_range_that_moved_in_part_is_planned_anew(database):
     apply(database, rows([1]))
-    with pytest.raises(Moved):
+    with pytest.raises(OffsetMoved):
         apply(database, rows([1, 2]))
     assert (database.read("numbers"), database.read("position")) == ([(1,)], [(1,)])
 
@@ -319,7 +319,7 @@ def through_batch(database: Database) -> None:
 
 def test_what_the_effect_refuses_is_named_in_order_and_all_is_taken_back(database):
     through_batch(database)
-    with pytest.raises(Culprits) as caught:
+    with pytest.raises(RejectedRecords) as caught:
         apply(database, rows([5, 100_001, 6, 100_002]))
     assert [one.place for one in caught.value.found] == [("t", 0, 1), ("t", 0, 3)]
     assert nothing_happened(database)
@@ -331,7 +331,7 @@ def test_one_in_the_middle_of_many(database):
     numbers = list(range(MORE))
     numbers[15_000] = 200_000
     parts = [rows(numbers[at : at + 10_000], start=at) for at in range(0, MORE, 10_000)]
-    with pytest.raises(Culprits) as caught:
+    with pytest.raises(RejectedRecords) as caught:
         apply(database, *parts)
     assert [one.place for one in caught.value.found] == [("t", 0, 15_000)]
     assert nothing_happened(database)
@@ -345,7 +345,7 @@ def test_no_more_are_named_than_anybody_needs(database):
     through_batch(database)
     with pytest.raises(Exception, match=r"messages|fail") as caught:
         apply(database, rows([100_000 + n for n in range(20)]), most=3)
-    if isinstance(caught.value, Culprits):
+    if isinstance(caught.value, RejectedRecords):
         assert len(caught.value.found) == 4
     assert nothing_happened(database)
 
@@ -353,7 +353,7 @@ def test_no_more_are_named_than_anybody_needs(database):
 def test_what_the_rows_raise_passes_through(database):
     def failing() -> Iterator[pa.RecordBatch]:
         yield rows([1])
-        raise Culprits([Culprit(("t", 0, 1), "undecodable", "no JSON")])
+        raise RejectedRecords([RejectedRecord(("t", 0, 1), "undecodable", "no JSON")])
 
     given = TaskInput(failing(), NO_INPUT.require_whole)
 
@@ -362,7 +362,7 @@ def test_what_the_rows_raise_passes_through(database):
             into.move(PARTITION, Range(TOPIC_ID, 0, 2), None)
             into.remember(given, database.way)
 
-    with pytest.raises(Culprits, match="no JSON"):
+    with pytest.raises(RejectedRecords, match="no JSON"):
         remember()
     assert nothing_happened(database)
 
@@ -405,11 +405,11 @@ def test_a_dead_letter_goes_with_its_effect(database):
 
 def test_a_dead_letter_that_fails_again_stays(database):
     wishes = letters(database, 3)
-    with pytest.raises(Culprits):
+    with pytest.raises(RejectedRecords):
         retried(database, wishes, rows([100_000], start=3))
     assert database.read("letters") == [(3, "failed", "why", "retry")]
     ((number, _),) = wishes.values()
-    database.store().failed_again([(number, Culprit(("t", 0, 3), "failed", "once more"))], 1)
+    database.store().failed_again([(number, RejectedRecord(("t", 0, 3), "failed", "once more"))], 1)
     assert database.read("letters") == [(3, "failed", "once more", "dead")]
 
 

@@ -11,8 +11,8 @@ from consumer_group import COLUMNS
 from task_sink import EFFECT, NOON, Sink, event_id, outcomes, sink
 
 from outbox.consumer import letters
-from outbox.consumer.letters import Letter
-from outbox.consumer.model import Culprit
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.errors import Reject
 from spark_jobs.postgres import batch_table as applying
@@ -50,17 +50,17 @@ def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
     for bisect, outcome in ((True, "culprits"), (False, "broken")):
         report = sink.apply([(event_id(1), 1)], effect=effect, bisect=bisect)
         assert (report["outcome"], "bad name ?" in report["detail"]) == (outcome, True)
-    culprit = Culprit(("t", 0, 0), "rejected", "bad\0name \ud800")
+    culprit = RejectedRecord(("t", 0, 0), "rejected", "bad\0name \ud800")
     with psycopg.connect(sink.url) as connection:
-        letters.write(connection.cursor(), "consumer", "g", "id", [Letter(culprit, None, None, None, "[]", 0)])
+        letters.write(connection.cursor(), "consumer", "g", "id", [DeadLetter(culprit, None, None, None, "[]", 0)])
     assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
 def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that are tried again one is not among the rows: a filter, or another list of types."""
-    culprits = [Culprit(("t", 0, offset), "failed", "why") for offset in (0, 1)]
+    culprits = [RejectedRecord(("t", 0, offset), "failed", "why") for offset in (0, 1)]
     with psycopg.connect(sink.url) as connection:
-        found = [Letter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in culprits]
+        found = [DeadLetter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in culprits]
         letters.write(connection.cursor(), "consumer", "g", "id", found)
     sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
     ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
@@ -173,8 +173,8 @@ def test_a_function_is_given_what_came_in_and_its_places_are_not_asked_for(
     """25,000 rows are one Arrow table, and nothing else in Python; only of repeats is looked which they are."""
     given: list[pa.Table] = []
     asked: list[int] = []
-    places = applying.Applying.places
-    monkeypatch.setattr(applying.Applying, "places", lambda self: asked.append(1) or places(self))
+    places = applying.BatchTable.places
+    monkeypatch.setattr(applying.BatchTable, "places", lambda self: asked.append(1) or places(self))
     messages = [(event_id(n), n) for n in range(25_000)]
 
     def effect(_: object, rows: pa.Table) -> None:
@@ -206,7 +206,7 @@ def test_an_effect_can_not_end_the_transaction(sink: Sink, monkeypatch: pytest.M
         assert sink.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
     # A function can, and must not: it is told so, and not taken for a server that is away.
     # What it has committed is in the books all the same: the counts, and what was put aside with it.
-    letter = Letter(Culprit(("t", 0, 1), "failed", "why"), event_id(2), b"k", b"2", "[]", 0)
+    letter = DeadLetter(RejectedRecord(("t", 0, 1), "failed", "why"), event_id(2), b"k", b"2", "[]", 0)
     report = sink.apply([(event_id(1), 1)], effect=commit, dead={("t", 0): [letter]})
     assert (report["outcome"], "savepoint" in report["detail"], sink.position()) == ("broken", True, 1)
     assert sink.run("SELECT message_id::text FROM consumer.dead_letters") == [(event_id(2),)]

@@ -12,11 +12,11 @@ from consumer_group import COLUMNS
 from psycopg import sql
 from task_sink import WAYS, Sink, event_id, sink
 
-from outbox.consumer.model import Culprit
+from outbox.consumer.model import RejectedRecord
 from spark_jobs.dedup import strategies
-from spark_jobs.dedup.strategies import Book
+from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
-from spark_jobs.outcomes import Broken, Culprits
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory
@@ -60,13 +60,13 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
             ),
         }
     )
-    found: list[Culprit] = []
+    found: list[RejectedRecord] = []
     texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
     (left,) = applying.without_unfit([batch], texts, found, max_dead=2)
     assert left.column("message_offset").to_pylist() == [0]
     assert sorted(culprit.place[2] for culprit in found) == [1, 2]
     # Where they are more than may be put aside, one more is enough.
-    with pytest.raises(Culprits, match=r"^1 messages can't be applied"):
+    with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
         list(applying.without_unfit([batch], texts, [], max_dead=0))
 
 
@@ -91,7 +91,9 @@ def staged(
             rows,
         )
         options = {"bisect": True, "max_dead": 2, **limits}
-        one = applying.Applying(cursor, Book("consumer", "g"), columns, strategies.Natural(["n"]), effect, **options)
+        one = applying.BatchTable(
+            cursor, DedupStore("consumer", "g"), columns, strategies.Natural(["n"]), effect, **options
+        )
         one.take(sql.Identifier("staged"), ["b", "a"], len(rows))
         one.apply()
 
@@ -117,13 +119,13 @@ def test_rows_that_were_staged_come_in_their_order(sink: Sink) -> None:
     def refuse(*_: object) -> None:
         raise Reject("not today", "some id")
 
-    with pytest.raises(Broken, match=r"some id \(not today\).*of no one message"):
+    with pytest.raises(EffectError, match=r"some id \(not today\).*of no one message"):
         staged(sink, no_messages, shuffled[:2], refuse)
 
 
 def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink) -> None:
     rows = [("a", "x", 0, "1"), ("b", "x", 1, "?"), ("a", "y", 1, "?"), ("a", "z", 1, "?"), ("b", "x", 2, "12345")]
-    with pytest.raises(Culprits) as caught:
+    with pytest.raises(RejectedRecords) as caught:
         staged(sink, STAGED, rows, "SELECT 1")
     assert [culprit.place[2] for culprit in caught.value.found] == [1, 2]
     # All of them fail together and none of them alone: then they are all there, once.

@@ -14,8 +14,8 @@ from kafka_proxy import LIST_OFFSETS, KafkaProxy, edit_response
 
 from outbox.consumer import kafka_admin
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.kafka_admin import KafkaView
-from outbox.consumer.model import Extent
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.model import OffsetBounds
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.kafka import offsets
@@ -60,8 +60,8 @@ def unanswered(place) -> Callable[[int], None]:
 
 def test_a_consumer_asks_again_and_finds_no_loss(place, unanswered, monkeypatch):
     topic, proxy = place
-    view = KafkaView({"bootstrap.servers": proxy.address})
-    whole = {(topic, part): Extent(0, MESSAGES, None, 0) for part in range(2)}
+    view = KafkaAdmin({"bootstrap.servers": proxy.address})
+    whole = {(topic, part): OffsetBounds(0, MESSAGES, None, 0) for part in range(2)}
     # Both ends are asked for each time.
     for times in (1, 2, 3):
         unanswered(times)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from outbox._app.settings import client_options
 from outbox.consumer.errors import JobError
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import ConfigurationError
 from outbox.external import HttpAsk, HttpCall
 from relay.cli.app import app
@@ -36,7 +36,7 @@ CLIENTS = {
     "offsets": Offsets,
     "page": lambda options: topics(load(kafka=options), []),
     "fencing": lambda options: ShortLivedProducer(options, "id"),
-    "driver": KafkaView,
+    "driver": KafkaAdmin,
     "task": lambda options: RangeReader(ReaderSettings(options, "g", patience_seconds=1.0)),
 }
 

@@ -12,7 +12,7 @@ from psycopg import sql
 
 from outbox._app import migrate
 from spark_jobs.postgres import group_store
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 LETTERS = 100_000
 TOPIC = "orders"
@@ -62,7 +62,7 @@ def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
 @pytest.mark.parametrize("place", ["newest", "middle"])
 def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
     url, admin = statistics
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
     if place == "middle":
         store._below = LETTERS // 2
     plan = explained(admin, plans, store._state_query(keep_order=True), grp="g", topics=[TOPIC])
@@ -97,7 +97,7 @@ def retrying(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Con
 @pytest.mark.parametrize("plans", PLANS)
 def test_what_is_retried_is_found_among_the_dead_letters_of_all_groups(retrying, plans):
     url, admin = retrying
-    store = Store(url, "consumer", "g", "test")
+    store = PostgresGroupStore(url, "consumer", "g", "test")
     query = sql.SQL(group_store._RETRIED).format(**store._names)
     plan = explained(admin, plans, query, grp="g", topics=[TOPIC], most=100, keep_order=True)
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 300, plan

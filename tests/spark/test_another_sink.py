@@ -10,7 +10,7 @@ from uuid_utils import uuid7
 
 from outbox.consumer.model import Range
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.round_context import Reading, RoundContext, Span
+from spark_jobs.driver.round_context import OffsetRanges, Reading, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.job import ConsumerJob
 from spark_jobs.task.reader import ReaderSettings
@@ -50,7 +50,7 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path, trans
     context = RoundContext(bench.spark, job, reading, store, SqliteSinks(path, job))
     rounds = Rounds(context, PartitionAttempts(context))
     ranges = {(bench.topic, 0): Range("id", 0, MESSAGES), (bench.topic, 1): Range("id", 0, 1)}
-    counts = rounds.apply(Span(ranges, {}), 1)
+    counts = rounds.apply(OffsetRanges(ranges, {}), 1)
 
     assert (counts.applied, counts.dead, counts.duplicates) == (MESSAGES - 2 + (transform is None), 2, 0)
     assert store.run("SELECT next_offset FROM offsets ORDER BY part") == [(MESSAGES,), (1,)]
@@ -70,4 +70,4 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path, trans
     assert store.run("SELECT message_offset, state FROM dead_letters") == [(7, "dead")]
     assert store.run("SELECT count(*) FROM numbers WHERE n = 15000") == [(1,)]
     # The same again: it was applied.
-    assert rounds.apply(Span(ranges, {}), 1).applied == 0
+    assert rounds.apply(OffsetRanges(ranges, {}), 1).applied == 0

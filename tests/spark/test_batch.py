@@ -18,9 +18,9 @@ from uuid_utils.compat import uuid7
 from outbox.consumer.errors import EffectFailed, Fenced
 from outbox.consumer.model import Range
 from spark_jobs.driver import batch_attempts as batch
-from spark_jobs.driver.round_context import Span
+from spark_jobs.driver.round_context import OffsetRanges
 from spark_jobs.job import ConsumerJob
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.spark import rows
 from spark_jobs.task.reader import ReaderSettings
 
@@ -160,7 +160,7 @@ def test_a_round_leaves_no_table(bench):
     # Who was superseded makes no table that its successor would not find.
     send(bench, [next(fresh)])
     with pytest.raises(Fenced, match="taken over"):
-        locking._rounds.apply(Span({(bench.topic, 0): Range("", 0, 1)}, {}), locking._generation)
+        locking._rounds.apply(OffsetRanges({(bench.topic, 0): Range("", 0, 1)}, {}), locking._generation)
     assert bench.rows(STAGED) == []
     assert last.once(threading.Event()).applied == 3
 
@@ -170,7 +170,7 @@ def test_a_take_over_in_the_midst_of_a_round_waits_for_it(bench):
     job = sums(bench)
     calls: list[int] = []
     taken: list[int] = []
-    successor = Store(bench.database.url, "consumer", job.group, "successor")
+    successor = PostgresGroupStore(bench.database.url, "consumer", job.group, "successor")
     thread = threading.Thread(target=lambda: taken.append(successor.take_over()), daemon=True)
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 

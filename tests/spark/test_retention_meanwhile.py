@@ -16,7 +16,7 @@ from uuid_utils.compat import uuid7
 
 from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.errors import DataLost
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.testing.fixtures import Topics
 from spark_jobs.job import ConsumerJob
 
@@ -54,7 +54,7 @@ def test_retention_passes_a_range_while_it_is_read(bench: Bench, topic, tmp_path
         transform=None if way == "applies what it reads" else lambda rows: rows.filter("n >= 0"),
         setup="CREATE TABLE IF NOT EXISTS seen (n int, at bigint)",
     )
-    view = KafkaView({"bootstrap.servers": bench.topics.bootstrap_servers})
+    view = KafkaAdmin({"bootstrap.servers": bench.topics.bootstrap_servers})
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(bench.once, job)
         try:

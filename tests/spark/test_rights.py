@@ -22,7 +22,7 @@ from uuid_utils.compat import uuid7
 
 from outbox.consumer import connections
 from outbox.consumer.errors import DataLost, EffectFailed, Fenced
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from relay.cli.app import app
 
 pytestmark = pytest.mark.spark
@@ -139,7 +139,7 @@ def retention(bench: Bench, part: int) -> None:
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     for future in admin.delete_records([TopicPartition(bench.topic, part, 1)]).values():
         future.result(30)
-    view = KafkaView({"bootstrap.servers": bench.topics.bootstrap_servers})
+    view = KafkaAdmin({"bootstrap.servers": bench.topics.bootstrap_servers})
     wait_until(lambda: view.look([bench.topic])[1][bench.topic, part].first == 1, what="the message to go")
 
 

@@ -16,7 +16,7 @@ from uuid_utils import uuid7
 from spark_jobs.dedup.strategies import Dedup, Strategy, column_types
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
-from spark_jobs.postgres.direct_copy import Direct, direct_for
+from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 from spark_jobs.task import partition as task
 from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.input import in_memory
@@ -76,7 +76,7 @@ class Sink(ConsumerGroup):
 
     next: int = 0
 
-    def direct(self, effect: object, strategy: Strategy | None = None) -> Direct | None:
+    def direct(self, effect: object, strategy: Strategy | None = None) -> DirectCopy | None:
         with psycopg.connect(self.url) as connection:
             return direct_for(connection.cursor(), effect, strategy or Dedup(), COLUMNS, list(PAYLOAD))
 
@@ -86,7 +86,7 @@ class Sink(ConsumerGroup):
             return ";".join(one.as_string(connection) for one in effect.statements(payload, types))
 
     def apply(
-        self, effect: Insert | Upsert | str, rows: dict[str, list[Any]], direct: Direct | None, **plan: Any
+        self, effect: Insert | Upsert | str, rows: dict[str, list[Any]], direct: DirectCopy | None, **plan: Any
     ) -> tuple[str, list[int]]:
         """Apply rows at the next offsets. Gives the outcome, and culprits' offsets or the number of fresh rows."""
         size = len(next(iter(rows.values())))

@@ -36,6 +36,6 @@ def impatient(function: Any, name: str, was: float, seconds: float) -> None:
 
 if __name__ == "__main__":
     impatient(runner.Options.__init__, "patience", 60.0, 10.0)
-    impatient(kafka.KafkaView.__init__, "seconds", 20.0, 6.0)
+    impatient(kafka.KafkaAdmin.__init__, "seconds", 20.0, 6.0)
     impatient(reader.ReaderSettings.__init__, "patience_seconds", 30.0, 6.0)
     main()

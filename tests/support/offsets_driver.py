@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from outbox._app import migrate as db
 from outbox.consumer.admin.offsets import Offsets
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from relay.cli.app import app
-from spark_jobs.driver.round_context import Counts, Span, State
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
@@ -52,8 +52,8 @@ class Driver:
         """Run one round that steps over what it reads. Gives from where to where, by partition."""
         runner, spans = self.runner, []
 
-        def apply(span: Span, generation: int) -> Counts:
-            runner._rounds._step_over(span, State(), generation)
+        def apply(span: OffsetRanges, generation: int) -> Counts:
+            runner._rounds._step_over(span, RoundState(), generation)
             spans.append(span)
             return Counts()
 
@@ -81,8 +81,8 @@ class Driver:
         """Have the group read a partition up to an offset."""
         store = self.runner._store
         here = store.stored([self.topic])[self.topic, part]
-        span = Span({(self.topic, part): Range(here.topic_id, here.next_offset, end)}, {})
-        self.runner._rounds._step_over(span, State(), self.runner._begin())
+        span = OffsetRanges({(self.topic, part): Range(here.topic_id, here.next_offset, end)}, {})
+        self.runner._rounds._step_over(span, RoundState(), self.runner._begin())
         assert store.stored([self.topic])[self.topic, part].next_offset == end
 
     def delete_before(self, part: int, offset: int) -> None:
@@ -121,7 +121,7 @@ class Driver:
         return self.rows("SELECT what, why, details FROM consumer.audit ORDER BY id")
 
     def offsets(self) -> Offsets:
-        view = KafkaView({"bootstrap.servers": self.topics.bootstrap_servers})
+        view = KafkaAdmin({"bootstrap.servers": self.topics.bootstrap_servers})
         return Offsets(self.database.connect(autocommit=True), "consumer", view)
 
     def shown_to_kafka(self) -> dict[int, int]:

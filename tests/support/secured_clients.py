@@ -14,7 +14,7 @@ import pytest
 from sender_support import AllThere, events
 
 from outbox.consumer.admin.offsets import Offsets
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.errors import OutboxError
 from relay.config import load, producer_options
@@ -105,7 +105,7 @@ def by_doctor(database_url: str, options: dict[str, str], topic: str) -> None:
 
 
 def by_driver(database_url: str, options: dict[str, str], topic: str) -> None:
-    KafkaView(options, seconds=SECONDS).look([topic])
+    KafkaAdmin(options, seconds=SECONDS).look([topic])
 
 
 def by_task(database_url: str, options: dict[str, str], topic: str) -> None:
@@ -118,7 +118,7 @@ def by_task(database_url: str, options: dict[str, str], topic: str) -> None:
 
 def by_offsets(database_url: str, options: dict[str, str], topic: str) -> None:
     with psycopg.connect(database_url, autocommit=True) as connection:
-        view = KafkaView(options, seconds=SECONDS)
+        view = KafkaAdmin(options, seconds=SECONDS)
         Offsets(connection, "consumer", view).reset("g", topic, "earliest", "a test", dry_run=True, new=True)
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 
 from outbox.consumer.errors import ConsumerUnavailable, Fenced
-from outbox.consumer.letters import Letter, Retried
-from outbox.consumer.model import Culprit, Partition, Place, Range, Wish
+from outbox.consumer.letters import DeadLetter, RetryRecord
+from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
 from spark_jobs.job import ConsumerJob
-from spark_jobs.outcomes import Broken, Culprits, Moved
+from spark_jobs.outcomes import EffectError, OffsetMoved, RejectedRecords
 from spark_jobs.sink import Way, Whole
 
 TABLES = """
@@ -74,7 +74,7 @@ class SqliteTransaction:
         self._sink = sink
         self._connection = connection
         self._most = most
-        self._wishes: Mapping[Place, Wish] = {}
+        self._wishes: Mapping[MessageRef, RetryRequest] = {}
 
     def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
         """Move the group's offset over the range."""
@@ -93,7 +93,7 @@ class SqliteTransaction:
         if row is None or row[1:] != mine or row[0] < span.start:
             raise Fenced(f"group {self._sink.group} was taken over: {row}")
         if row[0] < span.end:
-            raise Moved(f"{partition} is at {row[0]}")
+            raise OffsetMoved(f"{partition} is at {row[0]}")
         return False
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
@@ -115,7 +115,14 @@ class SqliteTransaction:
         return int(left)
 
     def count(
-        self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
+        self,
+        partition: Partition,
+        span: Range,
+        *,
+        read: int,
+        fresh: int,
+        dead: Sequence[DeadLetter],
+        reached: int | None,
     ) -> None:
         """Put the partition's dead letters aside, and count."""
         for letter in dead:
@@ -140,10 +147,10 @@ class SqliteTransaction:
         except sqlite3.IntegrityError:
             self._connection.execute("ROLLBACK TO effect")
         except sqlite3.OperationalError as error:
-            raise Broken(str(error)) from error
-        raise Culprits(list(self._failing()))
+            raise EffectError(str(error)) from error
+        raise RejectedRecords(list(self._failing()))
 
-    def _failing(self) -> Iterator[Culprit]:
+    def _failing(self) -> Iterator[RejectedRecord]:
         place = "message_topic, message_part, message_offset"
         self._connection.execute("CREATE TEMP TABLE held AS SELECT * FROM batch")
         found = 0
@@ -153,7 +160,7 @@ class SqliteTransaction:
             try:
                 self._connection.execute(self._sink.effect)
             except sqlite3.IntegrityError as error:
-                yield Culprit((of_row[0], of_row[1], of_row[2]), "failed", str(error))
+                yield RejectedRecord((of_row[0], of_row[1], of_row[2]), "failed", str(error))
                 found += 1
                 if found > self._most:
                     return
@@ -162,7 +169,7 @@ class SqliteTransaction:
         """Roll back: nothing is committed."""
         self._connection.execute("ROLLBACK")
 
-    def hold(self, wishes: Mapping[Place, Wish]) -> bool:
+    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
         """Look for the dead letters: nobody else can change them now."""
         self._wishes = wishes
         mine = self._connection.execute(
@@ -212,7 +219,7 @@ class SqliteStore:
         rows = self.run("SELECT DISTINCT topic, message_key FROM dead_letters WHERE grp = ?", self.group)
         return {(topic, key): None for topic, key in rows if topic in set(topics) and key is not None}
 
-    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters that are to be tried again."""
         rows = self.run(
             "SELECT id, topic, part, message_offset, message_key, message_value, headers, reason FROM dead_letters "
@@ -221,12 +228,12 @@ class SqliteStore:
         )
         now = dt.datetime.now(dt.UTC)
         return [
-            Retried(number, (topic, part, offset), key, value, json.loads(headers), now, reason, behind=False)
+            RetryRecord(number, (topic, part, offset), key, value, json.loads(headers), now, reason, behind=False)
             for number, topic, part, offset, key, value, headers, reason in rows
             if topic in set(topics)
         ]
 
-    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+    def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Put dead letters back."""
         for number, culprit in failed:
             self.run("UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", culprit.error, number)

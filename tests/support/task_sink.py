@@ -15,7 +15,7 @@ from consumer_group import COLUMNS, ConsumerGroup
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.postgres import direct_copy as direct
-from spark_jobs.postgres.direct_copy import Direct
+from spark_jobs.postgres.direct_copy import DirectCopy
 from spark_jobs.task import partition as task
 from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.input import TaskInput, in_memory
@@ -90,7 +90,7 @@ class Sink(ConsumerGroup):
             found = report.to_pylist()[0]
         return found
 
-    def straight(self) -> Direct:
+    def straight(self) -> DirectCopy:
         columns = COLUMNS | {"n": "integer", "message_offset": "bigint"}
         effect = Insert("numbers", {"n": "n", "place": "message_offset"})
         with psycopg.connect(self.url) as connection:

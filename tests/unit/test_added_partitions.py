@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outbox.consumer.model import Extent, Stored
+from outbox.consumer.model import OffsetBounds, StoredOffset
 from spark_jobs.driver.added_partitions import AddedPartitions
 
 OLD, NEW = ("t", 0), ("t", 1)
@@ -15,7 +15,7 @@ OLD, NEW = ("t", 0), ("t", 1)
 class Servers:
     """Kafka, and the store of a group that has noted 100 as the end of the old partition."""
 
-    def __init__(self, extents: dict[Any, Extent]) -> None:
+    def __init__(self, extents: dict[Any, OffsetBounds]) -> None:
         self.extents = extents
 
     def look(self, topics: Any, *, high_watermarks: bool) -> Any:
@@ -29,18 +29,18 @@ class Servers:
 @pytest.mark.parametrize(
     ("next_offset", "now", "ready"),
     [
-        (100, Extent(0, 120, 120), True),
-        (99, Extent(0, 120, 120), False),
+        (100, OffsetBounds(0, 120, 120), True),
+        (99, OffsetBounds(0, 120, 120), False),
         # The log was cut, and its loss accepted: it may never reach 100 again.
-        (60, Extent(0, 60, 60), True),
-        (59, Extent(0, 60, 60), False),
+        (60, OffsetBounds(0, 60, 60), True),
+        (59, OffsetBounds(0, 60, 60), False),
         # A transaction is open at 60: what follows is older than what the new partition has.
-        (60, Extent(0, 60, 110), False),
+        (60, OffsetBounds(0, 60, 110), False),
     ],
 )
 def test_it_waits_for_what_the_others_had_and_still_have(next_offset, now, ready):
-    extents = {OLD: now, NEW: Extent(0, 5, 5)}
+    extents = {OLD: now, NEW: OffsetBounds(0, 5, 5)}
     servers: Any = Servers(extents)
     added = AddedPartitions(servers, servers, ["t"], lambda *_: None)
-    stored = {OLD: Stored("id", next_offset)}
+    stored = {OLD: StoredOffset("id", next_offset)}
     assert added.ready([NEW], stored, extents, {"t": "id"}, 1) == ([NEW] if ready else [])

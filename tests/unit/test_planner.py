@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.consumer.errors import DataLost, JobError, TopicRecreated
-from outbox.consumer.model import Extent, Loss, LossKind, Range, Stored
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
 from spark_jobs.driver.planner import ENOUGH, FEW, find_losses, new_partitions, next_turn, plan, waiting_for_others
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob, find_job
@@ -18,32 +18,32 @@ ID = {"t": "id-1"}
 
 
 def test_reads_from_the_stored_offset_to_the_end():
-    stored = {("t", 0): Stored("id-1", 5), ("t", 1): Stored("id-1", 7)}
-    extents = {("t", 0): Extent(0, 9), ("t", 1): Extent(3, 7)}
+    stored = {("t", 0): StoredOffset("id-1", 5), ("t", 1): StoredOffset("id-1", 7)}
+    extents = {("t", 0): OffsetBounds(0, 9), ("t", 1): OffsetBounds(3, 7)}
     assert plan(stored, extents, ID) == {("t", 0): Range("id-1", 5, 9)}
 
 
 def test_a_new_partition_must_begin_at_0():
-    extents = {("t", 0): Extent(0, 9), ("t", 1): Extent(0, 0)}
-    assert new_partitions({("t", 0): Stored("id-1", 0)}, extents, ID) == [("t", 1)]
+    extents = {("t", 0): OffsetBounds(0, 9), ("t", 1): OffsetBounds(0, 0)}
+    assert new_partitions({("t", 0): StoredOffset("id-1", 0)}, extents, ID) == [("t", 1)]
     with pytest.raises(DataLost, match="first 4 messages"):
-        new_partitions({}, {("t", 0): Extent(4, 9)}, ID)
+        new_partitions({}, {("t", 0): OffsetBounds(4, 9)}, ID)
 
 
 def test_what_went_before_a_group_that_begins_at_the_end_is_no_loss():
-    extents = {("t", 0): Extent(4, 9), ("t", 1): Extent(0, 0)}
+    extents = {("t", 0): OffsetBounds(4, 9), ("t", 1): OffsetBounds(0, 0)}
     assert new_partitions({}, extents, ID, at_end=True) == [("t", 0), ("t", 1)]
 
 
 @pytest.mark.parametrize(
     ("here", "extent", "ids", "error", "shown"),
     [
-        (Stored("id-1", 2), Extent(3, 9), ID, DataLost, "messages 2 to 2"),
-        (Stored("id-1", 10), Extent(0, 9), ID, DataLost, "log ends at 9"),
-        (Stored("id-1", 5), Extent(0, 3), {"t": "id-2"}, TopicRecreated, "id-2"),
-        (Stored("id-1", 5), Extent(0, 99), {"t": "id-2"}, TopicRecreated, "id-2"),
-        (Stored("id-1", 5), None, {"t": "id-2"}, TopicRecreated, "t-0"),
-        (Stored("id-1", 5), None, {}, TopicRecreated, "the topic is gone"),
+        (StoredOffset("id-1", 2), OffsetBounds(3, 9), ID, DataLost, "messages 2 to 2"),
+        (StoredOffset("id-1", 10), OffsetBounds(0, 9), ID, DataLost, "log ends at 9"),
+        (StoredOffset("id-1", 5), OffsetBounds(0, 3), {"t": "id-2"}, TopicRecreated, "id-2"),
+        (StoredOffset("id-1", 5), OffsetBounds(0, 99), {"t": "id-2"}, TopicRecreated, "id-2"),
+        (StoredOffset("id-1", 5), None, {"t": "id-2"}, TopicRecreated, "t-0"),
+        (StoredOffset("id-1", 5), None, {}, TopicRecreated, "the topic is gone"),
     ],
 )
 def test_what_does_not_fit_halts(here, extent, ids, error, shown):
@@ -55,13 +55,13 @@ def test_what_does_not_fit_halts(here, extent, ids, error, shown):
 @pytest.mark.parametrize(
     ("here", "extent", "ids", "kind", "lost"),
     [
-        (Stored("id-1", 2), Extent(5, 9), ID, LossKind.RETENTION, (2, 5)),
-        (Stored("id-1", 10), Extent(0, 8), ID, LossKind.CUT, (8, 10)),
+        (StoredOffset("id-1", 2), OffsetBounds(5, 9), ID, LossKind.RETENTION, (2, 5)),
+        (StoredOffset("id-1", 10), OffsetBounds(0, 8), ID, LossKind.CUT, (8, 10)),
         # A topic that was made anew is no cut and no retention, whatever its offsets look like.
-        (Stored("id-1", 10), Extent(0, 8), {"t": "id-2"}, LossKind.RECREATED, (10, None)),
-        (Stored("id-1", 2), Extent(5, 9), {"t": "id-2"}, LossKind.RECREATED, (2, None)),
-        (Stored("id-1", 2), None, {"t": "id-2"}, LossKind.RECREATED, (2, None)),
-        (Stored("id-1", 2), None, {}, LossKind.RECREATED, (2, None)),
+        (StoredOffset("id-1", 10), OffsetBounds(0, 8), {"t": "id-2"}, LossKind.RECREATED, (10, None)),
+        (StoredOffset("id-1", 2), OffsetBounds(5, 9), {"t": "id-2"}, LossKind.RECREATED, (2, None)),
+        (StoredOffset("id-1", 2), None, {"t": "id-2"}, LossKind.RECREATED, (2, None)),
+        (StoredOffset("id-1", 2), None, {}, LossKind.RECREATED, (2, None)),
     ],
 )
 def test_what_was_lost_is_said_in_offsets(here, extent, ids, kind, lost):
@@ -73,14 +73,19 @@ def test_what_was_lost_is_said_in_offsets(here, extent, ids, kind, lost):
 
 @pytest.mark.parametrize("at", [3, 9])
 def test_the_first_and_the_end_themselves_are_no_loss(at):
-    assert find_losses({("t", 0): Stored("id-1", at)}, {("t", 0): Extent(3, 9)}, ID) == []
+    assert find_losses({("t", 0): StoredOffset("id-1", at)}, {("t", 0): OffsetBounds(3, 9)}, ID) == []
 
 
 def test_one_error_names_everything_and_the_command():
     """Losses of known and of new partitions together; the recreated topic decides the kind of the error."""
     ids = {"t": "id-1", "u": "id-9"}
-    stored = {("t", 0): Stored("id-1", 2), ("t", 1): Stored("id-1", 9), ("u", 0): Stored("id-8", 1)}
-    extents = {("t", 0): Extent(3, 9), ("t", 1): Extent(0, 8), ("t", 2): Extent(4, 4), ("u", 0): Extent(0, 0)}
+    stored = {("t", 0): StoredOffset("id-1", 2), ("t", 1): StoredOffset("id-1", 9), ("u", 0): StoredOffset("id-8", 1)}
+    extents = {
+        ("t", 0): OffsetBounds(3, 9),
+        ("t", 1): OffsetBounds(0, 8),
+        ("t", 2): OffsetBounds(4, 4),
+        ("u", 0): OffsetBounds(0, 0),
+    }
     with pytest.raises(TopicRecreated) as caught:
         new_partitions(stored, extents, ids, "billing")
     assert [(loss.topic, loss.part, loss.kind) for loss in caught.value.losses] == [
@@ -98,16 +103,16 @@ def test_one_error_names_everything_and_the_command():
 
 
 def test_a_partition_that_an_old_broker_does_not_name_is_for_later():
-    stored = {("t", 0): Stored("id-1", 2), ("t", 1): Stored("id-1", 2)}
-    assert plan(stored, {("t", 0): Extent(0, 3)}, ID) == {("t", 0): Range("id-1", 2, 3)}
+    stored = {("t", 0): StoredOffset("id-1", 2), ("t", 1): StoredOffset("id-1", 2)}
+    assert plan(stored, {("t", 0): OffsetBounds(0, 3)}, ID) == {("t", 0): Range("id-1", 2, 3)}
 
 
 def test_what_waits_behind_an_open_transaction():
-    assert Extent(0, 5).pinned is None
-    assert Extent(0, 5, 9).pinned == 4
+    assert OffsetBounds(0, 5).pinned is None
+    assert OffsetBounds(0, 5, 9).pinned == 4
     # Asked for at two moments: the log may have been read further by the second.
-    assert Extent(0, 9, 8).pinned == 0
-    assert plan({("t", 0): Stored("id-1", 5)}, {("t", 0): Extent(0, 5, 9)}, ID) == {}
+    assert OffsetBounds(0, 9, 8).pinned == 0
+    assert plan({("t", 0): StoredOffset("id-1", 5)}, {("t", 0): OffsetBounds(0, 5, 9)}, ID) == {}
 
 
 @given(
@@ -118,8 +123,8 @@ def test_what_waits_behind_an_open_transaction():
 )
 def test_a_plan_only_names_offsets_that_kafka_has(nexts, firsts, lengths, same):
     """Either an error with a loss for each partition that does not fit, or ranges within what is there."""
-    stored = {("t", part): Stored("id-1", at) for part, at in enumerate(nexts)}
-    extents = {("t", part): Extent(firsts[part], firsts[part] + lengths[part]) for part in range(len(nexts))}
+    stored = {("t", part): StoredOffset("id-1", at) for part, at in enumerate(nexts)}
+    extents = {("t", part): OffsetBounds(firsts[part], firsts[part] + lengths[part]) for part in range(len(nexts))}
     ids = ID if same else {"t": "id-2"}
     unfit = {p for p, here in stored.items() if not same or not extents[p].first <= here.next_offset <= extents[p].end}
     if unfit:
@@ -137,8 +142,8 @@ def test_a_plan_only_names_offsets_that_kafka_has(nexts, firsts, lengths, same):
     most=st.integers(1, 200),
 )
 def test_clipping_keeps_starts_wastes_nothing_and_starves_nobody(lengths, starts, most):
-    stored = {("t", part): Stored("id-1", starts[part]) for part in range(len(lengths))}
-    extents = {("t", part): Extent(0, starts[part] + length) for part, length in enumerate(lengths)}
+    stored = {("t", part): StoredOffset("id-1", starts[part]) for part in range(len(lengths))}
+    extents = {("t", part): OffsetBounds(0, starts[part] + length) for part, length in enumerate(lengths)}
     whole = plan(stored, extents, ID)
     clipped = plan(stored, extents, ID, most)
     assert set(clipped) == set(whole) == {("t", part) for part, length in enumerate(lengths) if length}
@@ -153,8 +158,8 @@ def test_clipping_keeps_starts_wastes_nothing_and_starves_nobody(lengths, starts
 
 def clipped(waiting, most, **more):
     """Plan a round of partitions that wait with so many messages: how many are read of each."""
-    stored = dict.fromkeys(waiting, Stored("id-1", 0))
-    extents = {partition: Extent(0, length) for partition, length in waiting.items()}
+    stored = dict.fromkeys(waiting, StoredOffset("id-1", 0))
+    extents = {partition: OffsetBounds(0, length) for partition, length in waiting.items()}
     ids = {topic: "id-1" for topic, _ in waiting}
     return {partition: span.end for partition, span in plan(stored, extents, ids, most, **more).items()}
 
@@ -208,8 +213,8 @@ def test_every_partition_that_waits_is_read_within_a_rotation(waiting, grows, re
     bound = math.ceil(len(left) / max(min(FEW, most), most // ENOUGH))
     waits_since = {partition: 1 for partition, length in left.items() if length}
     for number in range(1, 2 * bound + 2):
-        stored = {partition: Stored("id-1", at) for partition, at in offsets.items()}
-        extents = {partition: Extent(0, offsets[partition] + length) for partition, length in left.items()}
+        stored = {partition: StoredOffset("id-1", at) for partition, at in offsets.items()}
+        extents = {partition: OffsetBounds(0, offsets[partition] + length) for partition, length in left.items()}
         few = sum(map(bool, left.values())) <= FEW
         ranges = plan(stored, extents, ID, most, turn=turn)
         assert bool(ranges) == any(left.values())
@@ -263,11 +268,11 @@ def test_jobs_are_found_by_name():
 
 
 def test_new_partitions_wait_for_the_others_of_their_topic_only():
-    stored = {("t", 0): Stored("id", 5), ("t", 1): Stored("id", 9), ("u", 0): Stored("id", 3)}
+    stored = {("t", 0): StoredOffset("id", 5), ("t", 1): StoredOffset("id", 9), ("u", 0): StoredOffset("id", 3)}
     fresh = [("t", 2), ("t", 3), ("u", 1), ("new", 0)]
     ends = {("t", 2): {("t", 0): 6, ("t", 1): 9}, ("t", 3): {("t", 0): 6}, ("u", 1): {("u", 0): 3}}
     assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
-    assert waiting_for_others(fresh, stored | {("t", 0): Stored("id", 6)}, ends) == set()
+    assert waiting_for_others(fresh, stored | {("t", 0): StoredOffset("id", 6)}, ends) == set()
     assert waiting_for_others(fresh, {}, ends) == set()
 
 

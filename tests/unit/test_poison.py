@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.consumer.model import Range
-from spark_jobs.driver.poison_search import SAME, Search
+from spark_jobs.driver.poison_search import SAME, PoisonSearch
 
 ENDS = {("t", 0): 25_000, ("t", 1): 3_000, ("u", 0): 1}
 
@@ -18,7 +18,7 @@ class Reader:
         self.bad = bad
         self.certain = certain
         self.most = most
-        self.search = Search()
+        self.search = PoisonSearch()
         self.position = dict.fromkeys(ENDS, 0)
         self.attempts = 0
         self.narrowed = False
@@ -139,7 +139,7 @@ def test_each_failure_that_makes_less_of_it_says_so_and_they_come_to_an_end():
 
 def test_a_message_must_fail_for_a_while():
     now = 100.0
-    search = Search(30.0, lambda: now)
+    search = PoisonSearch(30.0, lambda: now)
     span = {("t", 0): Range("id", 7, 8)}
     for _ in range(10):
         search.narrowed(span)
@@ -154,7 +154,7 @@ def test_a_message_must_fail_for_a_while():
 
 
 def test_what_has_passed_is_forgotten_also_where_nothing_follows():
-    search = Search()
+    search = PoisonSearch()
     whole = {("t", 0): Range("id", 0, 100)}
     for _ in range(SAME):
         search.failed(search.narrowed(whole), "an error", certain=True)

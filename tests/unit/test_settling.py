@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from outbox.external.state_machine import (
     DAY,
     Answer,
-    Change,
+    ReservationState,
     Rules,
-    Standing,
     Step,
+    Transition,
     effect_failed,
     first_step,
     pause,
@@ -26,32 +26,32 @@ from outbox.external.state_machine import (
 RULES = Rules(max_attempts=3, can_ask=False, can_cancel=True, first_wait=1.0, longest_wait=60.0)
 PLAIN = dataclasses.replace(RULES, can_cancel=False)
 ASKING = dataclasses.replace(RULES, can_ask=True)
-OPEN, UNSURE = Standing("calling", used=1), Standing("calling", unsure=True, used=2)
+OPEN, UNSURE = ReservationState("calling", used=1), ReservationState("calling", unsure=True, used=2)
 SELDOM = st.sampled_from([False, False, False, True])
-BACK = Standing("cancelling", unsure=True, taking_back=True, used=1)
+BACK = ReservationState("cancelling", unsure=True, taking_back=True, used=1)
 
 
 @pytest.mark.parametrize(
     ("row", "rules", "step"),
     [
-        (Standing("reserved"), RULES, "call"),
-        (Standing("reserved", used=3), RULES, "stuck"),
-        (Standing("reserved", expired=True), RULES, "call"),
-        (Standing("reserved", unsure=True), RULES, "call"),
-        (Standing("reserved", unsure=True, expired=True), RULES, "stuck"),
-        (Standing("calling", expired=True), RULES, "stuck"),
-        (Standing("calling"), RULES, "call"),
-        (Standing("calling"), ASKING, "ask"),
-        (Standing("reserved", unsure=True, expired=True), ASKING, "ask"),
-        (Standing("reserved"), ASKING, "call"),
-        (Standing("reserved", unsure=True, known=True, expired=True), RULES, "confirm"),
-        (Standing("reserved", known=True, used=3), RULES, "stuck"),
-        (Standing("cancelling", taking_back=True), PLAIN, "close"),
-        (Standing("cancelling", taking_back=True, used=3), RULES, "stuck"),
-        (Standing("cancelling", unsure=True, taking_back=True), RULES, "cancel"),
-        (Standing("cancelling", unsure=True, taking_back=True), PLAIN, "stuck"),
-        (Standing("cancelling", unsure=True, taking_back=True, expired=True), RULES, "stuck"),
-        (Standing("cancelling", unsure=True, taking_back=True, used=3), RULES, "stuck"),
+        (ReservationState("reserved"), RULES, "call"),
+        (ReservationState("reserved", used=3), RULES, "stuck"),
+        (ReservationState("reserved", expired=True), RULES, "call"),
+        (ReservationState("reserved", unsure=True), RULES, "call"),
+        (ReservationState("reserved", unsure=True, expired=True), RULES, "stuck"),
+        (ReservationState("calling", expired=True), RULES, "stuck"),
+        (ReservationState("calling"), RULES, "call"),
+        (ReservationState("calling"), ASKING, "ask"),
+        (ReservationState("reserved", unsure=True, expired=True), ASKING, "ask"),
+        (ReservationState("reserved"), ASKING, "call"),
+        (ReservationState("reserved", unsure=True, known=True, expired=True), RULES, "confirm"),
+        (ReservationState("reserved", known=True, used=3), RULES, "stuck"),
+        (ReservationState("cancelling", taking_back=True), PLAIN, "close"),
+        (ReservationState("cancelling", taking_back=True, used=3), RULES, "stuck"),
+        (ReservationState("cancelling", unsure=True, taking_back=True), RULES, "cancel"),
+        (ReservationState("cancelling", unsure=True, taking_back=True), PLAIN, "stuck"),
+        (ReservationState("cancelling", unsure=True, taking_back=True, expired=True), RULES, "stuck"),
+        (ReservationState("cancelling", unsure=True, taking_back=True, used=3), RULES, "stuck"),
     ],
 )
 def test_the_step_before_a_call(row, rules, step):
@@ -70,8 +70,8 @@ def test_the_step_before_a_call(row, rules, step):
         (OPEN, "call", "later", RULES, "reserved", False),
         (UNSURE, "call", "later", RULES, "reserved", True),
         (OPEN, "call", "unknown", RULES, "reserved", True),
-        (Standing("calling", used=3), "call", "unknown", RULES, "stuck", True),
-        (Standing("calling", used=3), "call", "later", RULES, "stuck", False),
+        (ReservationState("calling", used=3), "call", "unknown", RULES, "stuck", True),
+        (ReservationState("calling", used=3), "call", "later", RULES, "stuck", False),
         (BACK, "cancel", "done", RULES, "cancelled", False),
         (BACK, "cancel", "refused", RULES, "stuck", True),
         (BACK, "cancel", "unknown", RULES, "cancelling", True),
@@ -88,17 +88,17 @@ def test_what_follows_from_an_answer(row, step, said, rules, state, unsure):
     ("row", "step", "said", "state", "conflict"),
     [
         (OPEN, "call", "done", "confirmed", False),
-        (Standing("stuck", unsure=True), "call", "done", "confirmed", False),
-        (Standing("stuck", unsure=True, taking_back=True), "cancel", "done", "cancelled", False),
+        (ReservationState("stuck", unsure=True), "call", "done", "confirmed", False),
+        (ReservationState("stuck", unsure=True, taking_back=True), "cancel", "done", "cancelled", False),
         (OPEN, "call", "refused", None, False),
         (OPEN, "call", "unknown", None, False),
         (BACK, "call", "done", None, False),
-        (Standing("cancelling", taking_back=True), "call", "unknown", "cancelling", False),
-        (Standing("confirmed"), "call", "done", None, False),
-        (Standing("confirmed"), "call", "refused", "confirmed", True),
-        (Standing("cancelled", taking_back=True), "call", "done", "cancelled", True),
-        (Standing("cancelled", taking_back=True), "cancel", "done", None, False),
-        (Standing("confirmed"), "cancel", "done", "confirmed", True),
+        (ReservationState("cancelling", taking_back=True), "call", "unknown", "cancelling", False),
+        (ReservationState("confirmed"), "call", "done", None, False),
+        (ReservationState("confirmed"), "call", "refused", "confirmed", True),
+        (ReservationState("cancelled", taking_back=True), "call", "done", "cancelled", True),
+        (ReservationState("cancelled", taking_back=True), "cancel", "done", None, False),
+        (ReservationState("confirmed"), "cancel", "done", "confirmed", True),
     ],
 )
 def test_what_follows_from_a_late_answer(row, step, said, state, conflict):
@@ -157,8 +157,8 @@ class Row:
     conflict: bool = False
     open: list[Attempt] = field(default_factory=list)
 
-    def standing(self) -> Standing:
-        return Standing(self.state, self.unsure, self.taking_back, self.known, self.attempts - self.budget_from)
+    def standing(self) -> ReservationState:
+        return ReservationState(self.state, self.unsure, self.taking_back, self.known, self.attempts - self.budget_from)
 
 
 class Together(RuleBasedStateMachine):
@@ -244,7 +244,7 @@ class Together(RuleBasedStateMachine):
                 self.settled.append(change.state)
         self.write(change, attempt)
 
-    def write(self, change: Change, attempt: Attempt) -> None:
+    def write(self, change: Transition, attempt: Attempt) -> None:
         row = self.row
         learnt = attempt.answer is not None and attempt.answer.said == "done" and attempt.step != "cancel"
         row.known = (learnt and not change.taking_back) or (row.known and change.keep_response)

@@ -20,13 +20,13 @@ from sqlalchemy import make_url
 
 from outbox._app import migrate as db
 from outbox.consumer import postgres_errors as postgres
-from outbox.consumer.retention import Memory
+from outbox.consumer.retention import IdRetention
 from outbox.errors import ConfigurationError, MissingExtra
 from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
 from relay.config import load
 from relay.database import Connector
 from relay.wal.replication import Replication
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import transaction
 
 PLAIN = "plainpassword"
@@ -114,8 +114,8 @@ CONNECTS: dict[str, Callable[[str], object]] = {
     "db": opened,
     "sink": lambda url: postgres.connect(url, "test"),
     "task": began,
-    "driver": lambda url: Store(url, "consumer", "group", "owner").stored(["topic"]),
-    "upkeep": lambda url: Memory(url, "consumer", 14).make(),
+    "driver": lambda url: PostgresGroupStore(url, "consumer", "group", "owner").stored(["topic"]),
+    "upkeep": lambda url: IdRetention(url, "consumer", 14).make(),
     "settings": lambda url: load(database_url=url),
 }
 

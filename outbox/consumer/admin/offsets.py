@@ -28,13 +28,13 @@ from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
-from outbox.consumer.kafka_admin import KafkaView, TopicMissing
-from outbox.consumer.model import Extent, LossKind, Partition, Stored
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.errors import NotFound
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
-_Decide = Callable[[Mapping[int, Stored], _Losses], list["Move"]]
+_Decide = Callable[[Mapping[int, StoredOffset], _Losses], list["Move"]]
 
 Wanted = int | dt.datetime | Literal["earliest", "latest", "loss"]
 """The target: an offset; the first message at or after a time (with a zone); Kafka's first or last offset; or the
@@ -174,7 +174,7 @@ class _Request:
     wait: float
 
 
-def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: int) -> Move:
+def move(part: int, stored: StoredOffset | None, there: OffsetBounds, topic_id: str, after: int) -> Move:
     """Return the move of a partition. Pure. Messages that Kafka no longer has are not skipped but lost."""
     same = stored is not None and stored.topic_id == topic_id
     begin = max(stored.next_offset, there.first) if stored is not None and same else there.first
@@ -189,7 +189,9 @@ def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: 
     )
 
 
-def after_losses(stored: Stored | None, there: Extent, topic_id: str, losses: Sequence[tuple[str, int]]) -> int | None:
+def after_losses(
+    stored: StoredOffset | None, there: OffsetBounds, topic_id: str, losses: Sequence[tuple[str, int]]
+) -> int | None:
     """Return the nearest offset from which a partition can continue, given its open losses as (kind, first_offset).
 
     Pure. Also finds losses that were not recorded. None: there is no row, and none is needed.
@@ -208,7 +210,7 @@ class Offsets:
     Raises ConsumerUnavailable when Postgres or Kafka is away, and SchemaError when tables or rights are missing.
     """
 
-    def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaAdmin) -> None:
         self._connection = connection
         self._kafka = kafka
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
@@ -225,7 +227,7 @@ class Offsets:
             self._no_such_group(group)
         topics = sorted({row["topic"] for row in positions})
         ids: Mapping[str, str] = {}
-        extents: Mapping[Partition, Extent] = {}
+        extents: Mapping[Partition, OffsetBounds] = {}
         away = None
         if topics:
             try:
@@ -291,7 +293,7 @@ class Offsets:
         if isinstance(to, dt.datetime):
             times = self._kafka.at_time(survey.extents, to)
 
-        def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
+        def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             moves = []
             for number, there in chosen.items():
                 here, topic_id = stored.get(number), survey.ids[topic]
@@ -324,7 +326,7 @@ class Offsets:
     ) -> Moved:
         """Remove the rows and open losses of a topic that a group no longer reads. Raises NoSuchGroup."""
 
-        def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
+        def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             if not stored and not losses:
                 raise NoSuchGroup(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
             return _gone(stored)
@@ -332,7 +334,7 @@ class Offsets:
         request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
         return self._move(request, decide, {})
 
-    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, Extent]) -> Moved:
+    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, OffsetBounds]) -> Moved:
         owner = f"outbox offsets, {process_name()}"
         values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
         moves: list[Move] = []
@@ -350,7 +352,9 @@ class Offsets:
                 groups = self._fence(values, new=asked.new)
                 generation = groups[0]["generation"]
             forgotten = groups[0]["forgotten_before"] if groups else None
-            stored = {row["part"]: Stored(row["topic_id"], row["next_offset"]) for row in self._rows(_STORED, **values)}
+            stored = {
+                row["part"]: StoredOffset(row["topic_id"], row["next_offset"]) for row in self._rows(_STORED, **values)
+            }
             losses: dict[int, list[tuple[str, int]]] = {}
             for row in self._rows(_OPEN, **values):
                 losses.setdefault(row["part"], []).append((row["kind"], row["first_offset"]))
@@ -393,7 +397,7 @@ class Offsets:
         self._rows(_FENCE, **values, generation=raised[0]["generation"])
         return raised
 
-    def _write(self, values: Mapping[str, object], one: Move, generation: int, there: Extent | None) -> None:
+    def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:
         if one.after is None:
             self._rows(_DELETE, **values, part=one.part)
         else:
@@ -417,7 +421,7 @@ class Offsets:
             return cursor.fetchall() if cursor.description is not None else []
 
 
-def _refuse_outside(topic: str, extents: Mapping[int, Extent], to: int) -> None:
+def _refuse_outside(topic: str, extents: Mapping[int, OffsetBounds], to: int) -> None:
     for part, there in extents.items():
         if not there.first <= to <= there.end:
             raise MoveRefused(
@@ -426,7 +430,7 @@ def _refuse_outside(topic: str, extents: Mapping[int, Extent], to: int) -> None:
             )
 
 
-def _target(to: int | dt.datetime | Literal["earliest", "latest"], there: Extent, found: int | None) -> int:
+def _target(to: int | dt.datetime | Literal["earliest", "latest"], there: OffsetBounds, found: int | None) -> int:
     if isinstance(to, int):
         return to
     if isinstance(to, dt.datetime):
@@ -434,7 +438,7 @@ def _target(to: int | dt.datetime | Literal["earliest", "latest"], there: Extent
     return there.first if to == "earliest" else there.end
 
 
-def _gone(stored: Mapping[int, Stored]) -> list[Move]:
+def _gone(stored: Mapping[int, StoredOffset]) -> list[Move]:
     return [Move(part, here.next_offset, None, here.topic_id, None, None, 0) for part, here in sorted(stored.items())]
 
 
@@ -448,7 +452,7 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
 
 
 def _positions(
-    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, Extent], *, known: bool
+    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, OffsetBounds], *, known: bool
 ) -> list[Position]:
     """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
     stored = {(row["topic"], row["part"]): row for row in rows}
@@ -477,7 +481,7 @@ def _positions(
     return found
 
 
-def _trouble(row: Mapping[str, Any] | None, there: Extent | None, topic_id: str | None) -> str | None:
+def _trouble(row: Mapping[str, Any] | None, there: OffsetBounds | None, topic_id: str | None) -> str | None:
     if topic_id is None:
         return "the topic is gone"
     if row is not None and row["topic_id"] != topic_id:

@@ -13,7 +13,7 @@ from psycopg import sql
 from outbox._clients.visible import VisibleTables
 from outbox.consumer.admin.offsets import Group, Offsets, Position
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
-from outbox.consumer.kafka_admin import KafkaView
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.progress import progress
 
@@ -125,7 +125,7 @@ def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
 
 
 def look(
-    connection: psycopg.Connection[Any], schema: str, kafka: KafkaView
+    connection: psycopg.Connection[Any], schema: str, kafka: KafkaAdmin
 ) -> tuple[list[GroupState], str | None, Mapping[str, str]]:
     """Return the groups; why Kafka's figures are missing, or None; and the tables that the role can't read.
 
@@ -183,7 +183,7 @@ def look(
     return found, away, visible.hidden
 
 
-def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaView) -> dict[str, Sequence[StandingPartition]]:
+def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, Sequence[StandingPartition]]:
     """Return the partitions of each group that have not moved since a time, and in which older messages wait."""
     found: dict[str, list[tuple[Position, int, int, dt.datetime]]] = {}
     for group in groups:
