@@ -336,7 +336,6 @@ _DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
         # Long, because a commit counts as clean only if it ends before any request can have been repeated.
         "retry.backoff.ms": "1000",
         "retry.backoff.max.ms": "1000",
-        "statistics.interval.ms": "1000",
     },
 }
 

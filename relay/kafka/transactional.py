@@ -33,11 +33,9 @@ undecided transaction.
 A producer is used again only after a clean commit, and a turn begins only after the one before was committed cleanly.
 An EndTxn that librdkafka sent twice (a response was lost) could arrive late and end the producer's *next* transaction
 in the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
-repeats EndTxn after at least ``retry.backoff.ms`` (less 20 % jitter), so a commit that took less time sent it once; as
-a second check, its statistics count the requests, and are read after a turn and before the next one. A commit is clean
-if it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. Otherwise both
-producers are discarded, their ids are initialized again, and only then are our remaining lanes read from Postgres, and
-their markers from Kafka.
+repeats EndTxn after at least ``retry.backoff.ms`` (less 20 % jitter), so a commit that took less time sent it once. A
+commit is clean if it raised nothing and was faster than that. Otherwise both producers are discarded, their ids are
+initialized again, and only then are our remaining lanes read from Postgres, and their markers from Kafka.
 
 After a refusal only that producer is replaced. Its id is initialized before a later turn is read: this may undo the
 fence of a relay that has taken a lane, and the source of each turn checks the leases after that.
@@ -52,7 +50,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox.errors import OutboxError
@@ -76,7 +73,7 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of, weak_callback
+from relay.kafka.client import text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import REFUSALS, BatchProducer
@@ -97,7 +94,6 @@ class TransactionFigures:
     def __init__(self) -> None:
         self.commits = 0
         self.renewed = 0
-        self.add_partitions = 0
         self.commit_seconds: deque[float] = deque(maxlen=10_000)
 
     def summary(self) -> dict[str, float]:
@@ -106,9 +102,6 @@ class TransactionFigures:
         return {
             "transactions": self.commits,
             "producers_renewed": self.renewed,
-            # Well above 1 if it is repeated for CONCURRENT_TRANSACTIONS while the last transaction's control records
-            # are written.
-            "add_partitions_requests_per_transaction": round(self.add_partitions / max(self.commits, 1), 2),
             "commit_ms_p50": round(times[len(times) // 2] * 1000, 2) if times else 0.0,
             "commit_ms_p99": round(times[len(times) * 99 // 100] * 1000, 2) if times else 0.0,
         }
@@ -117,22 +110,11 @@ class TransactionFigures:
 class _TransactionalProducer(BatchProducer):
     """A producer with its transactional id that checks whether its commits were clean."""
 
-    def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
+    def __init__(self, *args: Any, **more: Any) -> None:
         self.ends = 0
         self.initialized = False
         self.suspicious = False
-        self._figures = figures
-        self._add_partitions = 0
-        super().__init__({**options, "stats_cb": weak_callback(self._on_statistics)}, *args, **more)
-
-    def _on_statistics(self, text: str) -> None:
-        brokers = orjson.loads(text)["brokers"].values()
-        requests = [broker.get("req", {}) for broker in brokers]
-        if sum(request.get("EndTxn", 0) for request in requests) > self.ends:
-            self.suspicious = True
-        added = sum(request.get("AddPartitionsToTxn", 0) for request in requests)
-        self._figures.add_partitions += added - self._add_partitions
-        self._add_partitions = added
+        super().__init__(*args, **more)
 
 
 class _NotConfirmed(Exception):
@@ -193,7 +175,6 @@ class TransactionalPublisher:
         def new_sender(transactional_id: str) -> _TransactionalProducer:
             return _TransactionalProducer(
                 {**options, "transactional.id": transactional_id},
-                figures,
                 router,
                 topics,
                 ce_source,
@@ -273,7 +254,7 @@ class TransactionalPublisher:
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks, mainly its statistics; initialize the next producer if it is a new one.
+        """Serve librdkafka's callbacks; initialize the next producer if it is a new one.
 
         Not in ``publish``: this fences whoever has taken a lane, so the leases have to be checked after it.
         """
@@ -334,8 +315,6 @@ class TransactionalPublisher:
         """Return the result of a turn that can't begin: this is closed, or an earlier commit was not clean."""
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
-        # Statistics of the last turns may arrive only now.
-        self._poll()
         if not any(sender.initialized for sender in self._senders):
             return Completed({}, publisher_unusable=True)
         if any(sender.suspicious for sender in self._senders):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from guard_support import Mutate, as_it_is, joined, verdict, work
 from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
-from support import wait_until
 from takeover_support import Place, Worker
 
 from outbox.sandbox.kafka import KafkaCluster
@@ -105,25 +104,6 @@ def the_first_markers_commit_is_late(place: Place, late: LateEnd) -> None:
     work(worker)
 
 
-def only_the_statistics_show_that_a_commit_is_late(place: Place, late: LateEnd) -> None:
-    """The time that it took shows nothing. The count of EndTxn does, before its producer's next turn."""
-    place.slow_commits_count = False
-    worker = joined(place, "a")
-    late.hold()
-    assert worker.turn(1) > 0
-    publisher: Any = worker.publisher
-
-    def counted() -> bool:
-        publisher.serve()
-        return bool(publisher._senders[1].suspicious)
-
-    wait_until(counted, what="librdkafka's statistics")
-    # The other producer's turn.
-    worker.turn(1)
-    late.arrive_in_a_turn_of(worker, 1)
-    work(worker)
-
-
 def never_suspicious(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_TransactionalProducer, "suspicious", property(lambda _: False, lambda *_: None), raising=False)
 
@@ -136,11 +116,6 @@ def used_again(patch: pytest.MonkeyPatch) -> None:
         return sent if isinstance(sent, Failed) else replace(sent, publisher_unusable=False)
 
     patch.setattr(TransactionalPublisher, "publish", publish)
-    # The statistics would show it as well, and each turn would be put off.
-    not_asked_before_a_turn(patch)
-
-
-def not_asked_before_a_turn(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransactionalPublisher, "_unfit", lambda _: None)
 
 
@@ -153,8 +128,6 @@ def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
             sender.suspicious = False
 
     patch.setattr(TransactionalPublisher, "_commit", commit)
-    # The statistics would show it as well.
-    not_asked_before_a_turn(patch)
 
 
 LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
@@ -164,8 +137,6 @@ LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
     (the_first_markers_commit_is_late, as_it_is, set()),
     (the_first_markers_commit_is_late, never_suspicious, {"twice"}),
     (the_first_markers_commit_is_late, first_markers_unseen, {"twice"}),
-    (only_the_statistics_show_that_a_commit_is_late, as_it_is, set()),
-    (only_the_statistics_show_that_a_commit_is_late, not_asked_before_a_turn, {"twice"}),
 ]
 
 

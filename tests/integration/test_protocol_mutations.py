@@ -19,9 +19,8 @@ by, and it is on no topic). Mutations that need processes, crashes or time are i
 | null_while_open         | a lane is released as clean while the worker may still commit events of it             |
 | ack_before_it_came      | what is queued counts as acknowledged                                                  |
 | mark_past_a_transaction | the low-water mark does not wait for open transactions                                 |
-| never_suspicious        | every commit counts as clean, however long it took and however often EndTxn was sent   |
+| never_suspicious        | every commit counts as clean, however long it took                                     |
 | used_again              | after a commit that was not clean the worker goes on with the same producers           |
-| not_asked_before_a_turn | what the statistics have counted since a producer's last turn is seen after its next   |
 | first_markers_unseen    | whether the commit of the lanes' first markers was clean is not looked at              |
 """
 

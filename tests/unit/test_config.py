@@ -331,7 +331,6 @@ def test_at_most_once_can_not_read_the_wal():
     ("delivery", "option"),
     [
         ("exactly-once", "retry.backoff.ms"),
-        ("exactly-once", "statistics.interval.ms"),
         ("at-most-once", "acks"),
         ("at-most-once", "enable.idempotence"),
         ("at-most-once", "message.send.max.retries"),
