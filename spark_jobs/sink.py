@@ -44,8 +44,8 @@ class Way:
     """How to load rows, from what earlier attempts have found. A sink with only one way may ignore it.
 
     repeats   some rows were probably applied before: the partition had repeats lately, or these are dead letters.
-    lenient   an attempt has raised Uncopyable.
-    straight  no attempt has raised Roundabout lately.
+    lenient   an attempt has raised CopyError.
+    straight  no attempt has raised FallbackToBatch lately.
     """
 
     repeats: bool = False
@@ -75,8 +75,8 @@ class Transaction(Protocol):
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, drop those that were applied before, and return how many are left.
 
-        Errors of the iterator pass through. Raises Culprits for messages that can't be loaded, Broken where no message
-        is at fault, Uncopyable and Roundabout to be called again in another ``way``.
+        Errors of the iterator pass through. Raises RejectedRecords for messages that can't be loaded, EffectError where
+        no message is at fault, CopyError and FallbackToBatch to be called again in another ``way``.
         """
 
     def count(
@@ -95,7 +95,7 @@ class Transaction(Protocol):
         """
 
     def apply(self) -> None:
-        """Run the effect over what was remembered. Raises Culprits or Broken."""
+        """Run the effect over what was remembered. Raises RejectedRecords or EffectError."""
 
     def rollback(self) -> None:
         """Roll back: nothing is committed, and the end of the transaction needs no proof."""
@@ -120,7 +120,7 @@ class Sink(Protocol):
 
         where  what its error texts name.
         rows   the proof that COMMIT needs.
-        most   no more than this many culprits, and one more, need be found.
+        most   no more than this many rejected messages, and one more, need be found.
         here   the driver runs it, not a task.
         """
 

@@ -54,7 +54,7 @@ class DeadLetter:
     ``time`` is Kafka's timestamp in microseconds since 1970.
     """
 
-    culprit: RejectedRecord
+    record: RejectedRecord
     message_id: str | None
     key: bytes | None
     value: bytes | None
@@ -67,12 +67,12 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
     query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
     rows = [
         {
-            **_why(letter.culprit),
+            **_why(letter.record),
             "grp": group,
-            "topic": letter.culprit.place[0],
+            "topic": letter.record.place[0],
             "topic_id": topic_id,
-            "part": letter.culprit.place[1],
-            "offset": letter.culprit.place[2],
+            "part": letter.record.place[1],
+            "offset": letter.record.place[2],
             "id": letter.message_id,
             "key": letter.key,
             "value": letter.value,
@@ -86,10 +86,10 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
     return len(rows)
 
 
-def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, culprit: RejectedRecord) -> None:
+def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, record: RejectedRecord) -> None:
     """Count another attempt of a dead letter."""
     query = sql.SQL(_AGAIN).format(letters=sql.Identifier(schema, "dead_letters"))
-    cursor.execute(query, {**_why(culprit), "letter": letter, "grp": group})
+    cursor.execute(query, {**_why(record), "letter": letter, "grp": group})
 
 
 def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:
@@ -103,9 +103,9 @@ def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequenc
     cursor.execute(query, {"grp": group, "ids": list(ids)})
 
 
-def _why(culprit: RejectedRecord) -> dict[str, Any]:
+def _why(record: RejectedRecord) -> dict[str, Any]:
     # An error's text may quote anything from the message.
-    return {"reason": culprit.reason, "error": storable(culprit.error)[:LONGEST_ERROR], "sqlstate": culprit.sqlstate}
+    return {"reason": record.reason, "error": storable(record.error)[:LONGEST_ERROR], "sqlstate": record.sqlstate}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from spark_jobs.dedup.strategies import Natural, Version
 from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import EffectError, RejectedRecords
+from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable, textual, without_unfit
@@ -46,7 +46,7 @@ from spark_jobs.postgres.staging import StagePlan, StagingTables, named
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
-from spark_jobs.task.feed import Feed, culprits_from, culprits_text
+from spark_jobs.task.feed import Feed, rejected_from, rejected_text
 from spark_jobs.task.input import NO_INPUT, TaskInput
 from spark_jobs.task.partition import RangeStopped, stopping
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-_REPORT: Final = "staged_by string, rows long, size long, culprits string, broken string"
+_REPORT: Final = "staged_by string, rows long, size long, rejected messages string, broken string"
 # Each message is one row here, because the transform has not run yet.
 _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
@@ -106,8 +106,8 @@ class BatchAttempts:
             return self._apply(rows, span, state, generation, {})
         except RangeStopped as stop:
             # One transaction has one outcome: the first partition reports it, and the others are tried again with it.
-            told = dict.fromkeys(span.ranges, TaskResult("culprits", detail="[]"))
-            return told | {min(span.ranges): TaskResult(stop.outcome, detail=stop.detail)}
+            results = dict.fromkeys(span.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
+            return results | {min(span.ranges): TaskResult(stop.outcome, detail=stop.detail)}
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
@@ -118,10 +118,11 @@ class BatchAttempts:
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
-            told = self._apply(chosen, OffsetRanges({}, {}), state, generation, ids)
+            results = self._apply(chosen, OffsetRanges({}, {}), state, generation, ids)
         except RangeStopped as stop:
             return TaskResult(stop.outcome, detail=stop.detail)
-        return TaskResult("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
+        read, fresh = sum(one.read for one in results.values()), sum(one.fresh for one in results.values())
+        return TaskResult(RangeOutcome.APPLIED, read, fresh)
 
     def _apply(
         self,
@@ -192,7 +193,7 @@ class BatchAttempts:
         average = 0 if shuffled or not staged.rows else staged.size / staged.rows
         return {
             partition: TaskResult(
-                "applied",
+                RangeOutcome.APPLIED,
                 read.get(partition, 0),
                 fresh.get(partition, 0),
                 size=int(average * read.get(partition, 0)),
@@ -263,7 +264,7 @@ class BatchAttempts:
         *,
         ask: bool,
     ) -> _Staged:
-        """Stage rows. Raises Culprits for messages that can't be applied, and Broken for rows of no single message.
+        """Stage rows. Raises RejectedRecords for messages that can't be applied, EffectError for rows of none.
 
         ask  raise Fenced if the group has been taken over; see StagingTables.create.
         """
@@ -274,9 +275,9 @@ class BatchAttempts:
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise EffectError(broken[0])
-        culprits = [culprit for row in reports for culprit in culprits_from(row.culprits)]
-        if culprits:
-            raise RejectedRecords(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
+        rejected = [record for row in reports for record in rejected_from(row.rejected)]
+        if rejected:
+            raise RejectedRecords(sorted(rejected, key=lambda record: record.place)[: max_dead + 1])
         return _Staged(
             plan.identifier,
             [row.staged_by for row in reports],
@@ -347,7 +348,7 @@ def _stage(
             "staged_by": [name],
             "rows": pa.array([0 if found else feed.rows], pa.int64()),
             "size": pa.array([feed.size], pa.int64()),
-            "culprits": [culprits_text(found[: max_dead + 1])],
+            "rejected": [rejected_text(found[: max_dead + 1])],
             "broken": [broken],
         }
     )

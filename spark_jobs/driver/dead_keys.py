@@ -45,7 +45,7 @@ class DeadKeys:
         if self._keys is not None:
             for letter in letters:
                 if letter.key is not None:
-                    self._keys.setdefault(letter.culprit.place[0], set()).add(letter.key)
+                    self._keys.setdefault(letter.record.place[0], set()).add(letter.key)
 
     def forget(self) -> None:
         """Read the keys again when they are needed next."""

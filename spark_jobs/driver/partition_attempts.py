@@ -13,6 +13,7 @@ from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
+from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
@@ -74,13 +75,13 @@ class PartitionAttempts:
         rows, columns = spark.copyable(rows)
         plan = replace(context.plan(span, state, generation, columns), tasks=tasks)
         applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
-        told = reported(applied.collect())
+        results = reported(applied.collect())
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             context.require_decoded(source.rows)
-            return dict.fromkeys(span.ranges, TaskResult("nothing"))
-        _require_reports(span, told)
-        return told
+            return dict.fromkeys(span.ranges, TaskResult(RangeOutcome.EMPTY))
+        _require_reports(span, results)
+        return results
 
     def _attempt_reading(
         self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
@@ -94,9 +95,9 @@ class PartitionAttempts:
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in task.run_here(plan, read))
-        told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
-        _require_reports(span, told)
-        return told
+        results = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
+        _require_reports(span, results)
+        return results
 
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
@@ -131,25 +132,27 @@ class PartitionAttempts:
             (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
         (row,) = reports
-        return TaskResult(row.outcome, row.read, row.fresh, row.detail)
+        return TaskResult(RangeOutcome(row.outcome), row.read, row.fresh, row.detail)
 
 
-def _require_reports(span: OffsetRanges, told: Mapping[Partition, TaskResult]) -> None:
+def _require_reports(span: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:
     """Raise ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied."""
-    silent = sorted(span.ranges.keys() - told.keys())
-    if silent and not any(one.outcome in ENDING for one in told.values()):
+    silent = sorted(span.ranges.keys() - results.keys())
+    if silent and not any(one.outcome in ENDING for one in results.values()):
         raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 
 
 def reported(reports: Iterable[Row]) -> dict[Partition, TaskResult]:
     """Return the reports of an attempt's tasks by partition. Raises EffectFailed if two tasks name the same one."""
-    told: dict[Partition, TaskResult] = {}
+    results: dict[Partition, TaskResult] = {}
     for row in reports:
         partition = (row.topic, row.part)
-        if partition in told:
+        if partition in results:
             raise EffectFailed(
                 f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
                 "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
-        told[partition] = TaskResult(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
-    return told
+        results[partition] = TaskResult(
+            RangeOutcome(row.outcome), row.read, row.fresh, row.detail, row.behind, row.size
+        )
+    return results

@@ -13,6 +13,7 @@ from outbox.consumer.letters import LONGEST_ERROR, DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob
+from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 SUSPECT_ROUNDS: Final = 5
 """For how many rounds a partition takes the slower way after it had a repeat, because repeats come in bursts. The same
 holds after its rows could not be copied directly into the sink's table."""
-ENDING: Final[dict[str, type[ConsumerError]]] = {
-    "fenced": Fenced,
-    "broken": EffectFailed,
-    "moved": ConsumerUnavailable,
+ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
+    RangeOutcome.FENCED: Fenced,
+    RangeOutcome.BROKEN: EffectFailed,
+    RangeOutcome.MOVED: ConsumerUnavailable,
     **task.FAILURES,
 }
 """The outcomes that end a round, and the errors that are raised for them; fencing first."""
@@ -74,7 +75,7 @@ class OffsetRanges:
 class TaskResult:
     """An attempt's report on one partition; see task.REPORT."""
 
-    outcome: str
+    outcome: RangeOutcome
     read: int = 0
     fresh: int = 0
     detail: str = ""

@@ -3,20 +3,16 @@
 An attempt is one Spark action. It applies a range, or names the messages that can't be applied. The driver reads these
 again in full, and the next attempt at their ranges stores them in the transaction that moves the offsets.
 
-| outcome          | what follows                                                                            |
-|------------------|-----------------------------------------------------------------------------------------|
-| applied, already | the range is done                                                                       |
-| nothing          | no row came (only transaction markers, or all rows were filtered): the driver moves the |
-|                  | offset, and stores the range's dead letters with it                                     |
-| (no report)      | Spark ran no task, because it saw that the transform filters all rows: as for nothing,  |
-|                  | unless a row of these ranges does not decode                                            |
-| culprits         | they become dead letters; with keep_order the later messages of their keys do too       |
-| roundabout       | tried again, through ``batch`` instead of directly into the sink's table                |
-| uncopyable       | tried again in the lenient way, which names culprits                                    |
-| fenced, broken   | the job ends, after the other partitions have been counted                              |
-| moved            | a task that the driver had given up on committed after all: the round is planned again  |
-| one of FAILURES  | nothing of the range was applied: the others are counted, then the runner tries again   |
-| (Undecoded)      | a row that does not decode reached a transform: the driver looks for all such rows      |
+What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
+
+| what happens                         | what follows                                                             |
+|--------------------------------------|--------------------------------------------------------------------------|
+| Spark runs no task, because it sees  | as for EMPTY, unless a row of these ranges does not decode               |
+| that the transform filters all rows  |                                                                          |
+| messages are rejected                | they become dead letters; with keep_order the later ones of their keys   |
+|                                      | do too                                                                   |
+| a row that does not decode reaches a | Undecoded: the driver looks for all such rows                            |
+| transform                            |                                                                          |
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
@@ -35,13 +31,14 @@ from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState, TaskResult
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
+from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
 from spark_jobs.task.behind import behind
 from spark_jobs.task.decoder import BEHIND
-from spark_jobs.task.feed import culprits_from
+from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.reader import RangeReader, kept
 
 if TYPE_CHECKING:
@@ -54,7 +51,6 @@ RETRIED_AT_ONCE: Final = 100
 FAILED_ALONE: Final = 3
 """How many dead letters may fail in one round when each is tried alone. After that, new messages come first."""
 _PLACES: Final = "topic string, partition int, offset long"
-_AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 
 
 class Rounds:
@@ -100,10 +96,10 @@ class Rounds:
         """Try the ranges until each of them is done."""
         left = span
         while left.ranges:
-            told, culprits = self._try(left, state, generation)
-            again = self._settle(left, told, state, culprits, generation)
-            if culprits:
-                self._put_aside(state, left, culprits)
+            results, rejected = self._try(left, state, generation)
+            again = self._settle(left, results, state, rejected, generation)
+            if rejected:
+                self._put_aside(state, left, rejected)
             left = left.only(again)
 
     def retry(self, generation: int) -> Counts:
@@ -137,15 +133,15 @@ class Rounds:
                 if one.behind
             ]
             try:
-                culprits = blocked or self._retry(letters, generation, counts)
+                rejected = blocked or self._retry(letters, generation, counts)
                 self._most_retried = min(2 * self._most_retried, RETRIED_AT_ONCE)
             except (EffectFailed, WorkerLost, Interrupted, InputCut) as error:
                 if len(letters) > 1:
                     self._most_retried = len(letters) // 2
                     continue
-                culprits = [(letters[0], RejectedRecord(letters[0].place, "failed", str(error)))]
+                rejected = [(letters[0], RejectedRecord(letters[0].place, "failed", str(error)))]
                 alone += 1
-            self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
+            self._store.failed_again([(one.id, record) for one, record in rejected], generation)
         return counts
 
     def _retry(
@@ -158,86 +154,111 @@ class Rounds:
         at = {one.place: one for one in letters}
         try:
             with failures.understood():
-                told = self._attempts.attempt_retry(letters, RoundState(), generation)
-                if told.outcome == "uncopyable":
-                    told = self._attempts.attempt_retry(letters, RoundState(lenient={("", 0)}), generation)
+                results = self._attempts.attempt_retry(letters, RoundState(), generation)
+                if results.outcome is RangeOutcome.COPY_ERROR:
+                    results = self._attempts.attempt_retry(letters, RoundState(lenient={("", 0)}), generation)
         except failures.Undecoded as error:
             found = self._context.undecoded(self._context.letters(letters))
             if not found:
                 raise _not_deterministic() from error
         else:
-            if told.outcome in ENDING:
-                raise ENDING[told.outcome](told.detail)
-            found = culprits_from(told.detail) if told.outcome == "culprits" else []
-            counts.applied += told.fresh
-            counts.duplicates += told.read - told.fresh if not found else 0
-            counts.read += told.read if not found else 0
+            if results.outcome in ENDING:
+                raise ENDING[results.outcome](results.detail)
+            found = rejected_from(results.detail) if results.outcome is RangeOutcome.REJECTED else []
+            counts.applied += results.fresh
+            counts.duplicates += results.read - results.fresh if not found else 0
+            counts.read += results.read if not found else 0
         if self._job.keep_order:
             found = found + _behind(letters, found)
-        return [(at[culprit.place], culprit) for culprit in found]
+        return [(at[record.place], record) for record in found]
 
     def _try(
         self, span: OffsetRanges, state: RoundState, generation: int
     ) -> tuple[dict[Partition, TaskResult] | None, list[RejectedRecord]]:
-        """Return the reports and the culprits. The reports are None if a row that does not decode ended the attempt."""
+        """Return the results and the rejected messages. No results: a row that does not decode ended the attempt."""
         try:
             with failures.understood():
-                told = self._attempts.attempt(span, state, generation)
+                results = self._attempts.attempt(span, state, generation)
         except failures.Undecoded as error:
-            culprits = self._context.undecoded(self._context.source(span, state.put_aside()).rows)
-            self._raise({}, culprits)
-            if not culprits:
+            rejected = self._context.undecoded(self._context.source(span, state.put_aside()).rows)
+            self._raise({}, rejected)
+            if not rejected:
                 raise _not_deterministic() from error
-            return None, culprits
-        culprits = []
-        for one in told.values():
-            if one.outcome == "culprits":
-                culprits += culprits_from(one.detail)
-        return told, culprits
+            return None, rejected
+        rejected = []
+        for one in results.values():
+            if one.outcome is RangeOutcome.REJECTED:
+                rejected += rejected_from(one.detail)
+        return results, rejected
 
-    def _settle(
+    def _settle(  # noqa: C901  one case for each outcome
         self,
         span: OffsetRanges,
-        told: Mapping[Partition, TaskResult] | None,
+        results: Mapping[Partition, TaskResult] | None,
         state: RoundState,
-        culprits: Sequence[RejectedRecord],
+        rejected: Sequence[RejectedRecord],
         generation: int,
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
-        if told is None:
+        if results is None:
             return list(span.ranges)
-        for partition, one in told.items():
-            if one.outcome == "applied":
-                self._count(state, partition, one)
-            if one.outcome == "already":
-                self._dead_keys.forget()
-            if one.outcome in {"applied", "already"}:
-                self._note_size(state, partition, span.ranges[partition], one.size)
-        if straying := [partition for partition, one in told.items() if one.outcome == "roundabout"]:
-            self._context.slow_down(straying)
-        state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
-        again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
-        empty = [partition for partition, one in told.items() if one.outcome == "nothing"]
-        if empty and not any(one.outcome in ENDING for one in told.values()):
+        again: list[Partition] = []
+        empty: list[Partition] = []
+        falling_back: list[Partition] = []
+        ends = False
+        for partition, one in results.items():
+            match one.outcome:
+                case RangeOutcome.APPLIED:
+                    self._count(state, partition, one)
+                    self._note_size(state, partition, span.ranges[partition], one.size)
+                case RangeOutcome.ALREADY:
+                    self._dead_keys.forget()
+                    self._note_size(state, partition, span.ranges[partition], one.size)
+                case RangeOutcome.EMPTY:
+                    empty.append(partition)
+                case RangeOutcome.REJECTED:
+                    again.append(partition)
+                case RangeOutcome.COPY_ERROR:
+                    state.lenient.add(partition)
+                    again.append(partition)
+                case RangeOutcome.FALLBACK:
+                    falling_back.append(partition)
+                    again.append(partition)
+                case (
+                    RangeOutcome.FENCED
+                    | RangeOutcome.BROKEN
+                    | RangeOutcome.MOVED
+                    | RangeOutcome.DENIED
+                    | RangeOutcome.CORRUPT
+                    | RangeOutcome.CUT
+                    | RangeOutcome.INTERRUPTED
+                    | RangeOutcome.UNAVAILABLE
+                ):
+                    ends = True
+                case _:
+                    assert_never(one.outcome)
+        if falling_back:
+            self._context.slow_down(falling_back)
+        if empty and not ends:
             self._step_over(span.only(empty), state, generation)
-        self._raise(told, culprits)
+        self._raise(results, rejected)
         return again
 
-    def _raise(self, told: Mapping[Partition, TaskResult], culprits: Sequence[RejectedRecord]) -> None:
-        """Raise the error that an attempt reported, fencing first; or BadMessage if the job halts at culprits."""
+    def _raise(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
+        """Raise the error of an attempt, fencing first; or BadMessage if the job halts at rejected messages."""
         for outcome, kind in ENDING.items():
-            for one in told.values():
+            for one in results.values():
                 if one.outcome == outcome:
                     error = kind(one.detail)
                     if self._attempts.each_alone:
                         error.by_partition = {
                             partition: task.FAILURES[each.outcome](each.detail)
-                            for partition, each in told.items()
+                            for partition, each in results.items()
                             if each.outcome in task.FAILURES
                         }
                     raise error
-        if culprits and self._job.on_bad == "halt":
-            first = min(culprits, key=lambda culprit: culprit.place)
+        if rejected and self._job.on_bad == "halt":
+            first = min(rejected, key=lambda record: record.place)
             topic, part, offset = first.place
             raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
 
@@ -273,12 +294,12 @@ class Rounds:
             self._count_dead(state, partition)
             self._note_size(state, partition, range_)
 
-    def _put_aside(self, state: RoundState, span: OffsetRanges, culprits: Sequence[RejectedRecord]) -> None:
-        """Read the culprits in full and, with keep_order, the later messages of their keys."""
-        if any(culprit.place in state.dead for culprit in culprits):
-            raise EffectFailed(f"{culprits[0].place} was named again after it had been taken out: {culprits[0].error}")
-        self._check_number(state, len(culprits), culprits[0].error)
-        letters = self._read_whole(span, {culprit.place: culprit for culprit in culprits})
+    def _put_aside(self, state: RoundState, span: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
+        """Read the rejected messages in full and, with keep_order, the later messages of their keys."""
+        if any(record.place in state.dead for record in rejected):
+            raise EffectFailed(f"{rejected[0].place} was named again after it had been taken out: {rejected[0].error}")
+        self._check_number(state, len(rejected), rejected[0].error)
+        letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
             keys: dict[tuple[str, bytes], MessageRef | None] = {}
@@ -323,24 +344,24 @@ class Rounds:
             state.dead |= self._read_whole(span, found)
 
     def _read_whole(
-        self, span: OffsetRanges, culprits: Mapping[MessageRef, RejectedRecord]
+        self, span: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
     ) -> dict[MessageRef, DeadLetter]:
         """Read messages from Kafka again, with all of their parts."""
         narrow: dict[Partition, Range] = {}
-        for topic, part in {place[:2] for place in culprits}:
-            offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
+        for topic, part in {place[:2] for place in rejected}:
+            offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[MessageRef, DeadLetter] = {}
         with kept(self._context.reading.tasks) as reader:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
-                    numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
+                    numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]
                     for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
                         place = (*partition, raw.offset)
                         found[place] = DeadLetter(
-                            culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
+                            rejected[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
                         )
-        missing = culprits.keys() - found.keys()
+        missing = rejected.keys() - found.keys()
         if missing:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
         return found
@@ -375,7 +396,7 @@ def _not_deterministic() -> EffectFailed:
 def _behind(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
     """Return the letters that come after a failed one of the same key."""
     at = {one.place: one for one in letters}
-    first = {culprit.place: at[culprit.place] for culprit in failed}
+    first = {record.place: at[record.place] for record in failed}
     found = []
     for one in letters:
         earlier = [other.id for place, other in first.items() if place < one.place and other.same_key(one)]

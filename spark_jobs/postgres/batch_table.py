@@ -1,19 +1,19 @@
 """Load rows into ``batch``, drop repeats, run the effect: the steps that all transactions have in common.
 
-A message that makes a step fail is a culprit. The transaction is rolled back, and the driver runs the range again
+A message that makes a step fail is rejected: the transaction is rolled back, and the driver runs the range again
 without the message, which it stores as a dead letter in the same transaction. So the fast path carries no raw values,
 and one bad row costs one row.
 
-| what fails                                   | how the culprit is found                                             |
+| what fails                                   | how the rejected message is found                                    |
 |----------------------------------------------|----------------------------------------------------------------------|
-| COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
+| COPY: a value that the column's type refuses | CopyError; again with all columns as text, cast part by part         |
 | the effect, with an error of ``by_data``     | the batch in halves, each under a savepoint, in the order of offsets |
 | parts fail together, but none by itself      | there is none: each message was applied once, in smaller batches     |
 | the effect raises Reject                     | Reject has its id                                                    |
 | an id is of a day that is forgotten          | by a query, after the ids were inserted                              |
 | any other error of the database              | not searched: the job ends (EffectFailed), or tries again            |
 
-At most ``max_dead`` + 1 culprits are named: with that many the job ends.
+At most ``max_dead`` + 1 rejected messages are named: with that many the job ends.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class BatchTable:
     """One use of the table ``batch``, in an open transaction.
 
     columns   of ``batch``, with their Postgres types.
-    bisect    find culprits; otherwise an error by the rows is Broken.
-    max_dead  more culprits than this are Broken.
+    bisect    find rejected messages; otherwise an error caused by the rows is an EffectError.
+    max_dead  more rejected messages than this are an EffectError.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchTable:
         self._create("batch", columns)
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stream rows into ``batch``. Raises Uncopyable."""
+        """Stream rows into ``batch``. Raises CopyError."""
         try:
             copy_rows(self._cursor, sql.Identifier("batch"), self._columns, self._ids_while(self._kept_while(batches)))
         except (psycopg.Error, Unfit) as error:
@@ -99,7 +99,7 @@ class BatchTable:
             raise CopyError from error
 
     def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Do the same after ``copy`` has raised Uncopyable. Raises Culprits for messages whose values do not fit."""
+        """Do the same after ``copy`` has raised CopyError. Raises RejectedRecords where values do not fit."""
         found: list[RejectedRecord] = []
         as_text = textual(self._columns)
         names = [name for name, kind in as_text.items() if kind == "text"]
@@ -115,7 +115,7 @@ class BatchTable:
     def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
 
-        Raises Culprits for messages with values that do not fit; Broken if the rows do not identify messages;
+        Raises RejectedRecords where values do not fit; EffectError if the rows do not identify messages;
         ConsumerUnavailable if rows are missing.
         """
         self._staged = staged, list(names)
@@ -160,9 +160,9 @@ class BatchTable:
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
     def reduce(self, *, suspect: bool, forgiven: AbstractSet[MessageRef] = frozenset()) -> None:
-        """Leave only the rows to be applied. Raises Culprits.
+        """Leave only the rows to be applied. Raises RejectedRecords.
 
-        Culprits are messages whose day is forgotten, unless they are ``forgiven``, and messages whose key or version
+        Messages are rejected whose day is forgotten, unless they are ``forgiven``, and those whose key or version
         does not fit the sink's table.
         """
         try:
@@ -178,10 +178,10 @@ class BatchTable:
         most = self._max_dead + 1 + len(forgiven)
         old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
         if old:
-            culprits = [RejectedRecord(place, "too-old", why) for place, why in old]
+            rejected = [RejectedRecord(place, "too-old", why) for place, why in old]
             if not self._bisecting:
-                raise EffectError(f"{culprits[0].place}: {culprits[0].error}")
-            raise RejectedRecords(culprits)
+                raise EffectError(f"{rejected[0].place}: {rejected[0].error}")
+            raise RejectedRecords(rejected)
 
     def count(self) -> int:
         """Return the number of rows in ``batch``."""
@@ -193,7 +193,7 @@ class BatchTable:
         return {(topic, part): count for topic, part, count in rows}
 
     def apply(self) -> None:
-        """Run the effect. Raises Culprits or Broken; errors that may pass on another try are raised as they are."""
+        """Run the effect. Raises RejectedRecords or EffectError; errors that may pass are raised as they are."""
         try:
             self._run()
             return
@@ -214,7 +214,7 @@ class BatchTable:
 
         def make_room(messages: int) -> None:
             # Rolled-back rows stay in the file of ``batch``, and each statement reads all of it: the time would grow
-            # with the square of the number of culprits. ObjectInUse: the effect has left a cursor open.
+            # with the square of the number of rejected messages. ObjectInUse: the effect has left a cursor open.
             nonlocal filled
             if filled > _MOST_TAKEN_BACK:
                 with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
@@ -313,11 +313,11 @@ class BatchTable:
                 self._effect(self._cursor, rows)
                 self._cursor.execute(IMMEDIATE)
         except Reject as reject:
-            rejected = dict.fromkeys(self._rejected(reject, rows))
-            culprits = [RejectedRecord(place, "rejected", reject.why) for place in list(rejected)[: self._max_dead + 1]]
+            refs = dict.fromkeys(self._rejected(reject, rows))
+            rejected = [RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]]
             if not self._bisecting:
-                raise EffectError(f"{culprits[0].place}: {reject.why}") from reject
-            raise RejectedRecords(culprits) from reject
+                raise EffectError(f"{rejected[0].place}: {reject.why}") from reject
+            raise RejectedRecords(rejected) from reject
         except psycopg.Error:
             raise
         except Exception as error:
@@ -410,8 +410,8 @@ def without_unfit(
     """Return the rows whose columns ``names`` Postgres accepts as text, and add the messages of the others to
     ``found``.
 
-    NUL characters and bytes that are not UTF-8 can't even be copied as text. Raises Broken when a row does not identify
-    its message, and Culprits when there are more than ``max_dead``.
+    NUL characters and bytes that are not UTF-8 can't even be copied as text. Raises EffectError when a row does not
+    identify its message, and RejectedRecords when there are more than ``max_dead``.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -448,7 +448,7 @@ def _add_culprits(
         raise EffectError(
             f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it"
         )
-    known = {culprit.place for culprit in found}
+    known = {record.place for record in found}
     for place in refs_of(batch.filter(bad)):
         if place not in known:
             known.add(place)

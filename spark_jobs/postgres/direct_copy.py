@@ -82,7 +82,7 @@ class DirectCopy:
     def apply(
         self, cursor: psycopg.Cursor[Any], book: DedupStore, strategy: Strategy, rows: Iterable[pa.RecordBatch]
     ) -> int:
-        """Copy rows, and ids if they are remembered. Returns the number of rows. Raises Roundabout."""
+        """Copy rows, and ids if they are remembered. Returns the number of rows. Raises FallbackToBatch."""
         ids: list[Ids] | None = [] if strategy.remembers else None
         counts: list[int] = []
         try:

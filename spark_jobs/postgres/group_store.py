@@ -273,8 +273,8 @@ class PostgresGroupStore:
         """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
             self.require(connection, generation)
-            for number, culprit in failed:
-                letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
+            for number, record in failed:
+                letters.failed_again(connection.cursor(), self._schema, self._group, number, record)
 
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]

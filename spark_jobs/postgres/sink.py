@@ -88,7 +88,7 @@ class PostgresSink:
     """The arguments that tasks need to apply rows: see sink.Sink.
 
     columns  of ``batch``, with their Postgres types.
-    bisect   find the messages that make an effect fail; otherwise its error is Broken.
+    bisect   find the messages that make an effect fail; otherwise its error is an EffectError.
     direct   the target of a direct copy, if there is one.
     """
 

@@ -90,7 +90,8 @@ class Behind:
 
     The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
     read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
-    allows. A range with more is not applied: its messages are culprits, and the driver counts those of all partitions.
+    allows. A range with more is not applied: its messages are rejected, and the driver counts those of all
+    partitions.
 
     keys   the keys of the dead letters, by topic.
     share  how many messages of each range the task may put aside by itself.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Feed:
     """Iterates over a partition's batches: counts the rows, and takes out and names those that can't be applied.
 
-    max_dead  Culprits is raised as soon as there are more of them than this: the rest need not be read.
+    max_dead  RejectedRecords is raised as soon as there are more of them than this: the rest need not be read.
     aside     messages that are not among the rows, added during the iteration; see Behind. ``share`` of them may be
               put aside without asking the driver.
     """
@@ -52,9 +52,9 @@ class Feed:
                 yield self._checked(batch)
 
     def whole(self) -> Iterator[pa.RecordBatch]:
-        """Return the batches. Raises Culprits at the end if there are any."""
+        """Return the batches. Raises RejectedRecords at the end if there are any."""
         yield from self
-        more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
+        more = [letter.record for letter in self.aside] if len(self.aside) > self._share else []
         if found := [*self.found, *more]:
             raise RejectedRecords(found[: self._max_dead + 1])
 
@@ -96,15 +96,15 @@ def _at_fault(batch: pa.RecordBatch, row: int, place: MessageRef, name: str) -> 
     return RejectedRecord(place, reason, error)
 
 
-def culprits_text(found: Sequence[RejectedRecord]) -> str:
-    """Return culprits as the JSON of a report."""
+def rejected_text(found: Sequence[RejectedRecord]) -> str:
+    """Return rejected messages as the JSON of a report."""
     return json.dumps(
         [[*one.place, one.reason, storable(one.error)[: letters.LONGEST_ERROR], one.sqlstate] for one in found]
     )
 
 
-def culprits_from(text: str) -> list[RejectedRecord]:
-    """Read what ``culprits_text`` wrote."""
+def rejected_from(text: str) -> list[RejectedRecord]:
+    """Read what ``rejected_text`` wrote."""
     return [
         RejectedRecord((topic, part, offset), reason, error, sqlstate)
         for topic, part, offset, reason, error, sqlstate in json.loads(text)

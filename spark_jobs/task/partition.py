@@ -13,8 +13,7 @@ must not do, they are committed with it.
 | a message can't be applied                           | rolled back and named; the driver runs the range without it  |
 | something upstream fails: the rows end too early     | InputCut, rolled back; the retry reads the same range        |
 
-The number of culprits in a report is bounded: if a partition has more than ``max_dead``, the report names one more than
-that, and the task reads no further.
+A report names at most ``max_dead`` + 1 rejected messages: with that many, the task reads no further.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from outbox.consumer.errors import (
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, OffsetMoved, RejectedRecords
+from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, OffsetMoved, RangeOutcome, RejectedRecords
 from spark_jobs.sink import Sink, Way
 from spark_jobs.task.decoder import Behind, TaskDecoder
-from spark_jobs.task.feed import Feed, culprits_text
+from spark_jobs.task.feed import Feed, rejected_text
 from spark_jobs.task.input import NO_INPUT, TaskInput, from_spark
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
 
@@ -58,20 +57,15 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 
 REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
-"""The columns of a task's report to the driver, as Spark DDL. ``behind`` is the number of messages that were put aside
-instead of applied (see decoder.Behind); ``size`` is the rows' size in memory, in bytes.
+"""The columns of a task's report to the driver, as Spark DDL. ``outcome`` is a RangeOutcome, ``behind`` the number of
+messages that were put aside instead of applied (see decoder.Behind), ``size`` the rows' size in memory, in bytes."""
 
-outcome: applied, already; nothing (no row came: the driver moves the offset); fenced, broken (both end the job); moved
-(plan again); and those after which the driver runs the range again: roundabout (not directly into the sink's table),
-uncopyable (in the lenient way), culprits (``detail`` names them, as JSON). The others are in FAILURES: a retry may
-succeed, and the driver decides when."""
-
-FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
-    "denied": NotAuthorized,
-    "corrupt": CorruptRecords,
-    "cut": InputCut,
-    "interrupted": Interrupted,
-    "unavailable": ConsumerUnavailable,
+FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
+    RangeOutcome.DENIED: NotAuthorized,
+    RangeOutcome.CORRUPT: CorruptRecords,
+    RangeOutcome.CUT: InputCut,
+    RangeOutcome.INTERRUPTED: Interrupted,
+    RangeOutcome.UNAVAILABLE: ConsumerUnavailable,
 }
 """The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
 
@@ -119,7 +113,7 @@ class TaskPlan:
 
     def without(self, partition: Partition) -> frozenset[int]:
         """Return the offsets of the messages that are put aside."""
-        return frozenset(letter.culprit.place[2] for letter in self.dead.get(partition, ()))
+        return frozenset(letter.record.place[2] for letter in self.dead.get(partition, ()))
 
     def way(self, partition: Partition) -> Way:
         """Return how a partition's rows are loaded."""
@@ -129,7 +123,7 @@ class TaskPlan:
 class RangeStopped(Exception):
     """Ends the transaction with a report to the driver instead of a retry by Spark."""
 
-    def __init__(self, outcome: str, detail: str) -> None:
+    def __init__(self, outcome: RangeOutcome, detail: str) -> None:
         super().__init__(detail)
         self.outcome = outcome
         self.detail = storable(detail)
@@ -164,7 +158,7 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
     partition = plan.partition()
     if first is None:
         # The range has only transaction markers, or the transform has filtered all of its rows.
-        yield report(partition, "nothing", 0, 0, "")
+        yield report(partition, RangeOutcome.EMPTY, 0, 0, "")
         return
     named = ("message_topic", "message_part")
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
@@ -238,7 +232,9 @@ def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> l
             made = run_range(plan, partition, messages)
         except Exception as error:  # noqa: BLE001  reported, with its trace in the log
             _LOG.warning("%s: the driver can't run the job", _where(plan, partition), exc_info=True)
-            made = report(partition, "broken", 0, 0, storable(f"the driver can't run the job: {shown(error)}"))
+            made = report(
+                partition, RangeOutcome.BROKEN, 0, 0, storable(f"the driver can't run the job: {shown(error)}")
+            )
         rows += made.to_pylist()
     return rows
 
@@ -265,7 +261,7 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -> Iterator[Messages]:
-    """Return the messages that are not behind a dead letter, and add the others to ``aside``. Raises Culprits."""
+    """Return the messages that are not behind a dead letter; add the others to ``aside``. Raises RejectedRecords."""
     assert plan.decoder is not None
     for messages in parts:
         if plan.behind is None:
@@ -275,26 +271,26 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
         taken, behind = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
         aside += behind
         if len(aside) > plan.max_dead:
-            raise RejectedRecords([letter.culprit for letter in aside])
+            raise RejectedRecords([letter.record for letter in aside])
         yield taken
 
 
 def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> pa.RecordBatch:
-    outcome, fresh, detail = "applied", 0, ""
+    outcome, fresh, detail = RangeOutcome.APPLIED, 0, ""
     try:
         applied = _apply(plan, partition, feed, source)
         if applied is None:
-            outcome = "already"
+            outcome = RangeOutcome.ALREADY
         else:
             fresh = applied
     except RangeStopped as stop:
         outcome, detail = stop.outcome, stop.detail
-    behind = len(feed.aside) if outcome == "applied" else 0
+    behind = len(feed.aside) if outcome is RangeOutcome.APPLIED else 0
     return report(partition, outcome, feed.rows, fresh, detail, behind=behind, size=feed.size)
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Return the batches. Raises Broken at a row of another partition, because the task of that one would miss it."""
+    """Return the batches. Raises EffectError at a row of another partition: the task of that one would miss it."""
     import pyarrow.compute as pc
 
     for batch in batches:
@@ -316,7 +312,7 @@ def run_retry(
     retried  the dead letters by their messages' places. Those without a row were filtered; they are resolved too.
     """
     feed = Feed(plan.required, batches, plan.max_dead)
-    outcome, fresh, detail = "applied", 0, ""
+    outcome, fresh, detail = RangeOutcome.APPLIED, 0, ""
     try:
         fresh = _apply_retried(plan, retried, feed, batches)
     except RangeStopped as stop:
@@ -325,7 +321,7 @@ def run_retry(
 
 
 def report(
-    partition: Partition, outcome: str, read: int, fresh: int, detail: str, *, behind: int = 0, size: int = 0
+    partition: Partition, outcome: RangeOutcome, read: int, fresh: int, detail: str, *, behind: int = 0, size: int = 0
 ) -> pa.RecordBatch:
     """Return a row of REPORT."""
     import pyarrow as pa
@@ -393,19 +389,19 @@ class stopping:  # noqa: N801  reads as what it does
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RejectedRecords):
-            raise RangeStopped("culprits", culprits_text(error.found)) from error
+            raise RangeStopped(RangeOutcome.REJECTED, rejected_text(error.found)) from error
         if isinstance(error, CopyError):
-            raise RangeStopped("uncopyable", "") from error
+            raise RangeStopped(RangeOutcome.COPY_ERROR, "") from error
         if isinstance(error, FallbackToBatch):
-            raise RangeStopped("roundabout", "") from error
+            raise RangeStopped(RangeOutcome.FALLBACK, "") from error
         if isinstance(error, Fenced):
-            raise RangeStopped("fenced", str(error)) from error
+            raise RangeStopped(RangeOutcome.FENCED, str(error)) from error
         if isinstance(error, OffsetMoved):
-            raise RangeStopped("moved", str(error)) from error
+            raise RangeStopped(RangeOutcome.MOVED, str(error)) from error
         if isinstance(error, EffectError | JobError):
-            raise RangeStopped("broken", f"{self._where}: {error}") from error
+            raise RangeStopped(RangeOutcome.BROKEN, f"{self._where}: {error}") from error
         if isinstance(error, EffectFailed):
-            raise RangeStopped("broken", str(error)) from error
+            raise RangeStopped(RangeOutcome.BROKEN, str(error)) from error
         for outcome, failing in FAILURES.items():
             if isinstance(error, failing):
                 raise RangeStopped(outcome, str(error)) from error

@@ -58,7 +58,7 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.metrics import ConsumerMetrics
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
-from spark_jobs.task.feed import culprits_from
+from spark_jobs.task.feed import rejected_from
 
 __all__ = ["driver", "hanging", "provider", "sink", "unverified", "without_spark"]
 
@@ -971,7 +971,7 @@ def test_the_sink_refuses_messages(operator, outbox_postgres, outbox_kafka, monk
     report = sink.apply([(event_id(n), 100 + n) for n in range(2)])
     with psycopg.connect(sink.url) as connection:
         found = [
-            DeadLetter(one, event_id(one.place[2]), b"k", b"{}", "[]", 0) for one in culprits_from(report["detail"])
+            DeadLetter(one, event_id(one.place[2]), b"k", b"{}", "[]", 0) for one in rejected_from(report["detail"])
         ]
         letters.write(connection.cursor(), "consumer", "g", "id", found)
     assert alarms("g", sink.url, outbox_kafka) == {"ConsumerDeadLetters"}

@@ -37,11 +37,11 @@ def both_ways_give_the_same(sink, kind):
     for value in bad:
         rows = {name: [good[0], value]}
         if direct is not None:
-            assert sink.apply(effect, rows, direct) == ("roundabout", []), kind
+            assert sink.apply(effect, rows, direct) == ("fallback", []), kind
         outcome, at = sink.apply(through, rows, None)
-        if outcome == "uncopyable":
+        if outcome == "copy error":
             outcome, at = sink.apply(through, rows, None, lenient=frozenset({("t", 0)}))
-        assert (outcome, at) == ("culprits", [sink.next + 1]), (kind, value)
+        assert (outcome, at) == ("rejected", [sink.next + 1]), (kind, value)
     assert sink.run("SELECT count(*) FROM s") == sink.run("SELECT count(*) FROM other") == [(len(good),)], kind
 
 
@@ -71,7 +71,7 @@ def test_a_table_that_was_altered_meanwhile_is_not_taken_for_what_it_was(sink):
         direct = sink.direct(effect)
         assert direct is not None
         sink.run(f"ALTER TABLE s {alter}")
-        assert sink.apply(effect, {name: values}, direct) == ("roundabout", []), change
+        assert sink.apply(effect, {name: values}, direct) == ("fallback", []), change
         assert sink.apply(effect, {name: values}, None) == ("applied", [1])
         assert sink.run("SELECT v::text FROM s") == stored, change
 
@@ -86,7 +86,7 @@ def test_a_table_that_is_altered_while_it_is_looked_at(sink, monkeypatch):
 
     monkeypatch.setattr("spark_jobs.postgres.direct_copy.column_types", altered)
     effect = Insert("s", {"v": "l"})
-    assert sink.apply(effect, {"l": [5]}, sink.direct(effect)) == ("roundabout", [])
+    assert sink.apply(effect, {"l": [5]}, sink.direct(effect)) == ("fallback", [])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_table_that_is_another_thing_now(sink, change):
     effect = Insert("s", ["t"])
     direct = sink.direct(effect)
     sink.run(change)
-    assert sink.apply(effect, {"t": ["a"]}, direct) == ("roundabout", [])
+    assert sink.apply(effect, {"t": ["a"]}, direct) == ("fallback", [])
 
 
 def test_ids_that_are_spelt_unusually_are_for_the_database(sink):
@@ -111,15 +111,15 @@ def test_ids_that_are_spelt_unusually_are_for_the_database(sink):
     effect = Insert("s", ["t"])
     direct = sink.direct(effect)
     bare = {"t": ["a"], "message_id": ["0195D9C25C007ABC8DEF0123456789AB"]}
-    assert sink.apply(effect, bare, direct) == ("roundabout", [])
+    assert sink.apply(effect, bare, direct) == ("fallback", [])
     lenient = {"lenient": frozenset({("t", 0)})}
     in_binary = {"columns": {"t": "text"} | META}
-    assert sink.apply(effect, bare, None, **in_binary) == ("uncopyable", [])
+    assert sink.apply(effect, bare, None, **in_binary) == ("copy error", [])
     assert sink.apply(effect, bare, None, **in_binary, **lenient) == ("applied", [1])
     assert sink.apply(effect, bare, None) == ("applied", [0])
     none = {"t": ["b", "c"], "message_id": [str(uuid7()), "order-1"]}
-    assert sink.apply(effect, none, direct) == ("roundabout", [])
-    assert sink.apply(effect, none, None, **lenient) == ("culprits", [sink.next + 1])
+    assert sink.apply(effect, none, direct) == ("fallback", [])
+    assert sink.apply(effect, none, None, **lenient) == ("rejected", [sink.next + 1])
     assert sink.apply(effect, bare, None, **lenient) == ("applied", [0])
 
 
@@ -128,7 +128,7 @@ def test_rows_that_can_not_be_taken_are_named_on_the_straight_way_too(sink):
     sink.run("CREATE TABLE s (t text)")
     effect = Insert("s", ["t"])
     rows = {"t": ["a", "b"], "message_id": [str(uuid7()), None]}
-    assert sink.apply(effect, rows, sink.direct(effect)) == ("culprits", [1])
+    assert sink.apply(effect, rows, sink.direct(effect)) == ("rejected", [1])
     assert sink.run("SELECT count(*) FROM s") == [(0,)]
 
 
@@ -179,7 +179,7 @@ def test_a_deadlock_is_a_reason_for_the_other_way(sink):
         other.execute("INSERT INTO s VALUES ('a')")
         thread.join(60)
         other.rollback()
-    assert told == [("roundabout", [])]
+    assert told == [("fallback", [])]
 
 
 def test_batches_are_let_go_as_they_go_by(sink):
@@ -230,13 +230,13 @@ def test_a_percent_sign_in_a_name(sink):
     assert sink.apply(effect, good, None, **plan) == ("applied", [2])
     assert sink.apply(effect, good, None, lenient=frozenset({("t", 0)}), **plan) == ("applied", [2])
     bad = {"rate_%": ["a", "bad"]}
-    assert sink.apply(effect, bad, None, **plan) == ("culprits", [sink.next + 1])
+    assert sink.apply(effect, bad, None, **plan) == ("rejected", [sink.next + 1])
 
 
 def refused(sink, effect, rows):
-    assert sink.apply(effect, rows, sink.direct(effect)) == ("roundabout", [])
-    assert sink.apply(effect, rows, None) == ("uncopyable", [])
-    assert sink.apply(effect, rows, None, lenient=frozenset({("t", 0)})) == ("culprits", [sink.next + 1])
+    assert sink.apply(effect, rows, sink.direct(effect)) == ("fallback", [])
+    assert sink.apply(effect, rows, None) == ("copy error", [])
+    assert sink.apply(effect, rows, None, lenient=frozenset({("t", 0)})) == ("rejected", [sink.next + 1])
 
 
 def test_times_that_no_calendar_has_are_refused(sink):
@@ -277,7 +277,7 @@ def test_a_sink_that_has_not_all_characters_is_refused(sink):
 def test_an_upsert_never_cuts_a_text_to_fit(sink):
     sink.run("CREATE TABLE s (k varchar(3) PRIMARY KEY, v varchar(3))")
     effect = Upsert("s", ["k"], {"k": "t", "v": "t"})
-    assert sink.apply(effect, {"t": ["abc", "abcd"]}, None) == ("culprits", [1])
+    assert sink.apply(effect, {"t": ["abc", "abcd"]}, None) == ("rejected", [1])
     assert sink.apply(effect, {"t": ["abc", "abc"]}, None) == ("applied", [2])
     assert sink.run("SELECT * FROM s") == [("abc", "abc")]
 
@@ -289,10 +289,10 @@ def test_repeats_and_tombstones(sink):
     names = [str(uuid7()) for _ in range(3)]
     first = {"t": ["a", None, "b"], "message_id": names, "message_tombstone": [False, True, False]}
     assert sink.apply(effect, first, direct) == ("applied", [3])
-    assert sink.apply(effect, first, direct) == ("roundabout", [])
+    assert sink.apply(effect, first, direct) == ("fallback", [])
     assert sink.apply(effect, first, direct, suspects=frozenset({("t", 0)})) == ("applied", [0])
     twice = {"t": ["c", "d"], "message_id": [str(uuid7())] * 2}
-    assert sink.apply(effect, twice, direct) == ("roundabout", [])
+    assert sink.apply(effect, twice, direct) == ("fallback", [])
     assert sink.apply(effect, twice, direct, slow=frozenset({("t", 0)})) == ("applied", [1])
     assert sink.run("SELECT t FROM s") == [("a",), ("b",), ("c",)]
     assert sink.run("SELECT applied, duplicates FROM consumer.offsets") == [(4, 4)]
@@ -336,7 +336,7 @@ def test_triggers_see_the_rows(sink):
     sink.run("CREATE TRIGGER look BEFORE INSERT ON s FOR EACH ROW EXECUTE FUNCTION look()")
     effect = Insert("s", ["t"])
     direct = sink.direct(effect)
-    assert sink.apply(effect, {"t": ["a", "bad"]}, direct) == ("roundabout", [])
+    assert sink.apply(effect, {"t": ["a", "bad"]}, direct) == ("fallback", [])
     assert sink.apply(effect, {"t": ["a", "b"]}, direct) == ("applied", [2])
     assert sink.run("SELECT t FROM seen") == [("a",), ("b",)]
 
@@ -377,7 +377,7 @@ def test_where_it_is_the_same(sink):
     sink.run("CREATE TABLE u (u uuid)")
     effect = Insert("u", {"u": "t"})
     unusual = {"t": ["{0195D9C25C007ABC8DEF0123456789AB}"]}
-    assert sink.apply(effect, unusual, sink.direct(effect)) == ("roundabout", [])
+    assert sink.apply(effect, unusual, sink.direct(effect)) == ("fallback", [])
     assert sink.apply(effect, unusual, None) == ("applied", [1])
     with pytest.raises(JobError, match="no table nowhere"):
         sink.direct(Insert("nowhere", ["t"]))

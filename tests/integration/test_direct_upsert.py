@@ -99,11 +99,11 @@ def test_what_an_upsert_can_not_tell_the_newest_of_is_refused(sink):
     """A message without a version; and one with two rows of one key."""
     sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint, t text)")
     none = {"i": [1, 2], "l": [1, None], "t": ["a", "b"]}
-    assert sink.apply(UPSERT, none, None) == ("culprits", [1])
+    assert sink.apply(UPSERT, none, None) == ("rejected", [1])
     two = {"i": [1, 2, 2, 2], "l": [1, 1, 2, 2], "t": ["a", "b", "c", "d"], "message_offset": [0, 1, 2, 2]}
     for effect in (UPSERT, Upsert("s", ["i"], ["i", "t"])):
         for strategy in (Dedup(), Natural(["i"]), Version("s", {"i": "i"}, "l")):
-            assert sink.apply(effect, two, None, strategy=strategy) == ("culprits", [2])
+            assert sink.apply(effect, two, None, strategy=strategy) == ("rejected", [2])
     assert sink.run("SELECT * FROM s") == []
     with psycopg.connect(sink.url) as connection:
         types = column_types(connection.cursor(), "s")

@@ -386,7 +386,7 @@ def test_tasks(hostile, admin, way, strategy):
     # One is repeated, one has no place in the table.
     messages = [(event_id(n), 10 + n) for n in range(5)] + [(event_id(3), 13), (event_id(9), 500)]
     report = sink.apply(messages, **given)
-    assert report["outcome"] == "culprits", report
+    assert report["outcome"] == "rejected", report
     admin.execute("ALTER TABLE public.numbers DROP CONSTRAINT numbers_n_check")
     report = sink.apply(messages, **given)
     assert report["outcome"] == "applied", report

@@ -437,7 +437,7 @@ def test_a_task_needs_nothing_else(database):
     assert report(plan, rows([1, 2])) == ("applied", 2)
     assert report(plan, rows([1, 2])) == ("already", 0)
     refused = replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 3)}, slow=frozenset({PARTITION}))
-    assert report(refused, rows([100_000], start=2)) == ("culprits", 0)
+    assert report(refused, rows([100_000], start=2)) == ("rejected", 0)
     task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}), [PARTITION])
     assert database.read("position") == [(9,)]
     database.set("younger")

@@ -27,7 +27,7 @@ from spark_jobs.postgres import batch_table as applying
 from spark_jobs.postgres import direct_copy as direct
 from spark_jobs.postgres import sink as postgres_sink
 from spark_jobs.task import input as task_input
-from spark_jobs.task.feed import culprits_from
+from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import TaskInput, in_memory
 
 __all__ = ["sink"]
@@ -104,26 +104,26 @@ def repeated_by_another_partition(sink: Sink) -> None:
 def forgotten(sink: Sink) -> None:
     sink.run("UPDATE consumer.groups SET forgotten_before = '2026-03-05'")
     report = sink.apply([(event_id(1), 1), (event_id(2, NOON + dt.timedelta(days=2)), 2)])
-    promised((report["outcome"], sink.numbers(), sink.position()), ("culprits", [], 0))
-    (culprit,) = culprits_from(report["detail"])
-    promised((culprit.place, culprit.reason), (("t", 0, 0), "too-old"))
+    promised((report["outcome"], sink.numbers(), sink.position()), ("rejected", [], 0))
+    (record,) = rejected_from(report["detail"])
+    promised((record.place, record.reason), (("t", 0, 0), "too-old"))
 
 
 def refused_by_the_sink(sink: Sink) -> None:
     """Bad rows are named one by one, in order, and nothing at all is kept: not the offset, not an id."""
     report = sink.apply([(event_id(n), 100 + n if n in {3, 4, 17} else n) for n in range(20)])
-    promised([culprit.place[2] for culprit in culprits_from(report["detail"])], [3, 4, 17])
+    promised([record.place[2] for record in rejected_from(report["detail"])], [3, 4, 17])
     promised((sink.numbers(), sink.position()), ([], 0))
     promised(sink.run("SELECT count(*) FROM consumer.processed_messages"), [(0,)])
 
 
 def deferred(sink: Sink) -> None:
-    """A constraint that is checked at COMMIT is asked before it, while the culprit can still be found."""
+    """A constraint that is checked at COMMIT is asked before it, while the rejected message can still be found."""
     sink.run("CREATE TABLE parents (n int PRIMARY KEY); INSERT INTO parents VALUES (1)")
     sink.run("ALTER TABLE numbers ADD FOREIGN KEY (n) REFERENCES parents DEFERRABLE INITIALLY DEFERRED")
     report = sink.apply([(event_id(1), 1), (event_id(2), 2)])
-    promised(report["outcome"], "culprits")
-    promised([culprit.place[2] for culprit in culprits_from(report["detail"])], [1])
+    promised(report["outcome"], "rejected")
+    promised([record.place[2] for record in rejected_from(report["detail"])], [1])
 
 
 def from_worker(batches: list[pa.RecordBatch], *, ended: bool) -> TaskInput:

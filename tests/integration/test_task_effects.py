@@ -1,4 +1,4 @@
-"""What an effect may do in a task and what becomes of it, by the culprits that a task names."""
+"""What an effect may do in a task and what becomes of it, by the rejected messages that a task names."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
     def effect(_: object, rows: pa.Table) -> None:
         raise Reject("bad name \ud800", *rows["message_id"].to_pylist())
 
-    for bisect, outcome in ((True, "culprits"), (False, "broken")):
+    for bisect, outcome in ((True, "rejected"), (False, "broken")):
         report = sink.apply([(event_id(1), 1)], effect=effect, bisect=bisect)
         assert (report["outcome"], "bad name ?" in report["detail"]) == (outcome, True)
-    culprit = RejectedRecord(("t", 0, 0), "rejected", "bad\0name \ud800")
+    record = RejectedRecord(("t", 0, 0), "rejected", "bad\0name \ud800")
     with psycopg.connect(sink.url) as connection:
-        letters.write(connection.cursor(), "consumer", "g", "id", [DeadLetter(culprit, None, None, None, "[]", 0)])
+        letters.write(connection.cursor(), "consumer", "g", "id", [DeadLetter(record, None, None, None, "[]", 0)])
     assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
 def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that are tried again one is not among the rows: a filter, or another list of types."""
-    culprits = [RejectedRecord(("t", 0, offset), "failed", "why") for offset in (0, 1)]
+    rejected = [RejectedRecord(("t", 0, offset), "failed", "why") for offset in (0, 1)]
     with psycopg.connect(sink.url) as connection:
-        found = [DeadLetter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in culprits]
+        found = [DeadLetter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in rejected]
         letters.write(connection.cursor(), "consumer", "g", "id", found)
     sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
     ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
-    wishes = {one.place: (ids[one.place[2]], one.reason) for one in culprits}
+    wishes = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
     monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, wishes, rows))
     assert (sink.apply([(event_id(0), 7)])["outcome"], sink.numbers()) == ("applied", [7])
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]

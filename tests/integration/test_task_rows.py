@@ -64,7 +64,7 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
     texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
     (left,) = applying.without_unfit([batch], texts, found, max_dead=2)
     assert left.column("message_offset").to_pylist() == [0]
-    assert sorted(culprit.place[2] for culprit in found) == [1, 2]
+    assert sorted(record.place[2] for record in found) == [1, 2]
     # Where they are more than may be put aside, one more is enough.
     with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
         list(applying.without_unfit([batch], texts, [], max_dead=0))
@@ -127,7 +127,7 @@ def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink
     rows = [("a", "x", 0, "1"), ("b", "x", 1, "?"), ("a", "y", 1, "?"), ("a", "z", 1, "?"), ("b", "x", 2, "12345")]
     with pytest.raises(RejectedRecords) as caught:
         staged(sink, STAGED, rows, "SELECT 1")
-    assert [culprit.place[2] for culprit in caught.value.found] == [1, 2]
+    assert [record.place[2] for record in caught.value.found] == [1, 2]
     # All of them fail together and none of them alone: then they are all there, once.
     sink.run(
         "CREATE SEQUENCE tries; CREATE DOMAIN later AS text CHECK (nextval('tries') > 1); CREATE TABLE lines (n bigint)"

@@ -230,7 +230,7 @@ WAYS = {
 def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch, wrong, ways):
     """25,000 in one partition: what its task reports, and what the driver holds, is bounded by ``max_dead``."""
     told, checked = [], []
-    read_report, check_number = rounds.culprits_from, rounds.Rounds._check_number
+    read_report, check_number = rounds.rejected_from, rounds.Rounds._check_number
 
     def measured(text):
         told.append(len(text))

@@ -18,7 +18,7 @@ from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 from spark_jobs.task import partition as task
-from spark_jobs.task.feed import culprits_from
+from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import in_memory
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
@@ -88,7 +88,7 @@ class Sink(ConsumerGroup):
     def apply(
         self, effect: Insert | Upsert | str, rows: dict[str, list[Any]], direct: DirectCopy | None, **plan: Any
     ) -> tuple[str, list[int]]:
-        """Apply rows at the next offsets. Gives the outcome, and culprits' offsets or the number of fresh rows."""
+        """Apply rows at the next offsets. Returns the outcome, and the offsets of rejected messages."""
         size = len(next(iter(rows.values())))
         places = rows.get("message_offset") or range(self.next, self.next + size)
         columns = plan.get("columns", COLUMNS)
@@ -117,7 +117,7 @@ class Sink(ConsumerGroup):
         if outcome == "applied":
             self.next += size
             return outcome, [fresh]
-        return outcome, [culprit.place[2] for culprit in culprits_from(detail)] if outcome == "culprits" else []
+        return outcome, [record.place[2] for record in rejected_from(detail)] if outcome == "rejected" else []
 
 
 @pytest.fixture

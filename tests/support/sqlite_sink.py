@@ -126,7 +126,7 @@ class SqliteTransaction:
     ) -> None:
         """Put the partition's dead letters aside, and count."""
         for letter in dead:
-            found = letter.culprit
+            found = letter.record
             self._connection.execute(
                 "INSERT INTO dead_letters (grp, topic, part, message_offset, message_key, message_value, headers, "
                 "reason, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -235,8 +235,8 @@ class SqliteStore:
 
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Put dead letters back."""
-        for number, culprit in failed:
-            self.run("UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", culprit.error, number)
+        for number, record in failed:
+            self.run("UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", record.error, number)
 
     def run(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Run a statement in a transaction of its own."""

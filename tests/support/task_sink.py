@@ -17,7 +17,7 @@ from spark_jobs.effects.mapped import Insert
 from spark_jobs.postgres import direct_copy as direct
 from spark_jobs.postgres.direct_copy import DirectCopy
 from spark_jobs.task import partition as task
-from spark_jobs.task.feed import culprits_from
+from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import TaskInput, in_memory
 
 EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
@@ -85,7 +85,7 @@ class Sink(ConsumerGroup):
         (report,) = task.run(made, self.given([rows]))
         found: dict[str, Any] = report.to_pylist()[0]
         self.told.append(found["outcome"])
-        if found["outcome"] == "roundabout":
+        if found["outcome"] == "fallback":
             (report,) = task.run(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
             found = report.to_pylist()[0]
         return found
@@ -115,5 +115,5 @@ def sink(outbox_postgres) -> Sink:
 
 
 def outcomes(report: dict[str, Any]) -> list[tuple[int, str]]:
-    assert report["outcome"] == "culprits", report
-    return [(culprit.place[2], culprit.reason) for culprit in culprits_from(report["detail"])]
+    assert report["outcome"] == "rejected", report
+    return [(record.place[2], record.reason) for record in rejected_from(report["detail"])]
