@@ -81,6 +81,8 @@ def owner_of(argv: list[str], log: Path, more: str = "") -> str:
 import json, os, signal, sys
 from pathlib import Path
 from outbox.sandbox._process import Supervised
+# nohup passes on that it is ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM, orphan_grace=1.0)
 facts = {{"server": server.pid, "supervisor": server.supervisor_pid}}
 {more}
