@@ -198,7 +198,7 @@ class OperatorHand(Hand[Act]):
                 self._give("cdc", "setup", "--repair", "--reason", _REASON)
             self._insist("relay", "switch", "wal", "--reason", _REASON)
         else:
-            self._give("relay", "switch", "polling", "--reason", _REASON, "--wait-seconds", str(_AGAIN_SECONDS))
+            self._give("relay", "switch", "polling", "--reason", _REASON)
         now = self._source()
         if now != before:
             self._relays.change(source=now)
