@@ -1,4 +1,4 @@
-"""The driver's requests to Kafka: topic ids, first and last stable offsets, and the group's position for its tools."""
+"""Requests to Kafka for a consumer group: topic ids, first and last stable offsets, positions for its tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import (
+    OFFSET_INVALID,
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
@@ -65,7 +73,7 @@ class TopicSnapshot:
 
 
 class KafkaAdmin:
-    """Kafka as the planner sees it.
+    """What a consumer group asks Kafka.
 
     options   librdkafka's: addresses and credentials.
     seconds   how long a request may take; less, where a run's patience ends sooner.
@@ -73,10 +81,10 @@ class KafkaAdmin:
     Raises ConfigurationError when librdkafka refuses the options.
     """
 
-    def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
+    def __init__(self, options: Mapping[str, Any], *, seconds: float = _SECONDS) -> None:
         self._options = dict(options)
         self._seconds = seconds
-        self._logger = logging.getLogger("spark_jobs.librdkafka")
+        self._logger = logging.getLogger("outbox.consumer.librdkafka")
         self._logger.setLevel(logging.CRITICAL + 1)
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
@@ -168,7 +176,7 @@ class KafkaAdmin:
         try:
             with asking(self._seconds) as seconds:
                 found = cut_logs(
-                    {**complete(self._options), "group.id": "outbox-epochs"},
+                    {"group.id": "outbox-epochs", **complete(self._options)},
                     {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
                     seconds,
                     self._logger,
@@ -177,6 +185,13 @@ class KafkaAdmin:
             raise self._failure(error) from error
         self._verified |= {partition: one for partition, one in new.items() if partition not in found}
         return found
+
+    def describe(self, topics: Iterable[str], seconds: float) -> Mapping[str, Future[Any]]:
+        """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
+        asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
+            TopicCollection(sorted(topics)), request_timeout=seconds
+        )
+        return asked
 
     def _result(self, future: Future[Any]) -> Any:
         """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""
@@ -209,12 +224,9 @@ class KafkaAdmin:
             return True
 
     def _survey(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
-        from confluent_kafka import TopicCollection
-
         described, missing = {}, []
         with asking(self._seconds) as seconds:
-            found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=seconds)
-            for name, future in found.items():
+            for name, future in self.describe(topics, seconds).items():
                 try:
                     described[name] = self._result(future)
                 except KafkaException as error:
@@ -247,8 +259,6 @@ class KafkaAdmin:
     def _ask(
         self, partitions: Iterable[Partition], spec: Any, seconds: float, *, committed: bool
     ) -> Mapping[Any, Future[Any]]:
-        from confluent_kafka import IsolationLevel
-
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
         wanted = {TopicPartition(topic, part): spec for topic, part in partitions}
         if not wanted:

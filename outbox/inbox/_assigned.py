@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
-from outbox.consumer.model import Partition
-from outbox.inbox._group import Position
+from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.inbox._message import KafkaMessage
 
 
@@ -37,7 +36,7 @@ class Assigned:
     """
 
     place: Partition
-    position: Position | None
+    position: ClaimedOffset | None
     dead_keys: set[bytes]
     fetched: int
     queue: deque[KafkaMessage] = field(default_factory=deque)
@@ -93,7 +92,7 @@ class Assigned:
         self.size = 0
         self.due = until
 
-    def claimed(self, position: Position, dead_keys: set[bytes]) -> None:
+    def claimed(self, position: ClaimedOffset, dead_keys: set[bytes]) -> None:
         """Begin again at a position."""
         self.position = position
         self.dead_keys = dead_keys

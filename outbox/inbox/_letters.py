@@ -14,9 +14,9 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.groups import run
 from outbox.consumer.messages import loaded_headers, storable_time, stored_headers
 from outbox.consumer.model import Partition
-from outbox.inbox._group import run
 from outbox.inbox._message import DeadLetter, KafkaMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"

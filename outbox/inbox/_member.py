@@ -56,14 +56,15 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from psycopg.pq import TransactionStatus
 
 from outbox._clients.kafka_rules import is_refusal
+from outbox.consumer.errors import Fenced, OffsetMoved
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
-from outbox.consumer.model import Partition
+from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.consumer.standing import Watch
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
-from outbox.inbox._group import Fenced, Group, Moved, Position
 from outbox.inbox._letters import BEHIND, LOOKED_AT, Failure, Letters, NewLetters
 from outbox.inbox._message import DeadLetter, KafkaMessage
 from outbox.inbox._once import too_old
@@ -107,7 +108,7 @@ class Settings:
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
-    group: Group
+    group: GroupStore
     letters: Letters
     topics: Sequence[str]
     batch: int
@@ -257,7 +258,7 @@ class Member:
     def _assigned(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         places = [(one.topic, one.partition) for one in partitions]
-        claimed: dict[Partition, tuple[Position, set[bytes]]] = {}
+        claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] = {}
         for place in places:
             self._watch.waits(place, None)
         attempt = 0
@@ -283,10 +284,10 @@ class Member:
             self._parts.pop((one.topic, one.partition), None)
         self._watch.moved([(one.topic, one.partition) for one in partitions])
 
-    def _claim(self, places: Collection[Partition]) -> dict[Partition, tuple[Position, set[bytes]]]:
+    def _claim(self, places: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         topics = {topic for topic, _ in places}
-        extents = self._admin.extents(topics)
-        starts = {place: (at.topic_id, at.end if self._settings.at_end else at.first) for place, at in extents.items()}
+        ids, bounds = self._admin.look(topics)
+        starts = {place: (ids[place[0]], at.end if self._settings.at_end else at.first) for place, at in bounds.items()}
         if missing := [place for place in places if place not in starts]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._transaction() as connection:
@@ -302,14 +303,12 @@ class Member:
         self._check_positions(positions)
         return {place: (position, self._dead_keys[place[0]]) for place, position in positions.items()}
 
-    def _check_positions(self, positions: Mapping[Partition, Position]) -> None:
+    def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
-        extents = self._admin.extents({topic for topic, _ in positions})
-        losses = _kafka.find_losses(positions, extents, self._admin.cut(positions, extents))
+        losses = self._admin.find_losses(positions)
         if losses:
             with self._transaction() as connection:
-                for loss in losses:
-                    self._group.record_loss(connection, loss)
+                self._group.record_losses(connection, losses)
             raise _kafka.lost(losses, positions, self._group.name)
 
     # Postgres
@@ -375,7 +374,7 @@ class Member:
         except Fenced:
             self._fenced(part)
             return False
-        except Moved as moved:
+        except OffsetMoved as moved:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:
@@ -459,7 +458,7 @@ class Member:
 
     @contextmanager
     def _confirmed(self, part: Assigned) -> Iterator[psycopg.Connection[Any]]:
-        """Open a transaction that holds a partition's claim. Raises Fenced, Moved, and what ``_transaction`` raises."""
+        """Open a transaction that holds a partition's claim. Raises Fenced, OffsetMoved, and as ``_transaction``."""
         assert part.position is not None
         part.confirmed = False
         with self._transaction() as connection:
@@ -520,7 +519,7 @@ class Member:
         except Fenced:
             self._fenced(part)
             return False
-        except Moved as moved:
+        except OffsetMoved as moved:
             part.moved(moved.next_offset)
             return True
         except psycopg.Error as error:
@@ -578,7 +577,7 @@ class Member:
                 self._group.move(connection, part.place, part.end, log_end=part.end)
         except Fenced:
             self._fenced(part)
-        except Moved as moved:
+        except OffsetMoved as moved:
             part.moved(moved.next_offset)
         else:
             part.moved(part.end)
@@ -632,7 +631,7 @@ class Member:
         except Fenced:
             self._fenced(part)
             return False
-        except Moved as moved:
+        except OffsetMoved as moved:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:

@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, get_args
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.standing import Standing, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
-from outbox.inbox._group import Group
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Handler, Member, Settings
 from outbox.inbox._once import DEFAULT_SCHEMA, check_name
@@ -94,7 +94,7 @@ class Consumer:
         self._settings = Settings(
             connect=_opener(database, group) if isinstance(database, str) else database,
             options=_kafka.consumer_options(kafka, group),
-            group=Group(schema, group, owner, strategy=strategy, idle_seconds=idle_seconds),
+            group=GroupStore(schema, group, owner, strategy=strategy, idle_seconds=idle_seconds),
             letters=Letters(schema, group),
             topics=tuple(sorted(set(topics))),
             batch=batch,

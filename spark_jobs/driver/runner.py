@@ -43,6 +43,7 @@ from outbox.consumer.errors import (
 )
 from outbox.consumer.errors import shown as described
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience, backoff
 from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
@@ -52,7 +53,7 @@ from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import find_losses, find_regrown, halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
 from spark_jobs.driver.rounds import Rounds

@@ -16,7 +16,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from outbox.consumer import connections, letters
+from outbox.consumer import connections, letters, losses
 from outbox.consumer.errors import Fenced, JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
@@ -46,14 +46,6 @@ VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) O
 _NEW: Final = """
 SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
    AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
-# One open row for each partition and kind. It grows while retention removes more messages of a halted group.
-_LOSS: Final = """
-INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
-DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
-              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
-        WHERE l.detail <> excluded.detail"""
 _ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
 _NOTE_ADDED: Final = """
 UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
@@ -314,22 +306,11 @@ class PostgresGroupStore:
             )
         return sql.SQL(_STATE).format(look=look, retry_waits=sql.SQL(_RETRY_WAITS).format(**self._names), **self._names)
 
-    def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
+    def record_losses(self, found: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
         with self.transaction() as connection:
             self.require(connection, generation)
-            for loss in losses:
-                self._run(
-                    connection,
-                    _LOSS,
-                    topic=loss.topic,
-                    topic_id=loss.topic_id,
-                    part=loss.part,
-                    first=loss.first_offset,
-                    end=loss.end_offset,
-                    kind=loss.kind,
-                    detail=loss.detail,
-                )
+            losses.record(connection.cursor(), self._schema, self._group, found)
 
     def hour(self) -> dt.datetime:
         """Return the present hour by the database's clock."""

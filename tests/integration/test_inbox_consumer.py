@@ -20,9 +20,10 @@ from uuid_utils.compat import uuid7
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection
+from outbox.consumer.errors import Fenced, OffsetMoved
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.progress import progress
 from outbox.inbox import Consumer, HandlerFailed, PositionLost, Reject, TopicReplaced, _member, once
-from outbox.inbox._group import Fenced, Group, Moved
 from relay.cli.app import app
 
 
@@ -586,7 +587,7 @@ def recreate(log: Log) -> None:
 
 def test_a_claim_fences_all_before_it(log):
     place = (log.topic, 0)
-    one, two = (Group("consumer", log.group, owner, strategy="Dedup", idle_seconds=60) for owner in ("one", "two"))
+    one, two = (GroupStore("consumer", log.group, owner, strategy="Dedup", idle_seconds=60) for owner in ("one", "two"))
     starts = {place: ("id", 5), (log.topic, 1): ("id", 7)}
     first, second = log.database.connect(), log.database.connect()
     with first.transaction():
@@ -595,7 +596,7 @@ def test_a_claim_fences_all_before_it(log):
     with first.transaction():
         one.fence(first, place, older)
         one.move(first, place, 8)
-    with pytest.raises(Moved) as moved, first.transaction():
+    with pytest.raises(OffsetMoved) as moved, first.transaction():
         one.fence(first, place, older)
     assert moved.value.next_offset == 8
     with second.transaction():
@@ -603,7 +604,7 @@ def test_a_claim_fences_all_before_it(log):
     # Nothing has moved since; the generation alone tells the two apart.
     assert (newer.next_offset, newer.generation) == (8, 2)
     with pytest.raises(Fenced), first.transaction():
-        one.fence(first, place, type(older)("id", 8, 1))
+        one.fence(first, place, type(older)("id", 8, generation=1))
     with second.transaction():
         two.fence(second, place, newer)
     # The whole topic was added at once: its other partition is no later one, which would begin at 0.

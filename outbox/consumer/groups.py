@@ -8,8 +8,7 @@ has a claimant of its own: a claim raises the group's generation, and stamps the
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -17,8 +16,10 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from outbox.consumer import losses
+from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
-from outbox.consumer.model import Partition
+from outbox.consumer.model import ClaimedOffset, Loss, Partition
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
@@ -60,55 +61,10 @@ moved AS (
      WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s)
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
-_LOSS: Final = """
-INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
-DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
-              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
-        WHERE l.detail <> excluded.detail"""
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far the group is in a partition, of which incarnation of the topic, and the claim that holds it.
-
-    leader_epoch  a leader of this epoch had the log up to ``epoch_offset``; both None if that is not known.
-    """
-
-    topic_id: str
-    next_offset: int
-    generation: int
-    leader_epoch: int | None = None
-    epoch_offset: int | None = None
-
-
-class Fenced(Exception):
-    """Another claim has the partition: the transaction must be rolled back."""
-
-
-class Moved(Exception):
-    """An earlier transaction of the same claim has moved the position: the answer to its COMMIT was lost."""
-
-    def __init__(self, next_offset: int) -> None:
-        super().__init__(next_offset)
-        self.next_offset = next_offset
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What Kafka lost of a partition: ``kind`` is retention, cut or recreated; ``end`` None if it can't be known."""
-
-    place: Partition
-    topic_id: str
-    first: int
-    end: int | None
-    kind: str
-    detail: str
-
-
-class Group:
+class GroupStore:
     """One group's rows. Every method runs in the transaction of the connection that it is given.
 
     idle_seconds  after which Postgres ends a transaction in which nothing happens.
@@ -116,10 +72,11 @@ class Group:
 
     def __init__(self, schema: str, name: str, owner: str, *, strategy: str, idle_seconds: float) -> None:
         self.name = name
+        self._schema = schema
         self._owner = owner
         self._strategy = strategy
         self._idle = f"{int(idle_seconds * 1000)}ms"
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses")}
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets")}
         self._names["processed"] = sql.Identifier(schema, "processed_messages")
 
     def claim(
@@ -127,7 +84,7 @@ class Group:
         connection: psycopg.Connection[Any],
         places: Collection[Partition],
         starts: Mapping[Partition, tuple[str, int]],
-    ) -> dict[Partition, Position]:
+    ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
 
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
@@ -150,15 +107,22 @@ class Group:
         self._run(connection, _ADD, **values, generation=generation)
         wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
         rows = self._run(connection, _CLAIM, **wanted, generation=generation)
-        return {(topic, part): Position(id_, offset, generation, *epoch) for topic, part, id_, offset, *epoch in rows}
+        return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
-    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: Position) -> None:
-        """Lock a partition's row until the transaction ends. Raises Fenced and Moved unless it is as in ``here``."""
+    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset) -> None:
+        """Lock a partition's row until the transaction ends.
+
+        Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
+        """
         row = self._run(connection, _FENCE, topic=place[0], part=place[1], idle=self._idle).fetchone()
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
-            raise Fenced
+            now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
+            raise Fenced(
+                f"group {self.name}: {place[0]}-{place[1]} was claimed from generation {here.generation}, offset "
+                f"{here.next_offset}: {now}"
+            )
         if row[1] > here.next_offset:
-            raise Moved(row[1])
+            raise OffsetMoved(place, row[1])
 
     def move(
         self,
@@ -205,19 +169,9 @@ class Group:
         before: dt.date = NO_TIME if row is None or row[0] is None else row[0]
         return before
 
-    def record_loss(self, connection: psycopg.Connection[Any], loss: Loss) -> None:
-        """Record a loss, once until an operator accepts it."""
-        self._run(
-            connection,
-            _LOSS,
-            topic=loss.place[0],
-            part=loss.place[1],
-            topic_id=loss.topic_id,
-            first=loss.first,
-            end=loss.end,
-            kind=loss.kind,
-            detail=loss.detail,
-        )
+    def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
+        """Record what Kafka lost, each once until an operator accepts it."""
+        losses.record(cursor(connection), self._schema, self.name, found)
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""
@@ -232,6 +186,10 @@ class Group:
 def run(
     connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
 ) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Execute a statement, whatever cursors and rows the user's connection has."""
-    cursor: psycopg.Cursor[tuple[Any, ...]] = psycopg.Cursor(connection, row_factory=tuple_row)
-    return cursor.execute(query, values)
+    """Execute a statement with ``cursor``."""
+    return cursor(connection).execute(query, values)
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a cursor for rows as tuples, whatever cursors and rows the user's connection has."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)
