@@ -40,7 +40,6 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 from __future__ import annotations
 
 import logging
-import random
 import re
 import threading
 import time
@@ -50,6 +49,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self
 
+from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import is_refusal, require_verification
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.standing import Place, Standing, Watch
@@ -603,7 +603,7 @@ def _is_refused(error: KafkaError) -> bool:
 
 
 def _pause(stop: threading.Event, failures: int) -> None:
-    stop.wait(min(0.1 * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))  # noqa: S311  jitter
+    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
 
 
 def _place(message: Message) -> Place:

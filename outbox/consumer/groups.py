@@ -1,8 +1,11 @@
-"""A group's rows in the database of the effects: its positions, the ids that were applied, and its losses.
+"""A group's rows in the database of the effects: its claims, its positions, and the ids that were applied.
 
-The tables are those of the Spark consumers (`outbox db upgrade --consumer`), and so is the protocol: a generation that
-rises with every claim is the fencing token, and a position moves in the transaction of the effects. Here each partition
-has a claimant of its own: a claim raises the group's generation, and stamps the claimed partitions alone with it.
+A generation that rises with every claim is the fencing token, and a position moves in the transaction of the effects. A
+member of the inbox claims single partitions: its claim raises the group's generation, and stamps the claimed partitions
+alone with it. A Spark driver claims all of them.
+
+Spark's tasks move positions with statements of their own (spark_jobs.postgres.sink): they count ids where the rows are,
+in a temporary table, and know their range before the transaction, so one UPDATE is fence and move.
 """
 
 from __future__ import annotations
@@ -23,9 +26,9 @@ from outbox.consumer.model import ClaimedOffset, Loss, Partition
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
-INSERT INTO {groups} AS g (grp, owner, strategy) VALUES (%(grp)s, %(owner)s, %(strategy)s)
+INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
-                                strategy = excluded.strategy, atomic = NULL
+                                strategy = excluded.strategy, atomic = excluded.atomic
 RETURNING generation"""
 _KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
 _ADD: Final = """
@@ -40,6 +43,7 @@ UPDATE {offsets} AS o SET generation = %(generation)s
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
  WHERE o.grp = %(grp)s AND o.topic = w.topic AND o.part = w.part
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
+_CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, true)
@@ -70,11 +74,10 @@ class GroupStore:
     idle_seconds  after which Postgres ends a transaction in which nothing happens.
     """
 
-    def __init__(self, schema: str, name: str, owner: str, *, strategy: str, idle_seconds: float) -> None:
+    def __init__(self, schema: str, name: str, owner: str, *, idle_seconds: float = 60.0) -> None:
         self.name = name
         self._schema = schema
         self._owner = owner
-        self._strategy = strategy
         self._idle = f"{int(idle_seconds * 1000)}ms"
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets")}
         self._names["processed"] = sql.Identifier(schema, "processed_messages")
@@ -84,20 +87,34 @@ class GroupStore:
         connection: psycopg.Connection[Any],
         places: Collection[Partition],
         starts: Mapping[Partition, tuple[str, int]],
+        strategy: str | None = None,
     ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
 
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
                 partition that was added to a known topic begins at 0.
         """
-        row = self._run(connection, _RAISE, owner=self._owner, strategy=self._strategy).fetchone()
-        assert row is not None
-        (generation,) = row
+        generation = self._raise(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})
         known = {topic for (topic,) in self._run(connection, _KNOWN, topics=topics)}
         # All partitions of a new topic at once: another member would take the rest for added ones.
         added = [(place, id_, 0 if place[0] in known else start) for place, (id_, start) in sorted(starts.items())]
         new = [one for one in added if one[0] in places or one[0][0] not in known]
+        self.add(connection, new, generation)
+        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
+        return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
+
+    def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
+        """Claim all partitions that the group has, and return the claim's generation."""
+        generation = self._raise(connection, strategy, atomic)
+        self._run(connection, _CLAIM_ALL, generation=generation)
+        return generation
+
+    def add(
+        self, connection: psycopg.Connection[Any], new: Sequence[tuple[Partition, str, int]], generation: int
+    ) -> None:
+        """Add partitions that the group does not have: each with its topic's id, and where it begins."""
         values = {
             "topics": [topic for (topic, _), _, _ in new],
             "parts": [part for (_, part), _, _ in new],
@@ -105,9 +122,6 @@ class GroupStore:
             "starts": [start for _, _, start in new],
         }
         self._run(connection, _ADD, **values, generation=generation)
-        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
-        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
-        return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
     def fence(self, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset) -> None:
         """Lock a partition's row until the transaction ends.
@@ -176,6 +190,11 @@ class GroupStore:
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""
         self._run(connection, _END, generation=generation)
+
+    def _raise(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
+        row = self._run(connection, _RAISE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def _run(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object

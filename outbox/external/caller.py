@@ -37,9 +37,10 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
+from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import Age, process_name
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.patience import NoTimeLeft, Patience, backoff
+from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
 from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
 from outbox.external.reservations import Claim, Reservations, SqlEffect
@@ -366,8 +367,7 @@ class Caller:
                 f"lost, run it again. Last error: {self._last_error}"
             ) from error
         self._disconnect()
-        pause = backoff(self._tries, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
-        pause = min(pause, self._patience.left)
+        pause = min(jittered(doubled(self._tries, FIRST, _LONGEST_PAUSE)), self._patience.left)
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause

@@ -18,8 +18,9 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.standing import Standing, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
+from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
-from outbox.inbox._member import Handler, Member, Settings
+from outbox.inbox._member import Member
 from outbox.inbox._once import DEFAULT_SCHEMA, check_name
 from outbox.urls import libpq_url
 
@@ -90,11 +91,10 @@ class Consumer:
         if idle_seconds < 0.001:
             raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
         owner = f"inbox {socket.gethostname()}-{os.getpid()}"
-        strategy = "Dedup" if dedup else "OffsetsOnly"
         self._settings = Settings(
             connect=_opener(database, group) if isinstance(database, str) else database,
             options=_kafka.consumer_options(kafka, group),
-            group=GroupStore(schema, group, owner, strategy=strategy, idle_seconds=idle_seconds),
+            group=GroupStore(schema, group, owner, idle_seconds=idle_seconds),
             letters=Letters(schema, group),
             topics=tuple(sorted(set(topics))),
             batch=batch,
