@@ -19,7 +19,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import doubled, jittered
-from outbox.consumer.errors import Fenced, OffsetMoved
+from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
@@ -194,7 +194,7 @@ class Applier:
 
     def interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
         """Note an error that is no message's fault, and keeps these partitions from moving."""
-        why = f"{doing}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
         self._watch.failed(places, why)
         if isinstance(error, psycopg.Error):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from confluent_kafka import KafkaError
 
-from outbox._clients.kafka_rules import require_verification
+from outbox._clients.kafka import complete
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.losses import find_losses, find_regrown
@@ -44,12 +44,12 @@ def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
 
     Raises ConfigurationError for one that is the inbox's own business, or that turns off the broker's verification.
     """
-    require_verification(given)
+    completed = complete(given)
     ours = {**_OURS, "group.id": group}
     for name, value in ours.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigurationError(f"kafka option {name}={given[name]}: the inbox needs {value}; leave it out")
-    return {**given, **ours}
+    return {**completed, **ours}
 
 
 class Admin:

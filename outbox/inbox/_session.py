@@ -8,16 +8,10 @@ from typing import Any, Final
 
 import psycopg
 
-from outbox.errors import SchemaError
+from outbox.consumer.postgres_errors import clear_schema_errors
 
 # Connections, serialization and deadlocks, a server that stops or starts, lacks resources, or is read-only.
 _PASSING: Final = ("08", "40", "53", "57P", "25006")
-_SCHEMA: Final = (
-    psycopg.errors.UndefinedTable,
-    psycopg.errors.UndefinedColumn,
-    psycopg.errors.InvalidSchemaName,
-    psycopg.errors.InsufficientPrivilege,
-)
 
 
 class Session:
@@ -34,13 +28,8 @@ class Session:
             self._connection = self._connect()
             # Changes by others are seen at once, whatever the default of the role or database.
             self._connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        try:
-            with self._connection.transaction():
-                yield self._connection
-        except _SCHEMA as error:
-            denied = isinstance(error, psycopg.errors.InsufficientPrivilege)
-            text = f"Postgres: {str(error).partition(chr(10))[0]}"
-            raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
+        with clear_schema_errors("applying messages"), self._connection.transaction():
+            yield self._connection
 
     def passes(self, error: BaseException | None) -> bool:
         """Return whether an error is no message's fault: the session is gone, or its transaction was interrupted."""

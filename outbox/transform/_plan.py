@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outbox._clients.kafka_rules import require_verification
+from outbox._clients.kafka import complete
 from outbox.consumer.standing import Watch
 from outbox.errors import ConfigurationError
 from outbox.transform.records import Transform
@@ -66,9 +66,9 @@ def client_options(
     """
     if taken := sorted(_OURS & set(kafka)):
         raise ConfigurationError(f"kafka option {taken[0]} is set here, as the promise depends on it: remove it")
-    require_verification(kafka)
+    completed = complete(kafka)
     consumer = {
-        **kafka,
+        **completed,
         "group.id": group,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -81,7 +81,7 @@ def client_options(
         "partitioner": "murmur2_random",
         # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
-        **kafka,
+        **completed,
         "transactional.id": f"{group}.{uuid.uuid4()}",
         "transaction.timeout.ms": int(transaction_seconds * 1000),
     }

@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
-from outbox.consumer.standing import Place
+from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
 from outbox.transform.errors import HeadersUndecodable, InputLost, KafkaRefused, TransformFailed
@@ -368,7 +368,7 @@ def pause(stop: threading.Event, failures: int) -> None:
     stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
 
 
-def _place(message: Message) -> Place:
+def _place(message: Message) -> Partition:
     return message.topic() or "", message.partition() or 0
 
 

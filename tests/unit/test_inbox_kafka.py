@@ -1,11 +1,16 @@
-"""The inbox's error for what Kafka has lost. What is a loss: see test_planner."""
+"""The inbox's options for Kafka, and its error for what Kafka has lost. What is a loss: see test_planner."""
 
 from __future__ import annotations
 
+import pytest
+
+from outbox._clients.credentials import VARIABLE
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import OffsetBounds, StoredOffset
+from outbox.credentials import Credential, CredentialRequest
 from outbox.inbox import PositionLost, TopicReplaced
-from outbox.inbox._kafka import lost
+from outbox.inbox._kafka import consumer_options, lost
+from outbox.transform._plan import client_options
 
 
 def test_one_error_for_all_losses():
@@ -19,3 +24,22 @@ def test_one_error_for_all_losses():
     only = lost(find_losses({("a", 0): positions["a", 0]}, bounds, ids), positions, "billing")
     assert type(only) is PositionLost
     assert "`outbox offsets reset billing --topic a --to loss" in str(only)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_provider_of_credentials_gives_tokens_unless_the_service_does(monkeypatch, own):
+    monkeypatch.setenv(VARIABLE, f"{__name__}:given")
+    given = {"sasl.mechanism": "OAUTHBEARER", **({"oauth_cb": callback} if own else {})}
+    for options in (consumer_options(given, "billing"), *client_options(given, "billing", 30.0)):
+        assert callable(options["oauth_cb"])
+        assert (options["oauth_cb"] is callback) == own
+        if not own:
+            assert options["oauth_cb"]("")[0] == "token"
+
+
+def callback(_: str) -> tuple[str, float]:
+    return "mine", 1.0
+
+
+def given(_: CredentialRequest) -> Credential:
+    return Credential("token", expires_at=1.0, principal="billing")
