@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError
 
 from outbox._clients.kafka import complete
 from outbox.consumer.errors import ConsumerError
-from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
@@ -81,6 +81,8 @@ class Admin:
 def _failing(doing: str) -> Iterator[None]:
     try:
         yield
+    except TopicMissing as error:
+        raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
     except ConsumerError as error:
         raise KafkaFailed(f"Kafka, {doing}: {error}") from error
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from outbox._clients.credentials import VARIABLE
+from outbox.consumer.errors import NotAuthorized
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import OffsetBounds, StoredOffset
 from outbox.credentials import Credential, CredentialRequest
-from outbox.inbox import PositionLost, TopicReplaced
-from outbox.inbox._kafka import consumer_options, lost
+from outbox.inbox import KafkaFailed, PositionLost, TopicReplaced
+from outbox.inbox._kafka import Admin, consumer_options, lost
 from outbox.transform._plan import client_options
 
 
@@ -24,6 +26,26 @@ def test_one_error_for_all_losses():
     only = lost(find_losses({("a", 0): positions["a", 0]}, bounds, ids), positions, "billing")
     assert type(only) is PositionLost
     assert "`outbox offsets reset billing --topic a --to loss" in str(only)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            TopicMissing("there is no topic a; create it, or name another with --topic", ["a"]),
+            "Kafka has no topic a",
+        ),
+        (NotAuthorized("Kafka: denied"), "Kafka, asked for topics and offsets: Kafka: denied"),
+    ],
+)
+def test_what_kafka_refuses_is_the_inboxs_error(monkeypatch, error, text):
+    def look(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(KafkaAdmin, "look", look)
+    with pytest.raises(KafkaFailed) as caught:
+        Admin({}).look({"a"})
+    assert str(caught.value).startswith(text)
 
 
 @pytest.mark.parametrize("own", [False, True])
