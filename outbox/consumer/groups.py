@@ -43,7 +43,8 @@ UPDATE {offsets} AS o SET generation = %(generation)s
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
  WHERE o.grp = %(grp)s AND o.topic = w.topic AND o.part = w.part
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
-_CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+"""SQL: waits for transactions that are about to commit, and shuts out all that come later."""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, true)
@@ -108,7 +109,7 @@ class GroupStore:
     def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
         """Claim all partitions that the group has, and return the claim's generation."""
         generation = self._raise(connection, strategy, atomic)
-        self._run(connection, _CLAIM_ALL, generation=generation)
+        self._run(connection, CLAIM_ALL, generation=generation)
         return generation
 
     def add(

@@ -28,6 +28,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
+from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
@@ -56,7 +57,6 @@ _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON 
 _RAISE: Final = """
 UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
  WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
-_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 _STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
 _OPEN: Final = """
 SELECT part, kind, first_offset FROM {losses}
@@ -394,7 +394,7 @@ class Offsets:
         raised = self._rows(_RAISE, **values)
         if not raised:
             self._no_such_group(str(values["grp"]))
-        self._rows(_FENCE, **values, generation=raised[0]["generation"])
+        self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
         return raised
 
     def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:
