@@ -54,10 +54,6 @@ class EffectError(Exception):
     """Ends the transaction: the effect fails, and no message is at fault."""
 
 
-class OffsetMoved(Exception):
-    """Ends the transaction: the stored offset is inside the range, so the round must be planned again."""
-
-
 class CopyError(Exception):
     """Ends the transaction: a value does not fit its column. The next attempt copies text, to find out which."""
 

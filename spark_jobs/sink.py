@@ -67,7 +67,7 @@ class Transaction(Protocol):
         """Move the group's offset from the range's start to its end.
 
         Return False if it is already at the end or beyond: this generation has applied the range before. Raises Fenced
-        when another generation has the group or the topic is another; Moved when the offset is within the range.
+        when another generation has the group or the topic is another; OffsetMoved when the offset is within the range.
 
         log_end  where Kafka's log ended when the round was planned; for monitoring.
         """

@@ -276,7 +276,7 @@ def errors_page() -> str:
             InboxReject,
             *(error for error in found if error.__module__.startswith("outbox.inbox")),
         ],
-        "From topic to topic": [error for error in found if error.__module__ == "outbox.kafka_to_kafka"],
+        "From topic to topic": [error for error in found if error.__module__.startswith("outbox.transform")],
         "The sandbox and the test fixtures": [
             error for error in found if error.__module__.startswith("outbox.sandbox")
         ],

@@ -96,9 +96,14 @@ def password_for(address: str) -> dict[str, Any]:
 
 
 def token_callback(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return librdkafka's option that asks the provider for tokens; empty unless the client needs them."""
+    """Return librdkafka's option that asks the provider for tokens; empty unless the client needs them.
+
+    A callback that a service gives to its inbox or transformer stays.
+    """
     mechanism = options.get("sasl.mechanism") or options.get("sasl.mechanisms") or ""
     if str(mechanism).upper() != _MECHANISM or options.get("sasl.oauthbearer.method", "default") != "default":
+        return {}
+    if "oauth_cb" in options:
         return {}
     provider = _chosen.provider()
     if provider is None:

@@ -29,7 +29,18 @@ class NoSuchJob(JobError, ConfigurationError):
 
 
 class Fenced(ConsumerError):
-    """Another consumer has taken the group over. Nothing of this one's current batch was applied."""
+    """Another consumer has taken the group, or the partition, over. Nothing of this one's current batch was applied."""
+
+
+class OffsetMoved(Exception):
+    """Ends a transaction: the stored offset is not where it begins, and no other claim has moved it.
+
+    The answer to an earlier COMMIT was lost, or a task that its driver had given up has committed.
+    """
+
+    def __init__(self, partition: Partition, next_offset: int) -> None:
+        super().__init__(f"{partition[0]}-{partition[1]} has moved to offset {next_offset}")
+        self.next_offset = next_offset
 
 
 class EffectFailed(ConsumerError):

@@ -13,6 +13,16 @@ LAST_DAY: Final = (dt.date.max - NO_TIME).days
 """The last day of the year 9999, counted from NO_TIME. Python and most drivers know no later date, and 48 bits of
 milliseconds reach to the year 10889: an id of a later day has no time."""
 DAY_MILLISECONDS: Final = 86_400_000
+_DAYS: Final = (
+    "(('x' || pg_catalog.substr(message_id::text, 1, 8) || pg_catalog.substr(message_id::text, 10, 4))"
+    f"::bit(48)::bigint / {DAY_MILLISECONDS})"
+)
+DAY_OF_ID: Final = (
+    "CASE WHEN pg_catalog.substr(message_id::text, 15, 1) = '7' "
+    "AND pg_catalog.substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
+    f"AND {_DAYS} <= {LAST_DAY} THEN date '1970-01-01' + {_DAYS}::integer ELSE date '1970-01-01' END"
+)
+"""SQL over ``message_id``: the day of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
 
 
 def day(id_: UUID) -> dt.date:

@@ -1,4 +1,4 @@
-"""The driver's requests to Kafka: topic ids, first and last stable offsets, and the group's position for its tools."""
+"""Requests to Kafka for a consumer group: topic ids, first and last stable offsets, positions for its tools."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka import (
+    Consumer,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka import complete
+from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered, silent_logger
 from outbox._clients.kafka_rules import cut_logs, is_refusal
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from outbox.consumer.patience import asking
 
+_COMMITTED: Final = IsolationLevel.READ_COMMITTED
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5
 _LAG_SECONDS: Final = 5.0
-_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 # A broker that has just started, a topic that was just created, a leader that moves: not every broker knows it at once.
 # For these errors librdkafka's consumer refreshes its metadata and repeats a request for offsets; its admin client
 # repeats nothing.
 _UNHEARD_SECONDS: Final = 3.0
-_UNHEARD: Final = frozenset(
-    {
-        KafkaError.UNKNOWN_TOPIC_OR_PART,
-        KafkaError.NOT_LEADER_FOR_PARTITION,
-        KafkaError.LEADER_NOT_AVAILABLE,
-        KafkaError.REPLICA_NOT_AVAILABLE,
-        KafkaError.KAFKA_STORAGE_ERROR,
-        KafkaError.FENCED_LEADER_EPOCH,
-        KafkaError.UNKNOWN_LEADER_EPOCH,
-        KafkaError.OFFSET_NOT_AVAILABLE,
-        # None of the partitions has a leader. A documented name, in spite of the underscore.
-        KafkaError._NOENT,  # noqa: SLF001
-    }
-)
+_UNHEARD: Final = STALE | {
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.REPLICA_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    # None of the partitions has a leader. A documented name, in spite of the underscore.
+    KafkaError._NOENT,  # noqa: SLF001
+}
 
 
 class TopicMissing(ConsumerError):
@@ -65,7 +65,7 @@ class TopicSnapshot:
 
 
 class KafkaAdmin:
-    """Kafka as the planner sees it.
+    """What a consumer group asks Kafka.
 
     options   librdkafka's: addresses and credentials.
     seconds   how long a request may take; less, where a run's patience ends sooner.
@@ -73,20 +73,12 @@ class KafkaAdmin:
     Raises ConfigurationError when librdkafka refuses the options.
     """
 
-    def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
+    def __init__(self, options: Mapping[str, Any], *, seconds: float = _SECONDS) -> None:
         self._options = dict(options)
         self._seconds = seconds
-        self._logger = logging.getLogger("spark_jobs.librdkafka")
-        self._logger.setLevel(logging.CRITICAL + 1)
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        self._connections = ConnectionErrors()
-        hear = functools.partial(_hear, self._refusals, self._connections)
-        settings: dict[str, Any] = {**complete(options), "error_cb": hear}
-        try:
-            self._admin = AdminClient(settings, logger=self._logger)
-        except KafkaException as error:
-            raise refused_options(error) from error
+        self._admin = Admin(options, functools.partial(_hear, self._refusals))
         self._committers: dict[str, _PositionCommitter] = {}
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
@@ -128,7 +120,7 @@ class KafkaAdmin:
         """Return the current end of each partition's committed messages. Raises ConsumerUnavailable."""
         try:
             with asking(self._seconds) as seconds:
-                return _offsets(self._ask(partitions, _LATEST, seconds, committed=True))
+                return _offsets(self._admin.ask_offsets(partitions, LATEST, _COMMITTED, seconds))
         except KafkaException as error:
             raise self._failure(error) from error
 
@@ -140,7 +132,7 @@ class KafkaAdmin:
         spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
         try:
             with asking(self._seconds) as seconds:
-                found = _offsets(self._ask(partitions, spec, seconds, committed=True))
+                found = _offsets(self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds))
         except KafkaException as error:
             raise self._failure(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
@@ -168,15 +160,22 @@ class KafkaAdmin:
         try:
             with asking(self._seconds) as seconds:
                 found = cut_logs(
-                    {**complete(self._options), "group.id": "outbox-epochs"},
+                    {"group.id": "outbox-epochs", **complete(self._options)},
                     {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
                     seconds,
-                    self._logger,
+                    silent_logger(),
                 )
         except KafkaException as error:
             raise self._failure(error) from error
         self._verified |= {partition: one for partition, one in new.items() if partition not in found}
         return found
+
+    def describe(self, topics: Iterable[str], seconds: float) -> Mapping[str, Future[Any]]:
+        """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
+        asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
+            TopicCollection(sorted(topics)), request_timeout=seconds
+        )
+        return asked
 
     def _result(self, future: Future[Any]) -> Any:
         """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""
@@ -191,7 +190,7 @@ class KafkaAdmin:
 
     def _failure(self, error: KafkaException) -> ConsumerError:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
-        explained = self._connections.explained(error, self._admin)
+        explained = self._admin.errors.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
         servers = self._options.get("bootstrap.servers")
         return of_kafka(
@@ -209,12 +208,9 @@ class KafkaAdmin:
             return True
 
     def _survey(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
-        from confluent_kafka import TopicCollection
-
         described, missing = {}, []
         with asking(self._seconds) as seconds:
-            found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=seconds)
-            for name, future in found.items():
+            for name, future in self.describe(topics, seconds).items():
                 try:
                     described[name] = self._result(future)
                 except KafkaException as error:
@@ -225,12 +221,12 @@ class KafkaAdmin:
         # The client is connected and authorized by now, whatever was reported before.
         self._admin.poll(0)
         self._refusals.clear()
-        self._connections.forget()
+        self._admin.errors.forget()
         with asking(self._seconds) as seconds:
             # All requests are sent before the first answer is awaited.
-            asked = [self._ask(partitions, spec, seconds, committed=True) for spec in (_EARLIEST, _LATEST)]
+            asked = [self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds) for spec in (EARLIEST, LATEST)]
             if high_watermarks:
-                asked.append(self._ask(partitions, _LATEST, seconds, committed=False))
+                asked.append(self._admin.ask_offsets(partitions, LATEST, IsolationLevel.READ_UNCOMMITTED, seconds))
             first, end, *high = map(_offsets, asked)
             epochs = _epochs(asked[1])
         return TopicSnapshot(
@@ -244,20 +240,6 @@ class KafkaAdmin:
             tuple(sorted(missing)),
         )
 
-    def _ask(
-        self, partitions: Iterable[Partition], spec: Any, seconds: float, *, committed: bool
-    ) -> Mapping[Any, Future[Any]]:
-        from confluent_kafka import IsolationLevel
-
-        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
-        wanted = {TopicPartition(topic, part): spec for topic, part in partitions}
-        if not wanted:
-            return {}
-        answers: Mapping[Any, Future[Any]] = self._admin.list_offsets(
-            wanted, isolation_level=level, request_timeout=seconds
-        )
-        return answers
-
     def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = _LAG_SECONDS) -> str | None:
         """Commit the group's position to Kafka, for its tools. Returns a failure as text; nothing reads it back.
 
@@ -265,7 +247,7 @@ class KafkaAdmin:
         answers to earlier commits are returned, and ``lag_shown`` waits for the last.
         """
         if group not in self._committers:
-            self._committers[group] = _PositionCommitter(self._options, group, self._logger)
+            self._committers[group] = _PositionCommitter(self._options, group, silent_logger())
         return self._committers[group].show(offsets, seconds)
 
     def lag_shown(self, group: str) -> str | None:
@@ -321,23 +303,13 @@ class _PositionCommitter:
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
-def _hear(refusals: deque[KafkaError], connections: ConnectionErrors, error: KafkaError) -> None:
-    connections.hear(error)
+def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
     if is_refusal(error):
         refusals.append(error)
 
 
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
-    """Return the offsets that were asked for. Raises KafkaException.
-
-    Where a broker ends before it has answered for a partition, librdkafka gives OFFSET_INVALID, and no error. Taken for
-    a number that is an end before everything, and a loss of the whole log.
-    """
-    found = {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
-    for (topic, part), offset in found.items():
-        if offset == OFFSET_INVALID:
-            raise KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, f"no answer for {topic}-{part}"))
-    return found
+    return {(at.topic, at.partition): answered(at, answer).offset for at, answer in answers.items()}
 
 
 def _epochs(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:

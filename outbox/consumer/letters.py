@@ -1,4 +1,10 @@
-"""Writing dead letters: by a task, by the driver, and when one is retried."""
+"""Dead letters: written by a task, by the driver and by the inbox, and what happens when one is retried.
+
+Messages that wait behind a dead letter of their key are released when that one is discarded or retried. One that was
+written meanwhile must be looked for, and inbox and Spark look in different ways, with the same condition (EARLIER): a
+member of the inbox asks for the partitions that it has claimed, key by key; the driver of a Spark group has all of them
+and asks in the statement that reads its state, so that an idle round is one statement.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -16,23 +23,36 @@ from outbox.consumer.model import MessageRef, RejectedRecord
 
 # A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
-INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
-                                 message_headers, message_time, reason, error, sqlstate)
+INSERT INTO {dead_letters} AS letter (
+       grp, topic, topic_id, part, message_offset, message_id, message_key, message_value, message_headers,
+       message_time, reason, error, sqlstate, attempts)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s,
         timestamptz 'epoch' + %(time)s::float8 * interval '1 microsecond',
-        %(reason)s, %(error)s, %(sqlstate)s)
+        %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
    SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + 1, last_failed_at = pg_catalog.now()"""
+       attempts = letter.attempts + excluded.attempts, last_failed_at = pg_catalog.now()"""
 _AGAIN: Final = """
-UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
+UPDATE {dead_letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
 _LEAVE_OUT: Final = """
 INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
        {described} || {contents}
-  FROM {letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
+  FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
+KEYS: Final = """
+SELECT DISTINCT topic, message_key FROM {dead_letters}
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
+"""The keys of a group's dead letters: later messages of these wait behind them."""
+EARLIER: Final = """
+other.grp = letter.grp AND other.topic = letter.topic
+   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
+   AND other.state = 'dead' AND other.reason <> 'behind'
+   AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
+            ELSE other.id < letter.id END"""
+"""SQL: ``letter`` waits behind ``other``. For a key that has moved to another partition, because partitions were added,
+the ids of the dead letters give the order."""
 DESCRIBED: Final = """pg_catalog.jsonb_build_object(
                'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
                'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
@@ -51,20 +71,22 @@ LONGEST_ERROR: Final = 2000
 class DeadLetter:
     """A whole message to be stored as a dead letter. ``headers``: ``[{"key": name, "value": base64 or null}, …]``.
 
-    ``time`` is Kafka's timestamp in microseconds since 1970.
+    time      Kafka's timestamp in microseconds since 1970.
+    attempts  how often the message was tried.
     """
 
     record: RejectedRecord
-    message_id: str | None
+    message_id: UUID | str | None
     key: bytes | None
     value: bytes | None
     headers: str
     time: int
+    attempts: int = 1
 
 
 def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[DeadLetter]) -> int:
     """Store dead letters. Returns how many."""
-    query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
+    query = sql.SQL(_WRITE).format(dead_letters=sql.Identifier(schema, "dead_letters"))
     rows = [
         {
             **_why(letter.record),
@@ -78,6 +100,7 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
             "value": letter.value,
             "headers": letter.headers,
             "time": letter.time,
+            "attempts": letter.attempts,
         }
         for letter in letters
     ]
@@ -88,7 +111,7 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
 
 def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, record: RejectedRecord) -> None:
     """Count another attempt of a dead letter."""
-    query = sql.SQL(_AGAIN).format(letters=sql.Identifier(schema, "dead_letters"))
+    query = sql.SQL(_AGAIN).format(dead_letters=sql.Identifier(schema, "dead_letters"))
     cursor.execute(query, {**_why(record), "letter": letter, "grp": group})
 
 
@@ -96,7 +119,7 @@ def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequenc
     """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages out."""
     query = sql.SQL(_LEAVE_OUT).format(
         audit=sql.Identifier(schema, "audit"),
-        letters=sql.Identifier(schema, "dead_letters"),
+        dead_letters=sql.Identifier(schema, "dead_letters"),
         described=sql.SQL(DESCRIBED),
         contents=sql.SQL(CONTENTS),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +29,13 @@ class StoredOffset:
     next_offset: int
     leader_epoch: int | None = None
     epoch_offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedOffset(StoredOffset):
+    """How far the group is in a partition, and the generation of the claim that holds it."""
+
+    generation: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,6 @@ may take long, and one earlier failure must not end an attempt while the servers
 _CURRENT: ContextVar[Patience | None] = ContextVar("outbox_patience", default=None)
 
 
-_FIRST_PAUSE: Final = 0.2
-
-
 class NoTimeLeft(ConsumerUnavailable):
     """A request was not sent: there is no patience left for its answer."""
 
@@ -107,11 +104,6 @@ class Patience:
     def silent(self, since: float) -> None:
         """Record the time, by the clock, since which a server has not answered."""
         self._silent_since = since if self._silent_since is None else min(self._silent_since, since)
-
-
-def backoff(tries: int, longest: float) -> float:
-    """Return how many seconds to pause after so many earlier tries, without jitter: doubled each time."""
-    return min(_FIRST_PAUSE * 2.0 ** min(tries, 10), longest)
 
 
 @contextmanager

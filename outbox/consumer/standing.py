@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-Place = tuple[str, int]
+from outbox.consumer.model import Partition
 
 _UNKNOWN = "no error was reported: a message may take as long"
 
@@ -39,27 +39,27 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._standing: dict[Place, Standing] = {}
+        self._standing: dict[Partition, Standing] = {}
 
-    def waits(self, place: Place, offset: int | None) -> None:
+    def waits(self, place: Partition, offset: int | None) -> None:
         """Note that messages wait in a partition, the first of them at an offset."""
         with self._lock:
             known = self._standing.get(place)
             if known is None or known.offset != offset:
                 self._standing[place] = Standing(*place, offset, dt.datetime.now(dt.UTC), _UNKNOWN)
 
-    def moved(self, places: Collection[Place]) -> None:
+    def moved(self, places: Collection[Partition]) -> None:
         """Note that nothing waits in these partitions, or that they are another member's."""
         with self._lock:
             for place in places:
                 self._standing.pop(place, None)
 
-    def keep(self, places: Collection[Place]) -> None:
+    def keep(self, places: Collection[Partition]) -> None:
         """Forget all partitions but these."""
         with self._lock:
             self._standing = {place: one for place, one in self._standing.items() if place in places}
 
-    def failed(self, places: Collection[Place] | None, why: str) -> None:
+    def failed(self, places: Collection[Partition] | None, why: str) -> None:
         """Note an error that keeps these partitions from moving; None: all in which messages wait."""
         with self._lock:
             for place in self._standing.keys() & (self._standing.keys() if places is None else set(places)):

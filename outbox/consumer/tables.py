@@ -17,20 +17,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
-from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY
-
 DEFAULT_SCHEMA: Final = "consumer"
-
-_DAYS: Final = (
-    "(('x' || pg_catalog.substr(message_id::text, 1, 8) || pg_catalog.substr(message_id::text, 10, 4))"
-    f"::bit(48)::bigint / {DAY_MILLISECONDS})"
-)
-DAY_OF_ID: Final = (
-    "CASE WHEN pg_catalog.substr(message_id::text, 15, 1) = '7' "
-    "AND pg_catalog.substr(message_id::text, 20, 1) IN ('8', '9', 'a', 'b') "
-    f"AND {_DAYS} <= {LAST_DAY} THEN date '1970-01-01' + {_DAYS}::integer ELSE date '1970-01-01' END"
-)
-"""SQL over ``message_id``: the day of a UUIDv7 (RFC 9562: the first 48 bits are Unix milliseconds)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,13 @@ from uuid import UUID
 import psycopg
 from psycopg.types.json import Jsonb
 
+from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import Age, process_name
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.patience import NoTimeLeft, Patience, backoff
+from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
 from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
-from outbox.external.reservations import Claim, Reservations, SqlEffect
+from outbox.external.reservations import ClaimedCall, Reservations, SqlEffect
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
@@ -74,14 +75,14 @@ class Counts:
 
 @dataclass(slots=True)
 class _Attempt:
-    claim: Claim
+    claim: ClaimedCall
     until: float
     overdue: bool = False
 
 
 @dataclass(slots=True)
 class _Answered:
-    claim: Claim
+    claim: ClaimedCall
     step: Step
     answer: Answer
     chance: float = field(default_factory=random.random)
@@ -144,7 +145,7 @@ class Caller:
         """
         external = self._external
 
-        def effect(change: Transition, claim: Claim) -> SqlEffect | None:
+        def effect(change: Transition, claim: ClaimedCall) -> SqlEffect | None:
             declared = external.on_confirmed if change.state == "confirmed" else external.on_cancelled
             return effect_of(declared, claim, claim.response)
 
@@ -159,7 +160,7 @@ class Caller:
         self._settle()
         connection = self._connected()
         free = self._external.workers - len(self._running)
-        claims: list[Claim] = []
+        claims: list[ClaimedCall] = []
         if free > 0:
             began = time.monotonic()
             claims, stuck = self._book.claim(
@@ -224,7 +225,7 @@ class Caller:
                 if not self._running:
                     time.sleep(pause)
 
-    def _start(self, claim: Claim, began: float) -> None:
+    def _start(self, claim: ClaimedCall, began: float) -> None:
         self.counts.attempts += 1
         until = began + self._external.lease_seconds
         self._running[claim.message_id, claim.attempt] = _Attempt(claim, until)
@@ -237,7 +238,7 @@ class Caller:
         )
         thread.start()
 
-    def _call(self, claim: Claim, until: float) -> None:
+    def _call(self, claim: ClaimedCall, until: float) -> None:
         """Make the call, in a thread of its own. Any result becomes an answer."""
         step, answer = claim.step, Answer("later", "the lease ran out before the call")
         try:
@@ -247,7 +248,7 @@ class Caller:
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
         self._answers.put(_Answered(claim, step, answer))
 
-    def _ask_or_call(self, claim: Claim) -> tuple[Step, Answer]:
+    def _ask_or_call(self, claim: ClaimedCall) -> tuple[Step, Answer]:
         external = self._external
         key = f"{claim.message_id}{external.key_suffix}"
         call = Call(
@@ -366,14 +367,13 @@ class Caller:
                 f"lost, run it again. Last error: {self._last_error}"
             ) from error
         self._disconnect()
-        pause = backoff(self._tries, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
-        pause = min(pause, self._patience.left)
+        pause = min(jittered(doubled(self._tries, FIRST, _LONGEST_PAUSE)), self._patience.left)
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause
 
 
-def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffect | None:
+def effect_of(effect: Effect | None, claim: ClaimedCall, response: object) -> SqlEffect | None:
     """Return the function of a cursor that runs a settlement's SQL; None if there is none."""
     if effect is None:
         return None

@@ -180,8 +180,8 @@ class _EffectFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """One attempt and its reservation. ``attempt`` is its token."""
+class ClaimedCall:
+    """One attempt of a call, and its reservation. ``attempt`` is its token."""
 
     step: Step
     message_id: UUID
@@ -212,9 +212,9 @@ class Reservations:
         worker: str,
         lease: float,
         key_seconds: float,
-    ) -> tuple[list[Claim], int]:
+    ) -> tuple[list[ClaimedCall], int]:
         """Begin up to ``most`` due attempts, for ``lease`` seconds. Returns them, and how many calls became stuck."""
-        claims: list[Claim] = []
+        claims: list[ClaimedCall] = []
         stuck = 0
         self.more_due = False
         with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
@@ -248,7 +248,7 @@ class Reservations:
     def settle(
         self,
         connection: psycopg.Connection[Any],
-        claim: Claim,
+        claim: ClaimedCall,
         step: Step,
         answer: Answer,
         chance: float,
@@ -285,7 +285,7 @@ class Reservations:
         *,
         confirmed: bool,
         why: str,
-        effect_of: Callable[[Transition, Claim], SqlEffect | None],
+        effect_of: Callable[[Transition, ClaimedCall], SqlEffect | None],
     ) -> None:
         """Write the outcome that an operator knows from the provider, run its SQL, and record the reason in the audit.
 
@@ -331,7 +331,7 @@ class Reservations:
     def _settle(
         self,
         connection: psycopg.Connection[Any],
-        claim: Claim,
+        claim: ClaimedCall,
         step: Step,
         answer: Answer,
         chance: float,
@@ -474,8 +474,8 @@ def _standing(row: Mapping[str, Any]) -> ReservationState:
     return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
 
-def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> Claim:
-    return Claim(
+def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
+    return ClaimedCall(
         step,
         row["message_id"],
         attempt,

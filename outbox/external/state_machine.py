@@ -32,6 +32,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from outbox._clients.backoff import doubled
+
 State = Literal["reserved", "calling", "confirmed", "cancelling", "cancelled", "stuck"]
 Step = Literal["call", "ask", "cancel", "confirm", "close", "stuck"]
 Said = Literal["done", "refused", "later", "unknown"]
@@ -172,7 +174,7 @@ def effect_failed(row: ReservationState, change: Transition, error: str, rules: 
 
 def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> float:
     """Return the seconds to the next attempt: doubled each time, no less than the provider asked for, at most a day."""
-    backoff = min(rules.longest_wait, rules.first_wait * 2.0 ** min(max(used - 1, 0), 60)) * (0.5 + 0.5 * chance)
+    backoff = doubled(used - 1, rules.first_wait, rules.longest_wait) * (0.5 + 0.5 * chance)
     # Never less than the provider asked for, and not all calls at the same moment.
     asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * chance)
     return min(max(backoff, asked), DAY)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
+from typing import Final
 
-from outbox.consumer.model import Partition
-from outbox.inbox._group import Position
+import psycopg
+
+from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.inbox._message import KafkaMessage
+
+MOST_STRIKES: Final = 5
+"""How often in a row a transaction may be interrupted although Postgres is there, until that is its message's fault."""
+# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
+_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
+
+
+@dataclass(slots=True)
+class Strikes:
+    """Counts the interruptions in a row that may be a message's fault."""
+
+    count: int = 0
+
+    def too_many(self, error: BaseException | None) -> bool:
+        """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
+        if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
+            return False
+        self.count += 1
+        return self.count > MOST_STRIKES
 
 
 @dataclass(slots=True)
@@ -25,8 +45,7 @@ class Assigned:
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.
     attempts      how often the first message of the queue has failed.
     interrupted   how often in a row a transaction was interrupted by what is no message's fault.
-    confirmed     the last transaction has found its claim in Postgres: what went wrong in it came later.
-    strikes       how often in a row a confirmed transaction was interrupted.
+    strikes       how often in a row a transaction was interrupted after it had found its claim in Postgres.
     letter_strikes  the same of dead letters that are retried.
     deaths        how many messages in a row became dead letters.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
@@ -37,7 +56,7 @@ class Assigned:
     """
 
     place: Partition
-    position: Position | None
+    position: ClaimedOffset | None
     dead_keys: set[bytes]
     fetched: int
     queue: deque[KafkaMessage] = field(default_factory=deque)
@@ -47,9 +66,8 @@ class Assigned:
     alone_until: int = -1
     attempts: int = 0
     interrupted: int = 0
-    confirmed: bool = False
-    strikes: int = 0
-    letter_strikes: int = 0
+    strikes: Strikes = field(default_factory=Strikes)
+    letter_strikes: Strikes = field(default_factory=Strikes)
     deaths: int = 0
     end: int = 0
     cut_off: bool = False
@@ -84,7 +102,7 @@ class Assigned:
             self.attempts = 0
         if self.suspect is not None and self.suspect < next_offset:
             self.suspect = None
-        self.interrupted = self.strikes = 0
+        self.interrupted = self.strikes.count = 0
 
     def lose(self, until: float) -> None:
         """Note that another claim has the partition. If Kafka still assigns it by then, it is claimed again."""
@@ -93,20 +111,15 @@ class Assigned:
         self.size = 0
         self.due = until
 
-    def claimed(self, position: Position, dead_keys: set[bytes]) -> None:
+    def claimed(self, position: ClaimedOffset, dead_keys: set[bytes]) -> None:
         """Begin again at a position."""
         self.position = position
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
-        self.end = self.attempts = self.interrupted = self.strikes = self.deaths = 0
+        self.end = self.attempts = self.interrupted = self.strikes.count = self.deaths = 0
         self.suspect, self.alone_until, self.due, self.cut_off = None, -1, 0.0, False
 
 
 def size_of(message: KafkaMessage) -> int:
     """Return the bytes of a message's value."""
     return len(message.value() or b"")
-
-
-def backoff(attempt: int, first: float, longest: float) -> float:
-    """Return how many seconds to wait behind the n-th failure, counted from 1: twice as long each time, and random."""
-    return min(longest, first * 2.0 ** min(attempt - 1, 60)) * random.uniform(0.5, 1.0)  # noqa: S311  no secret

@@ -1,20 +1,20 @@
-"""The inbox's requests to Kafka: topic ids, first and last offsets; and which stored positions Kafka no longer has."""
+"""The inbox's options for Kafka, and its requests as ``consumer.kafka_admin`` makes them, with the inbox's errors."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka import KafkaError
 
-from outbox._clients.kafka_rules import cut_logs, require_verification
-from outbox.consumer.model import Partition
+from outbox._clients.kafka import complete
+from outbox.consumer.errors import ConsumerError
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.losses import find_losses, find_regrown
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
-from outbox.inbox._group import Loss, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from outbox.inbox._message import KafkaMessage
 
 _SECONDS: Final = 10.0
-_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 
 _OURS: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
@@ -41,93 +39,52 @@ UNREADABLE: Final = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION,
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A partition in Kafka: its topic's id, its first offset, and the end for a read_committed reader."""
-
-    topic_id: str
-    first: int
-    end: int
-    leader_epoch: int | None = None
-
-
 def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
     """Return the options of the consumer.
 
     Raises ConfigurationError for one that is the inbox's own business, or that turns off the broker's verification.
     """
-    require_verification(given)
+    completed = complete(given)
     ours = {**_OURS, "group.id": group}
     for name, value in ours.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigurationError(f"kafka option {name}={given[name]}: the inbox needs {value}; leave it out")
-    return {**given, **ours}
+    return {**completed, **ours}
 
 
 class Admin:
     """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        logger = logging.getLogger("outbox.inbox.librdkafka")
-        # Of every option that only consumers know, librdkafka would warn.
-        logger.setLevel(logging.CRITICAL + 1)
         own = {name: value for name, value in options.items() if name not in _CALLBACKS}
-        self._admin = AdminClient(own, logger=logger)
-        self._options, self._logger = own, logger
+        self._admin = KafkaAdmin(own, seconds=_SECONDS)
 
-    def extents(self, topics: Iterable[str]) -> dict[Partition, Extent]:
-        """Return the extents of all partitions of these topics."""
-        try:
-            ids: dict[Partition, str] = {}
-            for name, future in self.describe(topics).items():
-                topic = future.result(_SECONDS)
-                ids.update(((name, part.id), str(topic.topic_id)) for part in topic.partitions)
-            first, end = self._offsets(ids, _EARLIEST), self._offsets(ids, _LATEST)
-            # A broker that ends before it has answered leaves an offset below 0, and no error.
-            found = {}
-            for place, id_ in ids.items():
-                last = end[place].result(_SECONDS)
-                found[place] = Extent(id_, first[place].result(_SECONDS).offset, last.offset, last.leader_epoch)
-        except (KafkaException, TimeoutError) as error:
-            raise KafkaFailed(f"Kafka, asked for topics and offsets: {str(error) or 'no answer in time'}") from error
-        if unknown := [place for place, extent in found.items() if min(extent.first, extent.end) < 0]:
-            raise KafkaFailed(f"Kafka, asked for topics and offsets: no answer for {unknown[0][0]}-{unknown[0][1]}")
-        return found
+    def look(self, topics: Iterable[str]) -> tuple[Mapping[str, str], Mapping[Partition, OffsetBounds]]:
+        """Return the id of each topic, and the bounds of all their partitions."""
+        with _failing("asked for topics and offsets"):
+            return self._admin.look(sorted(topics))
 
-    def cut(self, positions: Mapping[Partition, Position], extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
-        """Return where logs were cut that no longer have what the group has read, however long they are again."""
-        doubtful = {
-            place: (here.epoch_offset, here.leader_epoch)
-            for place, here in positions.items()
-            if here.leader_epoch is not None
-            and here.epoch_offset is not None
-            and (there := extents.get(place)) is not None
-            and there.topic_id == here.topic_id
-            and there.leader_epoch != here.leader_epoch
-            and there.first <= here.epoch_offset <= here.next_offset <= there.end
-        }
-        if not doubtful:
-            return {}
-        try:
-            return cut_logs(self._options, doubtful, _SECONDS, self._logger)
-        except KafkaException as error:
-            raise KafkaFailed(f"Kafka, asked whether logs were cut: {error.args[0].str()}") from error
+    def find_losses(self, positions: Mapping[Partition, StoredOffset]) -> list[Loss]:
+        """Return what Kafka no longer has behind these positions."""
+        ids, bounds = self.look({topic for topic, _ in positions})
+        if found := find_losses(positions, bounds, ids):
+            return found
+        with _failing("asked whether logs were cut"):
+            return find_regrown(positions, self._admin.cut(positions, bounds))
 
     def describe(self, topics: Iterable[str]) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
-        asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
-            TopicCollection(sorted(topics)), request_timeout=_SECONDS
-        )
-        return asked
+        return self._admin.describe(topics, _SECONDS)
 
-    def _offsets(self, places: Iterable[Partition], spec: Any) -> dict[Partition, Future[Any]]:
-        wanted = {TopicPartition(*place): spec for place in places}
-        if not wanted:
-            return {}
-        asked = self._admin.list_offsets(
-            wanted, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_SECONDS
-        )
-        return {(at.topic, at.partition): future for at, future in asked.items()}
+
+@contextmanager
+def _failing(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except TopicMissing as error:
+        raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
+    except ConsumerError as error:
+        raise KafkaFailed(f"Kafka, {doing}: {error}") from error
 
 
 def epoch_of(message: KafkaMessage) -> int | None:
@@ -135,57 +92,15 @@ def epoch_of(message: KafkaMessage) -> int | None:
     return cast("Message", message).leader_epoch()
 
 
-def find_losses(
-    positions: Mapping[Partition, Position],
-    extents: Mapping[Partition, Extent],
-    cut: Mapping[Partition, int] | None = None,
-) -> list[Loss]:
-    """Return what the group can no longer read of these partitions. ``cut``: see Admin.cut."""
-    losses = []
-    for place, here in sorted(positions.items()):
-        topic, part = place
-        there = extents.get(place)
-        if there is None:
-            # A broker with old metadata. Of a topic that is gone there would be no extents at all.
-            continue
-        if there.topic_id != here.topic_id:
-            text = (
-                f"{topic}-{part}: the topic was deleted and created again since the group read it (its id was "
-                f"{here.topic_id}, now {there.topic_id}): offset {here.next_offset} means nothing there"
-            )
-            losses.append(Loss(place, here.topic_id, here.next_offset, None, "recreated", text))
-        elif here.next_offset < there.first:
-            text = (
-                f"{topic}-{part}: retention removed messages {here.next_offset} to {there.first - 1} before the group "
-                "applied them"
-            )
-            losses.append(Loss(place, here.topic_id, here.next_offset, there.first, "retention", text))
-        elif here.next_offset > there.end:
-            text = (
-                f"{topic}-{part}: the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it "
-                "was cut"
-            )
-            losses.append(Loss(place, here.topic_id, there.end, here.next_offset, "cut", text))
-        elif cut and place in cut:
-            text = (
-                f"{topic}-{part}: the group has read up to {here.next_offset}, and of what the leader of epoch "
-                f"{here.leader_epoch} had, Kafka's log has only the part before {cut[place]}: it was cut, and has "
-                "grown again since"
-            )
-            losses.append(Loss(place, here.topic_id, cut[place], here.next_offset, "cut", text))
-    return losses
-
-
-def lost(losses: Sequence[Loss], positions: Mapping[Partition, Position], group: str) -> PositionLost:
+def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:
     """Return the error for losses."""
     first = losses[0]
-    kind = TopicReplaced if any(loss.kind == "recreated" for loss in losses) else PositionLost
+    kind = TopicReplaced if any(loss.kind == LossKind.RECREATED for loss in losses) else PositionLost
     more = f"; and {len(losses) - 1} partitions more" if len(losses) > 1 else ""
-    topic, part = first.place
     return kind(
-        topic,
-        part,
-        positions[first.place].next_offset,
+        first.topic,
+        first.part,
+        positions[first.topic, first.part].next_offset,
         f"{first.detail}{more}. Nothing was skipped. When it is accounted for: `outbox offsets reset {group} --topic "
-        f"{topic} --to loss --reason …`, and start the consumer again",
+        f"{first.topic} --to loss --reason …`, and start the consumer again",
     )

@@ -7,66 +7,46 @@ They share the table, its reasons and states with the Spark consumers, so the sa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.messages import loaded_headers, storable_time, stored_headers
-from outbox.consumer.model import Partition
-from outbox.inbox._group import run
-from outbox.inbox._message import DeadLetter, KafkaMessage
+from outbox.consumer import letters
+from outbox.consumer.groups import cursor, run
+from outbox.consumer.letters import RetryRecord
+from outbox.consumer.messages import storable_time, stored_headers
+from outbox.consumer.model import Partition, RejectedRecord
+from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
 LOOKED_AT: Final = 200
 """How many keys are looked at in one statement of those that look for changes: what waits must cost nothing."""
-_LONGEST_ERROR: Final = 2000
 
-# A conflict: the offsets were set back, and the same message failed once more.
-_WRITE: Final = """
-INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
-                                 message_headers, message_time, reason, error, sqlstate, attempts)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s::jsonb,
-        timestamptz 'epoch' + %(time)s::float8 * interval '1 millisecond',
-        %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
-    ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
-   SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + excluded.attempts, last_failed_at = pg_catalog.now()"""
-_KEYS: Final = """
-SELECT DISTINCT message_key FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s AND message_key IS NOT NULL"""
-_NEWEST: Final = "SELECT coalesce(max(id), 0) FROM {letters}"
+_NEWEST: Final = "SELECT coalesce(max(id), 0) FROM {dead_letters}"
 _ADDED: Final = """
-SELECT id, topic, message_key FROM {letters}
+SELECT id, topic, message_key FROM {dead_letters}
  WHERE id > %(last)s AND grp = %(grp)s AND topic = ANY(%(topics)s) ORDER BY id LIMIT %(most)s"""
 _KEPT: Final = """
 SELECT key FROM pg_catalog.unnest(%(keys)s::bytea[]) AS wanted (key)
- WHERE (SELECT true FROM {letters} WHERE grp = %(grp)s AND topic = %(topic)s
+ WHERE (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = %(topic)s
            AND pg_catalog.sha256(message_key) = pg_catalog.sha256(key) AND message_key = key LIMIT 1) IS NOT NULL"""
-# What a dead letter waits behind. For a key that has moved to another partition, because partitions were added, the ids
-# of the dead letters give the order. LIMIT keeps it a look into the index for each: as a join it reads all letters.
-_EARLIER: Final = """
-SELECT true FROM {letters} AS other
- WHERE other.grp = letter.grp AND other.topic = letter.topic
-   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
-   AND other.state = 'dead' AND other.reason <> 'behind'
-   AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
-            ELSE other.id < letter.id END
- LIMIT 1"""
+# LIMIT keeps it a look into the index for each: as a join it reads all letters.
+_EARLIER: Final = "SELECT true FROM {dead_letters} AS other WHERE {earlier} LIMIT 1"
 _ANY: Final = """
 SELECT topic, part,
-       (SELECT true FROM {letters} AS letter
+       (SELECT true FROM {dead_letters} AS letter
          WHERE grp = %(grp)s AND letter.topic = mine.topic AND letter.part = mine.part AND state = 'retry'
          ORDER BY message_offset, id LIMIT 1) IS NOT NULL,
-       (SELECT true FROM {letters} AS letter
+       (SELECT true FROM {dead_letters} AS letter
          WHERE grp = %(grp)s AND letter.topic = mine.topic AND letter.part = mine.part
            AND state = 'dead' AND reason = 'behind'
          ORDER BY pg_catalog.sha256(message_key), message_offset LIMIT 1) IS NOT NULL
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS mine (topic, part)"""
 # The first letter of each key, from key to key through the index: however many wait behind one, one of them is read.
 _FIRST: Final = """
-SELECT pg_catalog.sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {letters}
+SELECT pg_catalog.sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
    AND pg_catalog.sha256(message_key) > {after} ORDER BY pg_catalog.sha256(message_key), message_offset LIMIT 1"""
 _KEYS_BEHIND: Final = """
@@ -76,13 +56,13 @@ letter AS (SELECT * FROM found LIMIT %(most)s)
 SELECT hash, ({earlier}) IS NULL FROM letter"""
 # Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever.
 _RELEASE: Final = """
-UPDATE {letters} AS letter SET state = 'retry'
+UPDATE {dead_letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
    AND pg_catalog.sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
 _WAITING: Final = """
 SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
        letter.message_value, letter.message_headers, letter.message_time
-  FROM {letters} AS letter
+  FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
 # The planner may have statistics of a time when there were no letters. And which transactions run: of those before the
@@ -92,34 +72,16 @@ SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapsh
        pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
        pg_catalog.set_config('enable_sort', 'off', true)
   FROM pg_catalog.pg_current_snapshot() AS snapshot"""
-_AGAIN: Final = """
-UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
-                     sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
- WHERE id = %(letter)s AND grp = %(grp)s"""
-_GONE: Final = "DELETE FROM {letters} WHERE id = %(letter)s AND grp = %(grp)s"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a message can't be applied: ``reason`` is one of the table's."""
-
-    reason: str
-    error: str
-    sqlstate: str | None = None
-
-    def values(self) -> dict[str, Any]:
-        """Return the columns. An error's text may quote anything from the message."""
-        text = self.error.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
-        return {"reason": self.reason, "error": text[:_LONGEST_ERROR], "sqlstate": self.sqlstate}
+_GONE: Final = "DELETE FROM {dead_letters} WHERE id = %(letter)s AND grp = %(grp)s"
 
 
 class Letters:
     """The dead letters of one group. Every method runs in the transaction of the connection that it is given."""
 
     def __init__(self, schema: str, group: str) -> None:
-        self._group = group
-        self._names: dict[str, sql.Composable] = {"letters": sql.Identifier(schema, "dead_letters")}
-        self._names["earlier"] = sql.SQL(_EARLIER).format(**self._names)
+        self._schema, self._group = schema, group
+        self._names: dict[str, sql.Composable] = {"dead_letters": sql.Identifier(schema, "dead_letters")}
+        self._names["earlier"] = sql.SQL(_EARLIER).format(**self._names, earlier=sql.SQL(letters.EARLIER))
         for name, after in (("first", "%(after)s::bytea"), ("following", "found.hash")):
             self._names[name] = sql.SQL(_FIRST).format(**self._names, after=sql.SQL(after))
 
@@ -129,29 +91,24 @@ class Letters:
         topic_id: str,
         message: KafkaMessage,
         id_: UUID | None,
-        failure: Failure,
+        why: RejectedRecord,
         attempts: int,
     ) -> None:
         """Store a message whole."""
-        self._run(
-            connection,
-            _WRITE,
-            topic=message.topic(),
-            topic_id=topic_id,
-            part=message.partition(),
-            offset=message.offset(),
-            id=id_,
-            key=message.key(),
-            value=message.value(),
-            headers=stored_headers(message.headers() or ()),
-            time=storable_time(message.timestamp()[1]),
-            attempts=attempts,
-            **failure.values(),
+        letter = letters.DeadLetter(
+            why,
+            id_,
+            message.key(),
+            message.value(),
+            stored_headers(message.headers() or ()),
+            storable_time(message.timestamp()[1]) * 1000,
+            attempts,
         )
+        letters.write(cursor(connection), self._schema, self._group, topic_id, [letter])
 
     def keys(self, connection: psycopg.Connection[Any], topic: str) -> set[bytes]:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
-        return {bytes(key) for (key,) in self._run(connection, _KEYS, topic=topic)}
+        return {bytes(key) for _, key in self._run(connection, letters.KEYS, topics=[topic])}
 
     def newest(self, connection: psycopg.Connection[Any]) -> int:
         """Return the id of the newest dead letter of all groups, 0 if there is none."""
@@ -201,17 +158,17 @@ class Letters:
             self._run(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
-    def next(self, connection: psycopg.Connection[Any], place: Partition) -> DeadLetter | None:
+    def next(self, connection: psycopg.Connection[Any], place: Partition) -> RetriedMessage | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
         row = self._run(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
-        return DeadLetter(number, reason, blocked, (*place, offset), key, value, loaded_headers(headers), time)
+        return RetriedMessage(RetryRecord(number, (*place, offset), key, value, headers, time, reason, blocked))
 
-    def failed_again(self, connection: psycopg.Connection[Any], letter: int, failure: Failure) -> None:
+    def failed_again(self, connection: psycopg.Connection[Any], letter: int, why: RejectedRecord) -> None:
         """Count another attempt of a dead letter."""
-        self._run(connection, _AGAIN, letter=letter, **failure.values())
+        letters.failed_again(cursor(connection), self._schema, self._group, letter, why)
 
     def delete(self, connection: psycopg.Connection[Any], letter: int) -> None:
         """Delete a dead letter that was applied."""
@@ -234,8 +191,8 @@ class NewLetters:
     mark      an id, and a number: as soon as all transactions before that have ended, the id is complete.
     """
 
-    def __init__(self, letters: Letters) -> None:
-        self._letters = letters
+    def __init__(self, group_letters: Letters) -> None:
+        self._letters = group_letters
         self._seen = 0
         self._complete: int | None = None
         self._mark: tuple[int, int] | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from outbox.consumer.messages import Headers
+
+if TYPE_CHECKING:
+    from outbox.consumer.letters import RetryRecord
 
 _CREATE_TIME: Final = 1
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -26,43 +29,31 @@ class KafkaMessage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """A dead letter to be tried again, as the message that it was.
+class RetriedMessage:
+    """A dead letter that is retried, as the message that it was."""
 
-    id       of its row.
-    reason   why it failed the last time.
-    blocked  an earlier message of its key is a dead letter that nobody has retried.
-    """
-
-    id: int
-    reason: str
-    blocked: bool
-    at: tuple[str, int, int]
-    raw_key: bytes | None
-    raw_value: bytes | None
-    message_headers: Headers
-    time: dt.datetime
+    letter: RetryRecord
 
     def topic(self) -> str:
-        return self.at[0]
+        return self.letter.place[0]
 
     def partition(self) -> int:
-        return self.at[1]
+        return self.letter.place[1]
 
     def offset(self) -> int:
-        return self.at[2]
+        return self.letter.place[2]
 
     def key(self) -> bytes | None:
-        return self.raw_key
+        return self.letter.key
 
     def value(self) -> bytes | None:
-        return self.raw_value
+        return self.letter.value
 
     def headers(self) -> Headers | None:
-        return self.message_headers
+        return self.letter.message_headers()
 
     def leader_epoch(self) -> int | None:
         return None
 
     def timestamp(self) -> tuple[int, int]:
-        return _CREATE_TIME, (self.time - _EPOCH) // dt.timedelta(milliseconds=1)
+        return _CREATE_TIME, (self.letter.time - _EPOCH) // dt.timedelta(milliseconds=1)

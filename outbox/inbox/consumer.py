@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
+from outbox.consumer import connections
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.standing import Standing, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
-from outbox.inbox._group import Group
+from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
-from outbox.inbox._member import Handler, Member, Settings
+from outbox.inbox._member import Member
 from outbox.inbox._once import DEFAULT_SCHEMA, check_name
-from outbox.urls import libpq_url
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
-
-_NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
-    "connect_timeout": 10,
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 30_000,
-}
 
 
 class Consumer:
@@ -89,12 +79,13 @@ class Consumer:
             raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
         if idle_seconds < 0.001:
             raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
-        owner = f"inbox {socket.gethostname()}-{os.getpid()}"
-        strategy = "Dedup" if dedup else "OffsetsOnly"
+        owner = f"inbox {connections.process_name()}"
         self._settings = Settings(
-            connect=_opener(database, group) if isinstance(database, str) else database,
+            connect=partial(connections.connect, database, f"outbox inbox {group}", pinned=False)
+            if isinstance(database, str)
+            else database,
             options=_kafka.consumer_options(kafka, group),
-            group=Group(schema, group, owner, strategy=strategy, idle_seconds=idle_seconds),
+            group=GroupStore(schema, group, owner, idle_seconds=idle_seconds),
             letters=Letters(schema, group),
             topics=tuple(sorted(set(topics))),
             batch=batch,
@@ -150,17 +141,3 @@ class Consumer:
             for number, old in before.items():
                 # None: it was not set by Python.
                 signal.signal(number, signal.SIG_DFL if old is None else old)
-
-
-def _opener(url: str, group: str) -> Callable[[], psycopg.Connection[Any]]:
-    address = libpq_url(url)
-    given = conninfo_to_dict(address)
-    options: dict[str, Any] = {name: value for name, value in _NOTICE_DEAD_HOSTS.items() if name not in given}
-    # What pg_stat_activity shows in all versions.
-    options["application_name"] = re.sub(r"[^ -~]", "?", f"outbox inbox {group}")[:63]
-
-    def connect() -> psycopg.Connection[Any]:
-        # Prepared statements do not survive PgBouncer's transaction mode.
-        return psycopg.connect(address, autocommit=True, prepare_threshold=None, **options)
-
-    return connect

@@ -37,13 +37,13 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
+from outbox._clients.backoff import doubled, jittered
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import HeldLanes, Lease
 from relay.core.marker import StateLost
@@ -123,12 +123,11 @@ class _Backoff:
 
     def failed(self) -> float:
         """Record a failure. Returns how long to wait."""
-        doubled: float = self.settings.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
-        delay = min(doubled, self.settings.max_backoff_seconds)
+        delay = doubled(self.failures, self.settings.min_backoff_seconds, self.settings.max_backoff_seconds)
         self.failures += 1
         self.failed_at = time.monotonic()
         self.since = self.since or self.failed_at
-        self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)  # noqa: S311
+        self.until = time.monotonic() + jittered(delay)
         return delay
 
     def succeeded(self) -> bool:

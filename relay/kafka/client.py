@@ -1,36 +1,16 @@
-"""Helpers for librdkafka clients: an admin client, their logger, callbacks that keep nothing alive, error texts."""
+"""Helpers for librdkafka clients: readers' options, callbacks that keep nothing alive, error texts."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
-from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import ConnectionErrors, complete, refused_options
-
-
-class Admin(AdminClient):
-    """A silent admin client, whose errors say why its connections fail: make requests in ``explaining``.
-
-    Raises ConfigurationError when librdkafka refuses the options.
-    """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._errors = ConnectionErrors()
-        values: dict[str, Any] = {**complete(options), "error_cb": self._errors.hear}
-        try:
-            super().__init__(values, logger=silent())
-        except KafkaException as error:
-            raise refused_options(error) from error
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """Add why connections fail to the KafkaException of a request that is made, and awaited, in this block."""
-        return self._errors.explaining(self)
+from outbox._clients.kafka import complete
+from outbox._clients.kafka_client import Admin
 
 
 def text_of(error: KafkaException) -> str:
@@ -96,13 +76,6 @@ def partitions_text(numbers: Collection[int]) -> str:
     some = sorted(numbers)
     shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
     return f"partition{'s' if len(some) > 1 else ''} {shown}"
-
-
-def silent() -> logging.Logger:
-    """Return a silent logger for librdkafka, whose lines would otherwise bypass the structured log on stderr."""
-    logger = logging.getLogger("relay.librdkafka")
-    logger.setLevel(logging.CRITICAL + 1)
-    return logger
 
 
 def weak_callback(method: Callable[..., None]) -> Callable[..., None]:

@@ -9,8 +9,9 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import BrokerUnavailable, IdBusy
-from relay.kafka.client import silent, text_of
+from relay.kafka.client import text_of
 
 BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
@@ -102,7 +103,7 @@ class ShortLivedProducer(Producer):
             "error_cb": self._errors.hear,
         }
         try:
-            super().__init__(complete(values), logger=silent())
+            super().__init__(complete(values), logger=silent_logger())
         except KafkaException as error:
             raise refused_options(error) from error
 

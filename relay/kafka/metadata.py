@@ -11,7 +11,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ConfigResource,
 )
 
-from relay.kafka.client import Admin
+from outbox._clients.kafka_client import Admin
 
 _SHARED_SECONDS: Final = 1.0
 

@@ -9,24 +9,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
-from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException
 from confluent_kafka.admin import OffsetSpec, TopicMetadata  # type: ignore[attr-defined]
 
-from relay.kafka.client import Admin
+from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered
 
 _SECONDS: Final = 10.0
 _ASK_AGAIN_SECONDS: Final = 0.05
-
-# A broker has just come back or handed over a partition: the client's metadata about its leader is stale.
-_STALE: Final = frozenset(
-    {
-        KafkaError.NOT_LEADER_FOR_PARTITION,
-        KafkaError.LEADER_NOT_AVAILABLE,
-        KafkaError.FENCED_LEADER_EPOCH,
-        KafkaError.UNKNOWN_LEADER_EPOCH,
-        KafkaError.OFFSET_NOT_AVAILABLE,
-    }
-)
 
 
 class Partition(NamedTuple):
@@ -70,15 +59,15 @@ class Offsets:
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the first available offset."""
-        return self._ask(partitions, cast("Any", OffsetSpec).earliest(), IsolationLevel.READ_UNCOMMITTED)
+        return self._ask(partitions, EARLIEST, IsolationLevel.READ_UNCOMMITTED)
 
     def high(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the high watermark, which is behind open transactions."""
-        return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_UNCOMMITTED)
+        return self._ask(partitions, LATEST, IsolationLevel.READ_UNCOMMITTED)
 
     def stable(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the last stable offset: every transaction before it is committed or aborted."""
-        return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_COMMITTED)
+        return self._ask(partitions, LATEST, IsolationLevel.READ_COMMITTED)
 
     def since(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
         """Return the first offset with this timestamp or a later one; negative if there is none."""
@@ -111,26 +100,15 @@ class Offsets:
         found: dict[Partition, int] = {}
         deadline = time.monotonic() + _SECONDS
         while left:
-            asked = {TopicPartition(partition.topic, partition.number): spec for partition in left}
             stale: KafkaException | None = None
             with self._admin.explaining():
-                answers = self._admin.list_offsets(asked, isolation_level=isolation, request_timeout=_SECONDS)
-                for asked_partition, answer in answers.items():
-                    partition = Partition(asked_partition.topic, asked_partition.partition)
+                for at, answer in self._admin.ask_offsets(left, spec, isolation, _SECONDS).items():
                     try:
-                        offset = answer.result().offset
+                        found[Partition(at.topic, at.partition)] = answered(at, answer).offset
                     except KafkaException as error:
-                        if error.args[0].code() not in _STALE:
+                        if error.args[0].code() not in STALE:
                             raise
                         stale = error
-                        continue
-                    if offset == OFFSET_INVALID:
-                        # A broker ended before it had answered for this partition, and librdkafka gives no error. Taken
-                        # for a number, it would be an end before everything, markers included.
-                        text = f"no answer for {partition.topic} partition {partition.number}"
-                        stale = KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, text))
-                    else:
-                        found[partition] = offset
             left -= found.keys()
             if stale is None:
                 continue

@@ -27,10 +27,11 @@ from typing import Final
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID
 from relay.core.health import Reason, Wait
 from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import headers_of, reader_options, silent, text_of
+from relay.kafka.client import headers_of, reader_options, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 log = structlog.get_logger("relay")
@@ -216,7 +217,7 @@ def _first_records(options: Mapping[str, str], undecided: Collection[Undecided])
     more = {"auto.offset.reset": "earliest", "queued.min.messages": 1, "fetch.message.max.bytes": 65_536}
     consumer = Consumer(
         reader_options(options, "outbox-transactions", "read_uncommitted", more),
-        logger=silent(),
+        logger=silent_logger(),
     )
     found: dict[Partition, Message] = {}
     unread = {each.partition for each in undecided}

@@ -24,8 +24,9 @@ from typing import Any, Final
 import structlog
 from confluent_kafka import KafkaException
 
+from outbox._clients.kafka_client import Admin
 from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import Admin, text_of
+from relay.kafka.client import text_of
 
 log = structlog.get_logger("relay")
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
+from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import (
     PUBLISHED,
     Batches,
@@ -31,7 +32,7 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import silent, text_of, weak_callback
+from relay.kafka.client import text_of, weak_callback
 from relay.kafka.headers import HeaderSet, message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
@@ -115,7 +116,7 @@ class BatchProducer:
                     "delivery.report.only.error": not record_offsets,
                     "error_cb": weak_callback(self._on_error),
                 },
-                logger=silent(),
+                logger=silent_logger(),
             )
         except KafkaException as error:
             raise refused_options(error) from error

@@ -30,10 +30,11 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
+from outbox._clients.kafka_client import Admin, silent_logger
 from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
-from relay.kafka.client import Admin, create_topic, is_end, partitions_text, reader_options, silent, text_of
+from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _READ_SECONDS: Final = 10.0
@@ -125,7 +126,7 @@ class StateTopic:
                 "read_committed",
                 {"auto.offset.reset": "error", "enable.partition.eof": True, "fetch.wait.max.ms": 10},
             ),
-            logger=silent(),
+            logger=silent_logger(),
         )
         try:
             offsets = Offsets(self._options)

@@ -36,8 +36,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
+from outbox._clients.kafka_client import Admin
 from relay.core.ports import BrokerUnavailable, Kind, TopicUnusable
-from relay.kafka.client import Admin, create_topic, partitions_text, text_of
+from relay.kafka.client import create_topic, partitions_text, text_of
 from relay.kafka.metadata import SharedMetadata
 
 log = structlog.get_logger("relay")

@@ -13,8 +13,8 @@ from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AclOperation, ConfigResource  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
+from outbox._clients.kafka_client import Admin
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
-from relay.kafka.client import Admin
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
 from relay.operations.findings import Finding, Level
 from relay.operations.isolation import alone

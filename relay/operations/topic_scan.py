@@ -9,9 +9,10 @@ from typing import Final, NamedTuple
 
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
+from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
-from relay.kafka.client import headers_of, is_end, reader_options, silent, text_of
+from relay.kafka.client import headers_of, is_end, reader_options, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _SECONDS: Final = 30.0
@@ -67,7 +68,7 @@ def _read(
     if not starts:
         return
     more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
-    consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent())
+    consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent_logger())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread = set(starts)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka import IsolationLevel, KafkaException
 from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
+from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
 from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import Admin, text_of
+from relay.kafka.client import text_of
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
 
@@ -107,22 +109,13 @@ def _described(settings: Settings, named: Collection[str], may_write: Any) -> di
         with admin.explaining():
             cluster = admin.list_topics(timeout=_SECONDS)
         ours = {name: found for name, found in cluster.topics.items() if name in named or may_write(name)}
-        parts = [TopicPartition(name, number) for name, found in ours.items() for number in found.partitions]
+        parts = [(name, number) for name, found in ours.items() for number in found.partitions]
         sums: dict[str, dict[str, int]] = {name: {} for name in ours}
-        for what, spec in (("first", _EARLIEST), ("end", _LATEST)):
-            if not parts:
-                continue
-            asked = admin.list_offsets(
-                dict.fromkeys(parts, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_SECONDS
-            )
-            for part, future in asked.items():
-                try:
-                    offset = future.result().offset
-                except KafkaException:
-                    # A partition without a leader has no offsets now.
-                    continue
-                if offset >= 0:
-                    sums[part.topic][what] = sums[part.topic].get(what, 0) + offset
+        for what, spec in (("first", EARLIEST), ("end", LATEST)):
+            for part, answer in admin.ask_offsets(parts, spec, IsolationLevel.READ_COMMITTED, _SECONDS).items():
+                # A partition without a leader has no offsets now.
+                with suppress(KafkaException):
+                    sums[part.topic][what] = sums[part.topic].get(what, 0) + answered(part, answer).offset
     except KafkaException as error:
         raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
     return {

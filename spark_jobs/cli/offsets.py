@@ -25,7 +25,7 @@ from outbox.errors import ConfigurationError
 from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
-    from outbox.consumer.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
+    from outbox.consumer.admin.offsets import Group, Move, MoveResult, Offsets, PartitionOffsets, Wanted
 
 app = typer.Typer(help="Show the offsets of consumer groups, and move them by hand.", no_args_is_help=True)
 
@@ -165,7 +165,7 @@ def _offsets(database_url: str | None) -> Iterator[Offsets]:
         yield Offsets(connection, settings.consumer_schema, kafka)
 
 
-def _print_result(moved: Moved, *, as_json: bool) -> None:
+def _print_result(moved: MoveResult, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(moved))
         return
@@ -236,7 +236,7 @@ def _show(group: Group) -> None:
         console.print(printable(f"accept: {command}"), markup=False, highlight=False)
 
 
-def _cells(one: Position) -> list[str]:
+def _cells(one: PartitionOffsets) -> list[str]:
     counts = [one.next_offset, one.lag, one.pinned, one.first, one.end, one.high_watermark]
     moved = "not read yet" if one.updated_at is None else _time(one.updated_at)
     return [

@@ -22,8 +22,8 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
+from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.model import MessageRef
-from outbox.consumer.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
     from pyspark.sql import Column

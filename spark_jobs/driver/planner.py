@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Final
 
 from outbox.consumer.errors import DataLost, TopicRecreated
+from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, Range, StoredOffset
 
 ENOUGH: Final = 5_000
@@ -119,54 +120,6 @@ def next_turn(turn: Sequence[Partition], read: Collection[Partition]) -> list[Pa
     """
     waited = [partition for partition in turn if partition not in read]
     return [*waited, *sorted(set(read).difference(turn)), *(partition for partition in turn if partition in read)]
-
-
-def find_losses(
-    stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
-) -> list[Loss]:
-    """Return what the group can no longer read of its known partitions, sorted by partition."""
-    losses = []
-    for (topic, part), here in sorted(stored.items()):
-        there = extents.get((topic, part))
-        if topic not in topic_ids:
-            text = f"the topic is gone from Kafka; what it held from offset {here.next_offset} on can't be read now"
-        elif here.topic_id != topic_ids[topic]:
-            text = (
-                f"the topic was deleted or created again since the group read it (its id was {here.topic_id}, now "
-                f"{topic_ids[topic]}): offset {here.next_offset} means nothing there, and nobody can know what else "
-                "the old one held"
-            )
-        elif there is None:
-            continue
-        elif here.next_offset < there.first:
-            text = f"retention removed messages {here.next_offset} to {there.first - 1} before the group read them"
-            lost = (here.next_offset, there.first)
-            losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.RETENTION, f"{topic}-{part}: {text}"))
-            continue
-        elif here.next_offset > there.end:
-            text = f"the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it was cut"
-            lost = (there.end, here.next_offset)
-            losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
-            continue
-        else:
-            continue
-        detail = f"{topic}-{part}: {text}"
-        losses.append(Loss(topic, part, here.topic_id, here.next_offset, None, LossKind.RECREATED, detail))
-    return losses
-
-
-def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partition, int]) -> list[Loss]:
-    """Return the losses of logs that were cut before the group's offset, by where, and have grown again since."""
-    losses = []
-    for (topic, part), at in sorted(cut.items()):
-        here = stored[topic, part]
-        text = (
-            f"the group has read up to {here.next_offset}, and of what the leader of epoch {here.leader_epoch} had, "
-            f"Kafka's log has only the part before {at}: it was cut, and has grown again since"
-        )
-        lost = (at, here.next_offset)
-        losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
-    return losses
 
 
 def halt(losses: Sequence[Loss], group: str) -> None:

@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psycopg
 
+from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import (
     ConsumerError,
@@ -43,8 +43,9 @@ from outbox.consumer.errors import (
 )
 from outbox.consumer.errors import shown as described
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
-from outbox.consumer.patience import NoTimeLeft, Patience, backoff
+from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
 from outbox.consumer.progress import progress
 from outbox.consumer.retention import KEEP_DAYS
@@ -52,7 +53,7 @@ from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import find_losses, find_regrown, halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
 from spark_jobs.driver.rounds import Rounds
@@ -499,10 +500,10 @@ class Runner:
                     raise ConsumerUnavailable(
                         f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
                     ) from error
-                delay = backoff(tries, self._options.max_backoff_seconds)
+                delay = doubled(tries, FIRST, self._options.max_backoff_seconds)
                 tries += 1
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
-                if stop.wait(min(delay * random.uniform(0.5, 1.0), waited.left)):  # noqa: S311  jitter
+                if stop.wait(min(jittered(delay), waited.left)):
                     return True
             else:
                 waited.renew()

@@ -24,7 +24,6 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import logging
-import random
 import threading
 import time
 import uuid
@@ -36,9 +35,9 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
-from outbox.consumer.patience import backoff
 from outbox.consumer.postgres_errors import clear_errors, passing
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Dedup, DedupStore, forgotten_before
@@ -221,7 +220,7 @@ class ExactlyOnce:
                         f"gave up after {self._patience:g} s; nothing is lost, start the query again. Last error: "
                         f"{text}"
                     ) from error
-                delay = backoff(tries, _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+                delay = jittered(doubled(tries, FIRST, _MAX_BACKOFF))
                 tries += 1
                 _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
                 time.sleep(delay)

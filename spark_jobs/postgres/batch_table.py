@@ -423,7 +423,7 @@ def without_unfit(
             if has_beyond(column.type):
                 bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
                 good = pc.and_(good, pc.invert(bad))
-                _add_culprits(batch, bad, why, "22008", found, max_dead)
+                _add_rejected(batch, bad, why, "22008", found, max_dead)
                 continue
             if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
                 continue
@@ -435,11 +435,11 @@ def without_unfit(
                 bad = pc.or_(bad, pa.array(broken, pa.bool_()))
                 why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
             good = pc.and_(good, pc.invert(bad))
-            _add_culprits(batch, bad, why, "22021", found, max_dead)
+            _add_rejected(batch, bad, why, "22021", found, max_dead)
         yield batch.filter(good)
 
 
-def _add_culprits(
+def _add_rejected(
     batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[RejectedRecord], max_dead: int
 ) -> None:
     if not bad.true_count:

@@ -18,6 +18,7 @@ from psycopg import sql
 
 from outbox.consumer import connections, letters
 from outbox.consumer.errors import Fenced, JobError
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
@@ -27,42 +28,19 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
-_END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
-_TAKE: Final = """
-INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
-ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now(),
-                                strategy = excluded.strategy, atomic = excluded.atomic
-RETURNING generation"""
-# Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
-_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 _STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _STORED: Final = """
 SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
   FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
-_ADD: Final = """
-INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
-VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
 # A group with recorded losses is not new, even if its offsets were forgotten.
 _NEW: Final = """
 SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
    AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
-# One open row for each partition and kind. It grows while retention removes more messages of a halted group.
-_LOSS: Final = """
-INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
-DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
-              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
-        WHERE l.detail <> excluded.detail"""
 _ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
 _NOTE_ADDED: Final = """
 UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
-_DEAD_KEYS: Final = """
-SELECT DISTINCT topic, message_key FROM {dead_letters}
- WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
-# One partition at a time, so that offsets give the order. For a key that has moved to another partition, because
-# partitions were added, the ids of the dead letters give the order. Both parts read the index of those to be retried:
-# ORDER BY id alone would read the primary key, and in it the dead letters of all groups.
+# One partition at a time, so that offsets give the order. Both parts read the index of those to be retried: ORDER BY id
+# alone would read the primary key, and in it the dead letters of all groups.
 _RETRIED: Final = """
 WITH lowest AS (
     SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
@@ -83,12 +61,6 @@ _STRANDED: Final = """
 grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
    AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})"""
 _RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
-_EARLIER: Final = """
-other.grp = letter.grp AND other.topic = letter.topic
-   AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
-   AND other.state = 'dead' AND other.reason <> 'behind'
-   AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
-            ELSE other.id < letter.id END"""
 # ORDER BY makes it use the index: otherwise all dead letters are read while another group retries many.
 _RETRY_WAITS: Final = """(
     SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
@@ -137,14 +109,14 @@ class PostgresGroupStore:
         self._url = url
         self._schema = schema
         self._group = group
-        self._owner = owner
+        self._rows = GroupStore(schema, group, owner)
         self._name = lock_monitor.names(group)[0]
         self.was_killed = False
         """After ``take_over``: the previous driver is still running, or was killed."""
         self._names: dict[str, sql.Composable] = {
             name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
         }
-        self._names["earlier"] = sql.SQL(_EARLIER)
+        self._names["earlier"] = sql.SQL(letters.EARLIER)
         self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
         self._below: int | None = None
         """Where the next look at what is behind dead letters goes on; None: at the newest."""
@@ -174,15 +146,12 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
-            row = self._run(connection, _TAKE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
-            assert row is not None
-            self._run(connection, _FENCE, generation=row[0])
-        return int(row[0])
+            return self._rows.claim_all(connection, strategy, atomic)
 
     def end(self, generation: int) -> None:
         """Record that this driver ended normally."""
         with self.transaction() as connection:
-            self._run(connection, _END, generation=generation)
+            self._rows.end(connection, generation)
 
     def setup(self, statements: str | None) -> None:
         """Run the job's ``setup`` statements, one driver at a time."""
@@ -219,9 +188,8 @@ class PostgresGroupStore:
         starts = starts or {}
         with self.transaction() as connection:
             self.require(connection, generation)
-            for topic, part in partitions:
-                values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
-                self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
+            new = [(partition, topic_ids[partition[0]], starts.get(partition, 0)) for partition in partitions]
+            self._rows.add(connection, new, generation)
 
     def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, dict[Partition, int]]:
         """Return what ``note_added`` has stored last, of these topics in the incarnations that they have now."""
@@ -250,7 +218,7 @@ class PostgresGroupStore:
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
-        rows = self._read(_DEAD_KEYS, topics=list(topics))
+        rows = self._read(letters.KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
@@ -314,22 +282,11 @@ class PostgresGroupStore:
             )
         return sql.SQL(_STATE).format(look=look, retry_waits=sql.SQL(_RETRY_WAITS).format(**self._names), **self._names)
 
-    def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
+    def record_losses(self, found: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
         with self.transaction() as connection:
             self.require(connection, generation)
-            for loss in losses:
-                self._run(
-                    connection,
-                    _LOSS,
-                    topic=loss.topic,
-                    topic_id=loss.topic_id,
-                    part=loss.part,
-                    first=loss.first_offset,
-                    end=loss.end_offset,
-                    kind=loss.kind,
-                    detail=loss.detail,
-                )
+            self._rows.record_losses(connection, found)
 
     def hour(self) -> dt.datetime:
         """Return the present hour by the database's clock."""
@@ -338,11 +295,11 @@ class PostgresGroupStore:
         return hour
 
     def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
-        """Create the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
+        """Create the partitions of processed_messages for the days that are kept: see IdRetention.make."""
         return IdRetention(self._url, self._schema, keep_days, self._name).make()
 
     def forget_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
-        """Forget the ids of days that are no longer kept: see Memory.forget."""
+        """Forget the ids of days that are no longer kept: see IdRetention.forget."""
         return IdRetention(self._url, self._schema, keep_days, self._name).forget()
 
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:

@@ -12,14 +12,13 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer import connections, letters
-from outbox.consumer.errors import Fenced
+from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import OffsetMoved
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.direct_copy import DirectCopy
@@ -152,7 +151,7 @@ class PostgresTransaction:
             return False
         if row is not None and row[0] > span.start and row[1:] == (self._sink.generation, span.topic_id):
             # A task that the driver had given up, because another one failed, has committed a shorter range.
-            raise OffsetMoved(f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
+            raise OffsetMoved(partition, row[0])
         now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
         raise Fenced(
             f"group {self._sink.group} was taken over from generation {self._sink.generation}: "

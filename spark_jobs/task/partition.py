@@ -36,13 +36,14 @@ from outbox.consumer.errors import (
     Interrupted,
     JobError,
     NotAuthorized,
+    OffsetMoved,
     shown,
     storable,
 )
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, OffsetMoved, RangeOutcome, RejectedRecords
+from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
 from spark_jobs.sink import Sink, Way
 from spark_jobs.task.decoder import Behind, TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text

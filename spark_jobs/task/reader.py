@@ -21,7 +21,6 @@ Messages come in the order of their offsets; one out of order ends the attempt (
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import threading
 import time
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from outbox._clients.kafka import ConnectionErrors, complete
+from outbox._clients.kafka_client import silent_logger
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.kafka_errors import of_kafka
@@ -175,8 +175,6 @@ class RangeReader:
         self._refused: KafkaError | None = None
         self._connections = ConnectionErrors()
         self.broken = False
-        logger = logging.getLogger("spark_jobs.librdkafka")
-        logger.setLevel(logging.CRITICAL + 1)
         try:
             self._consumer: Consumer = Consumer(
                 {
@@ -184,7 +182,7 @@ class RangeReader:
                     "stats_cb": _weakly(self._progress),
                     "error_cb": _weakly(self._hear),
                 },
-                logger=logger,
+                logger=silent_logger(),
             )
         except KafkaException as error:
             raise JobError(f"kafka: {error.args[0]}") from error

@@ -28,6 +28,7 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._clients import credentials
 from outbox._clients.kafka import complete
+from outbox._clients.kafka_client import Admin
 from outbox.consumer import connections
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
@@ -37,7 +38,6 @@ from outbox.testing.fixtures import token
 from relay.cli.app import app
 from relay.config import load
 from relay.database import Connector
-from relay.kafka.client import Admin
 from relay.operations.doctor import examine
 from relay.operations.findings import Level
 from relay.wal.replication import Replication

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from outbox._app import migrate as db
 from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult
-from outbox.consumer.tables import DAY_OF_ID
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine

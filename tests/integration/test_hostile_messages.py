@@ -19,7 +19,7 @@ from outbox.consumer import letters
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
 from outbox.consumer.model import Range, RejectedRecord
 from outbox.inbox import Reject, _member, message_id, once
-from outbox.kafka_to_kafka import DEAD_LETTER, Record, Transformer
+from outbox.transform import DEAD_LETTER, Record, Transformer
 from relay.cli.app import app
 from spark_jobs.task.feed import Feed
 from spark_jobs.task.reader import RangeReader, ReaderSettings

@@ -20,9 +20,9 @@ from uuid_utils.compat import uuid7
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.progress import progress
 from outbox.inbox import Consumer, HandlerFailed, PositionLost, Reject, TopicReplaced, _member, once
-from outbox.inbox._group import Fenced, Group, Moved
 from relay.cli.app import app
 
 
@@ -584,32 +584,19 @@ def recreate(log: Log) -> None:
 # --- Fencing, and what is refused -------------------------------------------------------------------------------------
 
 
-def test_a_claim_fences_all_before_it(log):
-    place = (log.topic, 0)
-    one, two = (Group("consumer", log.group, owner, strategy="Dedup", idle_seconds=60) for owner in ("one", "two"))
-    starts = {place: ("id", 5), (log.topic, 1): ("id", 7)}
-    first, second = log.database.connect(), log.database.connect()
-    with first.transaction():
-        [older] = one.claim(first, [place], starts).values()
-    assert (older.next_offset, older.generation) == (5, 1)
-    with first.transaction():
-        one.fence(first, place, older)
-        one.move(first, place, 8)
-    with pytest.raises(Moved) as moved, first.transaction():
-        one.fence(first, place, older)
-    assert moved.value.next_offset == 8
-    with second.transaction():
-        [newer] = two.claim(second, [place], starts).values()
-    # Nothing has moved since; the generation alone tells the two apart.
-    assert (newer.next_offset, newer.generation) == (8, 2)
-    with pytest.raises(Fenced), first.transaction():
-        one.fence(first, place, type(older)("id", 8, 1))
-    with second.transaction():
-        two.fence(second, place, newer)
-    # The whole topic was added at once: its other partition is no later one, which would begin at 0.
-    with second.transaction():
-        [other] = two.claim(second, [(log.topic, 1)], starts).values()
-    assert other.next_offset == 7
+def test_a_new_topic_is_added_at_once(log):
+    """A partition that another member claims later is no added one, which would begin at 0."""
+    group = GroupStore("consumer", log.group, "one")
+    starts = {(log.topic, 0): ("id", 5), (log.topic, 1): ("id", 7)}
+    with log.database.connect() as connection:
+        for place, begin in (((log.topic, 0), 5), ((log.topic, 1), 7)):
+            with connection.transaction():
+                [claimed] = group.claim(connection, [place], starts).values()
+            assert claimed.next_offset == begin
+        starts[log.topic, 2] = ("id", 9)
+        with connection.transaction():
+            [added] = group.claim(connection, [(log.topic, 2)], starts).values()
+        assert added.next_offset == 0
 
 
 @pytest.mark.parametrize(

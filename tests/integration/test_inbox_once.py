@@ -315,7 +315,7 @@ def test_it_reads_what_was_forgotten_while_it_waited(outbox_postgres):
 
 
 def test_the_day_is_that_of_the_table(outbox_postgres):
-    from outbox.consumer.tables import DAY_OF_ID
+    from outbox.consumer.ids import DAY_OF_ID
 
     ids = [uuid7(), uuid.uuid4(), uuid.UUID(int=0), uuid.UUID("0198a7c4-5d3e-7b21-cc55-2f6d8e1a4b70")]
     ids += [id_of(dt.datetime(2026, 2, 28, 23, 59, 59, 999000, dt.UTC)), id_of(dt.datetime(2026, 3, 1, tzinfo=dt.UTC))]

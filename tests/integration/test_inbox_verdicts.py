@@ -10,20 +10,22 @@ import pytest
 from inbox_support import Log, apply
 
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection
-from outbox.inbox import HandlerFailed, _member
+from outbox.inbox import HandlerFailed, _applier, _member
+from outbox.inbox._assigned import MOST_STRIKES
 
 MESSAGES = 500
 BAD = 250
 """Its offset: more than one transaction before it and behind it."""
 
 
-TRIES = 3 * _member._MOST_STRIKES
+TRIES = 3 * MOST_STRIKES
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
-    monkeypatch.setattr(_member, "_AWAY", (0.01, 0.05))
+    for module in (_member, _applier):
+        monkeypatch.setattr(module, "AWAY", (0.01, 0.05))
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_it_becomes_a_dead_letter_and_its_neighbours_are_applied(log, how):
         assert (letter["part"], letter["message_offset"], letter["reason"]) == (0, BAD, "failed")
         assert log.count() == 2 * MESSAGES - 1
         # As long as it might be a server that is restarted, it is no attempt.
-        assert 3 <= bad.calls <= 2 * _member._MOST_STRIKES + 4
+        assert 3 <= bad.calls <= 2 * MOST_STRIKES + 4
         with psycopg.connect(log.database.url, autocommit=True) as connection:
             desk = DeadLetters(connection, "consumer")
             desk.retry(Selection(group=log.group))

@@ -81,7 +81,7 @@ def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
         for part, blocked in ((0, False), (1, True)):
             before = rows(crowded)
             letter = letters.next(crowded, ("orders", part))
-            assert (letter.offset(), letter.blocked) == (1, blocked)
+            assert (letter.offset(), letter.letter.behind) == (1, blocked)
             assert rows(crowded) - before < 10
 
 

@@ -14,7 +14,7 @@ from psycopg import sql
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
-from outbox.consumer.tables import DAY_OF_ID
+from outbox.consumer.ids import DAY_OF_ID
 from spark_jobs.effects.produce import Produce, derived_id
 
 BATCH = """

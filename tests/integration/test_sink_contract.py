@@ -19,13 +19,13 @@ from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup
 from pyspark import cloudpickle
 from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
-from outbox.consumer.errors import Fenced
+from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import Range, RejectedRecord
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import OffsetMoved, RejectedRecords
+from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
 from spark_jobs.sink import GroupStore, Sink, Way

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from outbox._clients.kafka_client import Admin
 from relay.core.ports import TopicUnusable
-from relay.kafka.client import Admin
 from relay.kafka.metadata import SharedMetadata
 from relay.kafka.topics import Topics, Unanswered
 

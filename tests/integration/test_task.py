@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from task_sink import NOON, WAYS, Sink, event_id, sink
 
-from outbox.consumer.tables import DAY_OF_ID
+from outbox.consumer.ids import DAY_OF_ID
 from spark_jobs import ids as identity
 from spark_jobs.dedup import processed, strategies
 from spark_jobs.errors import InputCut

@@ -12,9 +12,8 @@ import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
 from outbox.consumer.errors import JobError
-from outbox.consumer.ids import LAST_DAY, NO_TIME
+from outbox.consumer.ids import DAY_OF_ID, LAST_DAY, NO_TIME
 from outbox.consumer.ids import day as day_of
-from outbox.consumer.tables import DAY_OF_ID
 from spark_jobs import ids as identity
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, uuid8
 from spark_jobs.effects.mapped import Insert

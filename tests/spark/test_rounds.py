@@ -240,7 +240,7 @@ def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch
         checked.append(more)
         check_number(self, state, more, error)
 
-    monkeypatch.setattr(rounds, "culprits_from", measured)
+    monkeypatch.setattr(rounds, "rejected_from", measured)
     monkeypatch.setattr(rounds.Rounds, "_check_number", checking)
 
     def rejecting(cursor, rows):

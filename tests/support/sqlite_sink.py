@@ -16,11 +16,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from outbox.consumer.errors import ConsumerUnavailable, Fenced
+from outbox.consumer.errors import ConsumerUnavailable, Fenced, OffsetMoved
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
 from spark_jobs.job import ConsumerJob
-from spark_jobs.outcomes import EffectError, OffsetMoved, RejectedRecords
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.sink import Way, Whole
 
 TABLES = """
@@ -93,7 +93,7 @@ class SqliteTransaction:
         if row is None or row[1:] != mine or row[0] < span.start:
             raise Fenced(f"group {self._sink.group} was taken over: {row}")
         if row[0] < span.end:
-            raise OffsetMoved(f"{partition} is at {row[0]}")
+            raise OffsetMoved(partition, row[0])
         return False
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:

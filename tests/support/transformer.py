@@ -1,4 +1,4 @@
-"""A member of a group of outbox.kafka_to_kafka in a process of its own, to be killed. Arguments: see ``main``."""
+"""A member of a group of outbox.transform in a process of its own, to be killed. Arguments: see ``main``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from confluent_kafka import Message
 
-from outbox.kafka_to_kafka import Record, Transformer
+from outbox.transform import Record, Transformer
 
 
 def main(servers: str, source: str, target: str, group: str, batch: str) -> None:

@@ -49,7 +49,7 @@ RUN = {
     "README.md": "tests/acceptance/test_quickstart.py",
     "docs/guides/writing-events.md": "tests/integration/test_writer_docs.py",
     "docs/guides/inbox.md": "tests/integration/test_inbox_docs.py",
-    "docs/guides/kafka-to-kafka.md": "tests/acceptance/test_kafka_to_kafka.py",
+    "docs/guides/kafka-to-kafka.md": "tests/acceptance/test_transform.py",
     "docs/guides/notebooks.md": "tests/spark/test_notebook_docs.py",
     "docs/guides/testing.md": "tests/integration/test_docs_blocks.py",
     "docs/operations/page.md": "tests/integration/test_page_access.py",

@@ -1,43 +1,67 @@
-"""Which stored positions Kafka no longer has: a pure comparison."""
+"""The inbox's options for Kafka, and its error for what Kafka has lost. What is a loss: see test_planner."""
 
 from __future__ import annotations
 
 import pytest
 
-from outbox.inbox import PositionLost, TopicReplaced
-from outbox.inbox._group import Position
-from outbox.inbox._kafka import Extent, find_losses, lost
-
-PLACE = ("orders", 3)
-
-
-@pytest.mark.parametrize(
-    ("next_offset", "extent", "found"),
-    [
-        (5, Extent("id", 5, 5), None),
-        (5, Extent("id", 0, 9), None),
-        (9, Extent("id", 0, 9), None),
-        (4, Extent("id", 5, 9), ("retention", 4, 5)),
-        (10, Extent("id", 0, 9), ("cut", 9, 10)),
-        (5, Extent("other", 0, 9), ("recreated", 5, None)),
-        (0, Extent("other", 0, 0), ("recreated", 0, None)),
-        # A broker with old metadata does not list the partition.
-        (5, None, None),
-    ],
-)
-def test_what_is_lost(next_offset, extent, found):
-    extents = {} if extent is None else {PLACE: extent}
-    losses = find_losses({PLACE: Position("id", next_offset, 1)}, extents)
-    assert [(loss.place, loss.kind, loss.first, loss.end) for loss in losses] == ([(PLACE, *found)] if found else [])
+from outbox._clients.credentials import VARIABLE
+from outbox.consumer.errors import NotAuthorized
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.losses import find_losses
+from outbox.consumer.model import OffsetBounds, StoredOffset
+from outbox.credentials import Credential, CredentialRequest
+from outbox.inbox import KafkaFailed, PositionLost, TopicReplaced
+from outbox.inbox._kafka import Admin, consumer_options, lost
+from outbox.transform._plan import client_options
 
 
 def test_one_error_for_all_losses():
-    positions = {("a", 0): Position("a", 3, 1), ("b", 0): Position("b", 4, 1), ("c", 0): Position("c", 1, 1)}
-    extents = {("a", 0): Extent("a", 5, 9), ("b", 0): Extent("other", 0, 9), ("c", 0): Extent("c", 0, 9)}
-    error = lost(find_losses(positions, extents), positions, "billing")
+    positions = {("a", 0): StoredOffset("a", 3), ("b", 0): StoredOffset("b", 4), ("c", 0): StoredOffset("c", 1)}
+    bounds = {("a", 0): OffsetBounds(5, 9), ("b", 0): OffsetBounds(0, 9), ("c", 0): OffsetBounds(0, 9)}
+    ids = {"a": "a", "b": "other", "c": "c"}
+    error = lost(find_losses(positions, bounds, ids), positions, "billing")
     assert isinstance(error, TopicReplaced)
     assert (error.topic, error.partition, error.position) == ("a", 0, 3)
     assert "and 1 partitions more" in str(error)
-    only = lost(find_losses({("a", 0): positions["a", 0]}, extents), positions, "billing")
+    only = lost(find_losses({("a", 0): positions["a", 0]}, bounds, ids), positions, "billing")
     assert type(only) is PositionLost
     assert "`outbox offsets reset billing --topic a --to loss" in str(only)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            TopicMissing("there is no topic a; create it, or name another with --topic", ["a"]),
+            "Kafka has no topic a",
+        ),
+        (NotAuthorized("Kafka: denied"), "Kafka, asked for topics and offsets: Kafka: denied"),
+    ],
+)
+def test_what_kafka_refuses_is_the_inboxs_error(monkeypatch, error, text):
+    def look(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(KafkaAdmin, "look", look)
+    with pytest.raises(KafkaFailed) as caught:
+        Admin({}).look({"a"})
+    assert str(caught.value).startswith(text)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_provider_of_credentials_gives_tokens_unless_the_service_does(monkeypatch, own):
+    monkeypatch.setenv(VARIABLE, f"{__name__}:given")
+    given = {"sasl.mechanism": "OAUTHBEARER", **({"oauth_cb": callback} if own else {})}
+    for options in (consumer_options(given, "billing"), *client_options(given, "billing", 30.0)):
+        assert callable(options["oauth_cb"])
+        assert (options["oauth_cb"] is callback) == own
+        if not own:
+            assert options["oauth_cb"]("")[0] == "token"
+
+
+def callback(_: str) -> tuple[str, float]:
+    return "mine", 1.0
+
+
+def given(_: CredentialRequest) -> Credential:
+    return Credential("token", expires_at=1.0, principal="billing")

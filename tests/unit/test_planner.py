@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.consumer.errors import DataLost, JobError, TopicRecreated
+from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
-from spark_jobs.driver.planner import ENOUGH, FEW, find_losses, new_partitions, next_turn, plan, waiting_for_others
+from spark_jobs.driver.planner import ENOUGH, FEW, new_partitions, next_turn, plan, waiting_for_others
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob, find_job
 

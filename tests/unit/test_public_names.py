@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import outbox.consumer
 import spark_jobs
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs.spark import errors as failures
@@ -57,10 +59,22 @@ def test_the_package_costs_nothing_and_a_job_no_spark():
     assert python(f"import sys, spark_jobs; {loaded}", cwd=ROOT).stdout == "[]\n"
     names = "ConsumerJob, Upsert, Insert, Dedup, Natural, Version, Fingerprint, Reject"
     found = python(f"import sys; from spark_jobs import {names}; {loaded}", cwd=ROOT)
-    assert found.stdout == "['psycopg', 'sqlalchemy']\n"
+    assert found.stdout == "['psycopg']\n"
     # Executors import what a job's module imports, and have nothing of the settings.
     found = python(f"import sys; from spark_jobs import run, exactly_once; {loaded}", cwd=ROOT)
     assert not {"pyspark", "pydantic"} & set(ast.literal_eval(found.stdout))
+
+
+def test_consumer_groups_cost_neither_settings_nor_an_orm():
+    """Services and executors import them. Only who makes the tables needs ``tables``, which are SQLAlchemy's."""
+    names = [
+        one.name
+        for one in pkgutil.walk_packages(outbox.consumer.__path__, "outbox.consumer.")
+        if one.name != "outbox.consumer.tables"
+    ]
+    assert {"outbox.consumer.groups", "outbox.consumer.admin.offsets"} <= set(names)
+    found = python(f"import sys, {', '.join(names)}; print(sorted(set({HEAVY!r}) & set(sys.modules)))", cwd=ROOT)
+    assert found.stdout == "['confluent_kafka', 'psycopg']\n", found.stderr
 
 
 @pytest.mark.parametrize("command", [["consumers", "groups"], ["consume", "spark_jobs.order_totals:job", "--once"]])

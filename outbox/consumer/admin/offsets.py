@@ -28,6 +28,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
+from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
@@ -56,7 +57,6 @@ _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON 
 _RAISE: Final = """
 UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
  WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
-_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 _STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
 _OPEN: Final = """
 SELECT part, kind, first_offset FROM {losses}
@@ -83,7 +83,7 @@ class MoveRefused(ConsumerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class PartitionOffsets:
     """One partition of a group, with Kafka's offsets; None for unknown values.
 
     next_offset   None: Kafka has the partition, but the group has not read it yet.
@@ -113,7 +113,7 @@ class Group:
     owner: str
     taken_at: dt.datetime
     forgotten_before: dt.date | None
-    positions: Sequence[Position]
+    positions: Sequence[PartitionOffsets]
     losses: Sequence[Mapping[str, Any]]
 
 
@@ -140,7 +140,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MoveResult:
     """The result of a move, or of its ``dry_run``. ``accepted``: ids of losses.
 
     generation         the group's new generation; None if nothing was changed.
@@ -266,7 +266,7 @@ class Offsets:
         dry_run: bool = False,
         new: bool = False,
         wait_seconds: float = WAIT_SECONDS,
-    ) -> Moved:
+    ) -> MoveResult:
         """Move all partitions of a topic, or only ``part``.
 
         skip          messages may be skipped for good.
@@ -323,7 +323,7 @@ class Offsets:
 
     def forget(
         self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
-    ) -> Moved:
+    ) -> MoveResult:
         """Remove the rows and open losses of a topic that a group no longer reads. Raises NoSuchGroup."""
 
         def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
@@ -334,7 +334,7 @@ class Offsets:
         request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
         return self._move(request, decide, {})
 
-    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, OffsetBounds]) -> Moved:
+    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, OffsetBounds]) -> MoveResult:
         owner = f"outbox offsets, {process_name()}"
         values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
         moves: list[Move] = []
@@ -385,7 +385,7 @@ class Offsets:
         shown = {(asked.topic, one.part): one.after for one in moves if one.after is not None}
         if generation is not None and shown:
             unshown = self._kafka.show_lag(asked.group, shown)
-        return Moved(asked.group, asked.topic, moves, accepted, generation, asked.dry_run, forgotten, unshown)
+        return MoveResult(asked.group, asked.topic, moves, accepted, generation, asked.dry_run, forgotten, unshown)
 
     def _fence(self, values: Mapping[str, object], *, new: bool) -> list[dict[str, Any]]:
         """Fence running consumers and return the group's row. Waits for a task that is about to commit."""
@@ -394,7 +394,7 @@ class Offsets:
         raised = self._rows(_RAISE, **values)
         if not raised:
             self._no_such_group(str(values["grp"]))
-        self._rows(_FENCE, **values, generation=raised[0]["generation"])
+        self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
         return raised
 
     def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:
@@ -453,7 +453,7 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
 
 def _positions(
     rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, OffsetBounds], *, known: bool
-) -> list[Position]:
+) -> list[PartitionOffsets]:
     """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
     stored = {(row["topic"], row["part"]): row for row in rows}
     topics = {topic for topic, _ in stored}
@@ -465,7 +465,7 @@ def _positions(
         at = None if row is None else row["next_offset"]
         comparable = there is not None and trouble is None
         found.append(
-            Position(
+            PartitionOffsets(
                 topic=topic,
                 part=part,
                 next_offset=at,

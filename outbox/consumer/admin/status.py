@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.visible import VisibleTables
-from outbox.consumer.admin.offsets import Group, Offsets, Position
+from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors
@@ -185,7 +185,7 @@ def look(
 
 def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, Sequence[StandingPartition]]:
     """Return the partitions of each group that have not moved since a time, and in which older messages wait."""
-    found: dict[str, list[tuple[Position, int, int, dt.datetime]]] = {}
+    found: dict[str, list[tuple[PartitionOffsets, int, int, dt.datetime]]] = {}
     for group in groups:
         for one in group.positions:
             moved = one.updated_at or group.taken_at

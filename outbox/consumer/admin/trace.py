@@ -13,8 +13,8 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
+from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
-from outbox.consumer.tables import DAY_OF_ID
 
 _STATEMENT_SECONDS: Final = 30
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"

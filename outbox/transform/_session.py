@@ -1,102 +1,33 @@
-"""Consume, transform and produce in Kafka's own transactions: from topic to topic exactly once, without a database.
-
-    def totals(message):
-        order = json.loads(message.value())
-        yield Record("totals", message.key(), json.dumps({"total": order["total"]}).encode())
-
-    Transformer(totals, topics=["order-events"], group="totals", kafka={"bootstrap.servers": …}).run()
-
-The records and the positions in the input are committed in one transaction (KIP-98); readers in ``read_committed`` see
-both or neither. What was read by a member that has lost its partitions meanwhile is refused by the group's generation,
-which goes with the positions (KIP-447), so any number of members may share the work. The order of a key is kept: each
-partition is read by one member, in transactions one after the other.
-
-Where a database takes part, this is not enough: its changes are in no transaction of Kafka's. Then write the results
-through the outbox; see docs/guides/kafka-to-kafka.md.
-
-| what happens                               | what follows                                                            |
-|--------------------------------------------|-------------------------------------------------------------------------|
-| killed before the commit                   | the coordinator aborts after transaction_seconds; until then readers    |
-|                                            | wait there, and the next owner waits for the positions to be decided    |
-| killed during the commit                   | it is decided by the coordinator; the next owner reads what was decided |
-| COMMIT times out                           | it is asked for again until its outcome is known; never assumed         |
-| partitions are taken away while it polls   | what was read and not committed is dropped; the next owner reads it     |
-| it sleeps past the session or the poll     | the broker refuses its positions, the transaction is aborted, it joins  |
-| interval, and wakes in a transaction       | again and reads from what is committed                                  |
-| sending the positions never returns        | a new session, with another producer; the coordinator ends the old one's|
-|                                            | transaction after transaction_seconds                                   |
-| brokers are away                           | it waits; a transaction that was open is aborted, and done again        |
-| a batch takes longer than                  | the coordinator has aborted the transaction: half as many messages in   |
-| transaction_seconds                        | the next one                                                            |
-| a record can't be produced: too large, no  | the transaction is aborted and ``run`` raises TransformFailed           |
-| such partition                             |                                                                         |
-| a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused              |
-| the transform raises                       | the transaction is aborted and ``run`` raises; or the message goes to   |
-|                                            | ``dead_letter_topic``, in the same transaction as its neighbours        |
-| the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
-| the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
-"""
+"""A consumer and a producer of one member: read, transform, and commit records and positions in one transaction."""
 
 from __future__ import annotations
 
 import logging
-import random
 import re
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
-from outbox._clients.kafka_rules import is_refusal, require_verification
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from outbox._clients.backoff import doubled, jittered
+from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
-from outbox.consumer.standing import Place, Standing, Watch
-from outbox.errors import ConfigurationError, MissingExtra, OutboxError
+from outbox.consumer.model import Partition
+from outbox.errors import ConfigurationError
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
+from outbox.transform.errors import HeadersUndecodable, InputLost, KafkaRefused, TransformFailed
+from outbox.transform.records import Record, dead_letter
 
-try:
-    from confluent_kafka import (
-        Consumer,
-        KafkaError,
-        KafkaException,
-        Message,
-        Producer,
-        TopicPartition,
-    )
-except ModuleNotFoundError as missing:
-    raise MissingExtra("kafka", "confluent_kafka") from missing
-
-log = logging.getLogger("outbox")
-
-DEAD_LETTER: Final = "outbox-dead-letter"
-"""On a copy in the dead-letter topic: why the message could not be transformed."""
-PLACE: Final = "outbox-dead-letter-place"
-"""On such a copy: ``topic-partition@offset`` of the message."""
+_logger: Final = logging.getLogger("outbox.transform")
 
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.1
 _PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
 _LONGEST_PAUSE: Final = 10.0
-_MISSING_TOPIC_SECONDS: Final = 10.0
-"""Brokers that have just started may not know a topic yet."""
-# Set here, because the promise depends on them.
-_OURS: Final = frozenset(
-    {
-        "group.id",
-        "group.protocol",
-        "enable.auto.commit",
-        "enable.auto.offset.store",
-        "isolation.level",
-        "auto.offset.reset",
-        "partition.assignment.strategy",
-        "transactional.id",
-        "transaction.timeout.ms",
-        "enable.idempotence",
-        "acks",
-    }
-)
 # Beside those of credentials and rights; only somebody who changes rights, settings or topics ends these.
 _REFUSALS: Final = frozenset(
     {
@@ -119,181 +50,10 @@ _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 _MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A record to be produced. Without ``partition`` the key decides, by Java's partitioner (murmur2)."""
-
-    topic: str
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes]] = ()
-    partition: int | None = None
-
-
-Transform = Callable[[Message], Iterable[Record]]
-
-
-class TransformFailed(OutboxError):
-    """A message could not be transformed, or its records not be produced. Nothing of its transaction was committed.
-
-    topic, partition, offset   the message's place.
-    """
-
-    def __init__(self, message: Message, error: Exception) -> None:
-        self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
-        super().__init__(
-            f"{self.topic} partition {self.partition} offset {self.offset} can't be transformed: "
-            f"{type(error).__name__}: {error}; mend it and run again, or name a dead_letter_topic"
-        )
-
-
-class HeadersUndecodable(OutboxError):
-    """The name of one of a message's headers is not UTF-8. No transform gets such a message."""
-
-
-class InputLost(OutboxError):
-    """Messages were deleted before they were read, or there is no position and ``start`` is "none"."""
-
-
-class KafkaRefused(OutboxError):
-    """Kafka refuses what only somebody who changes rights, settings or topics can mend."""
-
-
-class Transformer:
-    """One member of a group that transforms topics. ``run`` it; several processes share the partitions.
-
-    transform            called with each message, in the order of its partition; returns the records that it becomes,
-                         none or several. It is called again for messages whose transaction was aborted.
-    topics, group        what is read, and under which name.
-    kafka                options of librdkafka, for the consumer and the producer. Set ``max.poll.interval.ms`` above
-                         the time that ``batch`` messages take.
-    start                where a partition without a committed position begins: "earliest", "latest", or "none": an
-                         error. A partition that is added later begins at its first message, also with "latest".
-    dead_letter_topic    where messages go that the transform raises for; None: ``run`` raises.
-    batch, batch_seconds the most messages in a transaction, and for how long it waits for them.
-    transaction_seconds  after which the coordinator aborts a transaction whose member is gone. Readers wait there for
-                         as long, so it is short; a batch has to be done within it.
-    """
-
-    def __init__(
-        self,
-        transform: Transform,
-        *,
-        topics: Sequence[str],
-        group: str,
-        kafka: Mapping[str, Any],
-        start: Literal["earliest", "latest", "none"] = "earliest",
-        dead_letter_topic: str | None = None,
-        batch: int = 500,
-        batch_seconds: float = 0.05,
-        transaction_seconds: float = 30.0,
-    ) -> None:
-        """Check the arguments. Raises ConfigurationError."""
-        if isinstance(topics, str) or not topics or not all(topics):
-            raise ConfigurationError(f"topics: {topics!r} must be a list of at least one topic")
-        if not group:
-            raise ConfigurationError("group must not be empty")
-        if start not in {"earliest", "latest", "none"}:
-            raise ConfigurationError(f"start must be earliest, latest or none, not {start!r}")
-        if batch < 1 or batch_seconds < 0 or transaction_seconds <= 0:
-            raise ConfigurationError("batch must be 1 or more, batch_seconds 0 or more, transaction_seconds above 0")
-        if taken := sorted(_OURS & set(kafka)):
-            raise ConfigurationError(f"kafka option {taken[0]} is set here, as the promise depends on it: remove it")
-        require_verification(kafka)
-        self._plan = _Plan(
-            transform=transform,
-            topics=tuple(topics),
-            group=group,
-            start=start,
-            dead_letter_topic=dead_letter_topic,
-            batch=batch,
-            batch_seconds=batch_seconds,
-            transaction_seconds=transaction_seconds,
-            consumer={
-                **kafka,
-                "group.id": group,
-                "enable.auto.commit": False,
-                "enable.auto.offset.store": False,
-                # Positions of an open transaction are waited for, too.
-                "isolation.level": "read_committed",
-                "auto.offset.reset": "error",
-                "partition.assignment.strategy": "range",
-            },
-            producer={
-                "partitioner": "murmur2_random",
-                # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
-                "topic.metadata.propagation.max.ms": int(min(_MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
-                **kafka,
-                "transactional.id": f"{group}.{uuid.uuid4()}",
-                "transaction.timeout.ms": int(transaction_seconds * 1000),
-            },
-        )
-        self._progress = _Progress(batch)
-
-    @property
-    def committed(self) -> int:
-        """Return how many messages this member has committed."""
-        return self._progress.messages
-
-    def stalled(self, seconds: float = 300.0) -> list[Standing]:
-        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
-
-        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
-        """
-        return self._progress.watch.stalled(seconds)
-
-    def run(self, stop: threading.Event | None = None) -> None:
-        """Transform until ``stop``, which ends it after the transaction under way. Waits while brokers are away.
-
-        Raises TransformFailed, InputLost or KafkaRefused; nothing of the transaction under way is committed then. And
-        ConfigurationError for an option that librdkafka does not take.
-        """
-        stop = stop or threading.Event()
-        failures = 0
-        while not stop.is_set():
-            before = self.committed
-            try:
-                with _Session(self._plan, self._progress, stop) as session:
-                    session.run()
-            except KafkaException as error:
-                inner = error.args[0]
-                if _is_refused(inner):
-                    raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
-                failures = 0 if self.committed > before else failures + 1
-                log.warning("group %s begins anew: %s", self._plan.group, inner.str())
-                self._progress.watch.failed(None, inner.str())
-                _pause(stop, failures)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What a member does, and the options of its clients."""
-
-    transform: Transform
-    topics: Sequence[str]
-    group: str
-    start: str
-    dead_letter_topic: str | None
-    batch: int
-    batch_seconds: float
-    transaction_seconds: float
-    consumer: Mapping[str, Any]
-    producer: Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What outlives a session. ``batch``: the most messages in a transaction now; ``messages``: the committed ones."""
-
-    batch: int
-    messages: int = 0
-    watch: Watch = field(default_factory=Watch)
-
-
-class _Session:
+class Session:
     """A consumer and a producer, until an error that makes a new pair necessary."""
 
-    def __init__(self, plan: _Plan, progress: _Progress, stop: threading.Event) -> None:
+    def __init__(self, plan: Plan, progress: Progress, stop: threading.Event) -> None:
         self._plan = plan
         self._progress = progress
         self._stop = stop
@@ -359,15 +119,15 @@ class _Session:
             )
         if code in _MISSING:
             self._require_topics()
-        elif error.fatal() or _is_refused(error):
+        elif error.fatal() or is_refused(error):
             raise KafkaException(error)
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
-            log.info("group %s: %s", self._plan.group, error.str())
+            _logger.info("group %s: %s", self._plan.group, error.str())
 
     def _require_topics(self) -> None:
         """Raise KafkaRefused if a topic is missing, and still is after a while."""
-        until = time.monotonic() + _MISSING_TOPIC_SECONDS
+        until = time.monotonic() + MISSING_TOPIC_SECONDS
         while True:
             known = self._consumer.list_topics(timeout=_SECONDS).topics
             # The names that begin with ^ are patterns.
@@ -380,7 +140,7 @@ class _Session:
                 return
             if time.monotonic() >= until:
                 raise KafkaRefused(f"group {self._plan.group!r}: topic {missing[0]} does not exist; create it")
-            log.info("group %s waits for topic %s, which does not exist", self._plan.group, missing[0])
+            _logger.info("group %s waits for topic %s, which does not exist", self._plan.group, missing[0])
             self._stop.wait(0.5)
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -479,15 +239,15 @@ class _Session:
             message, reason = self._undelivered
             if reason.code() in _UNFIT:
                 raise TransformFailed(message, KafkaException(reason)) from error
-            if _is_refused(reason) or reason.code() in _MISSING:
+            if is_refused(reason) or reason.code() in _MISSING:
                 raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
         if seconds >= self._plan.transaction_seconds:
             self._halve(messages, seconds)
-        if inner.fatal() or not inner.txn_requires_abort() or _is_refused(inner):
+        if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
-        log.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
+        _logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
         self._progress.watch.failed({_place(message) for message in messages}, inner.str())
-        _pause(self._stop, self._aborted)
+        pause(self._stop, self._aborted)
         self._aborted += 1
         # Still a member, perhaps: the next poll tells.
         self._go_to_committed(self._consumer.assignment())
@@ -495,7 +255,7 @@ class _Session:
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
         # One alone is transformed before its transaction begins on the brokers: it may take as long as it likes.
         self._progress.batch = max(1, len(messages) // 2)
-        log.warning(
+        _logger.warning(
             "%d messages of group %s took %.1f s, longer than transaction_seconds: now %d at a time",
             len(messages),
             self._plan.group,
@@ -515,7 +275,7 @@ class _Session:
         except Exception as error:
             if self._plan.dead_letter_topic is None:
                 raise TransformFailed(message, error) from error
-            records = [_dead_letter(self._plan.dead_letter_topic, message, error)]
+            records = [dead_letter(self._plan.dead_letter_topic, message, error)]
         for record in records:
             self._send_record(message, record)
 
@@ -586,7 +346,7 @@ class _Session:
             except KafkaException as error:
                 if not error.args[0].retriable() or self._stop.is_set():
                     raise
-                log.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
+                _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
             else:
                 return
 
@@ -595,18 +355,20 @@ class _Session:
             self._until_known(lambda: self._producer.abort_transaction(_SECONDS))
         except KafkaException as error:
             # The coordinator ends the transaction after its time.
-            log.info("aborting failed: %s", error.args[0].str())
+            _logger.info("aborting failed: %s", error.args[0].str())
 
 
-def _is_refused(error: KafkaError) -> bool:
+def is_refused(error: KafkaError) -> bool:
+    """Return whether Kafka refuses what only a change of rights, settings or topics can mend."""
     return is_refusal(error) or error.code() in _REFUSALS
 
 
-def _pause(stop: threading.Event, failures: int) -> None:
-    stop.wait(min(0.1 * 2.0**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1.0))  # noqa: S311  jitter
+def pause(stop: threading.Event, failures: int) -> None:
+    """Wait after so many earlier failures, or until ``stop``."""
+    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
 
 
-def _place(message: Message) -> Place:
+def _place(message: Message) -> Partition:
     return message.topic() or "", message.partition() or 0
 
 
@@ -617,14 +379,3 @@ def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str 
         TopicPartition(topic, partition, offset + 1, metadata.get((topic, partition)) or "")
         for (topic, partition), offset in last.items()
     ]
-
-
-def _dead_letter(topic: str, message: Message, error: Exception) -> Record:
-    why = f"{type(error).__name__}: {error}"[:1000].encode(errors="replace")
-    place = f"{message.topic()}-{message.partition()}@{message.offset()}".encode()
-    return Record(
-        topic,
-        message.key(),
-        message.value(),
-        [*(message.headers() or ()), (DEAD_LETTER, why), (PLACE, place)],
-    )

@@ -1,15 +1,17 @@
-"""A group's rows in the database of the effects: its positions, the ids that were applied, and its losses.
+"""A group's rows in the database of the effects: its claims, its positions, and the ids that were applied.
 
-The tables are those of the Spark consumers (`outbox db upgrade --consumer`), and so is the protocol: a generation that
-rises with every claim is the fencing token, and a position moves in the transaction of the effects. Here each partition
-has a claimant of its own: a claim raises the group's generation, and stamps the claimed partitions alone with it.
+A generation that rises with every claim is the fencing token, and a position moves in the transaction of the effects. A
+member of the inbox claims single partitions: its claim raises the group's generation, and stamps the claimed partitions
+alone with it. A Spark driver claims all of them.
+
+Spark's tasks move positions with statements of their own (spark_jobs.postgres.sink): they count ids where the rows are,
+in a temporary table, and know their range before the transaction, so one UPDATE is fence and move.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -17,14 +19,16 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from outbox.consumer import losses
+from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
-from outbox.consumer.model import Partition
+from outbox.consumer.model import ClaimedOffset, Loss, Partition
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
-INSERT INTO {groups} AS g (grp, owner, strategy) VALUES (%(grp)s, %(owner)s, %(strategy)s)
+INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
-                                strategy = excluded.strategy, atomic = NULL
+                                strategy = excluded.strategy, atomic = excluded.atomic
 RETURNING generation"""
 _KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
 _ADD: Final = """
@@ -39,6 +43,8 @@ UPDATE {offsets} AS o SET generation = %(generation)s
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
  WHERE o.grp = %(grp)s AND o.topic = w.topic AND o.part = w.part
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
+CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+"""SQL: waits for transactions that are about to commit, and shuts out all that come later."""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, true)
@@ -60,66 +66,21 @@ moved AS (
      WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s)
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
-_LOSS: Final = """
-INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
-DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
-              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
-        WHERE l.detail <> excluded.detail"""
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """How far the group is in a partition, of which incarnation of the topic, and the claim that holds it.
-
-    leader_epoch  a leader of this epoch had the log up to ``epoch_offset``; both None if that is not known.
-    """
-
-    topic_id: str
-    next_offset: int
-    generation: int
-    leader_epoch: int | None = None
-    epoch_offset: int | None = None
-
-
-class Fenced(Exception):
-    """Another claim has the partition: the transaction must be rolled back."""
-
-
-class Moved(Exception):
-    """An earlier transaction of the same claim has moved the position: the answer to its COMMIT was lost."""
-
-    def __init__(self, next_offset: int) -> None:
-        super().__init__(next_offset)
-        self.next_offset = next_offset
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What Kafka lost of a partition: ``kind`` is retention, cut or recreated; ``end`` None if it can't be known."""
-
-    place: Partition
-    topic_id: str
-    first: int
-    end: int | None
-    kind: str
-    detail: str
-
-
-class Group:
+class GroupStore:
     """One group's rows. Every method runs in the transaction of the connection that it is given.
 
     idle_seconds  after which Postgres ends a transaction in which nothing happens.
     """
 
-    def __init__(self, schema: str, name: str, owner: str, *, strategy: str, idle_seconds: float) -> None:
+    def __init__(self, schema: str, name: str, owner: str, *, idle_seconds: float = 60.0) -> None:
         self.name = name
+        self._schema = schema
         self._owner = owner
-        self._strategy = strategy
         self._idle = f"{int(idle_seconds * 1000)}ms"
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses")}
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets")}
         self._names["processed"] = sql.Identifier(schema, "processed_messages")
 
     def claim(
@@ -127,20 +88,34 @@ class Group:
         connection: psycopg.Connection[Any],
         places: Collection[Partition],
         starts: Mapping[Partition, tuple[str, int]],
-    ) -> dict[Partition, Position]:
+        strategy: str | None = None,
+    ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
 
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
                 partition that was added to a known topic begins at 0.
         """
-        row = self._run(connection, _RAISE, owner=self._owner, strategy=self._strategy).fetchone()
-        assert row is not None
-        (generation,) = row
+        generation = self._raise(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})
         known = {topic for (topic,) in self._run(connection, _KNOWN, topics=topics)}
         # All partitions of a new topic at once: another member would take the rest for added ones.
         added = [(place, id_, 0 if place[0] in known else start) for place, (id_, start) in sorted(starts.items())]
         new = [one for one in added if one[0] in places or one[0][0] not in known]
+        self.add(connection, new, generation)
+        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
+        return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
+
+    def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
+        """Claim all partitions that the group has, and return the claim's generation."""
+        generation = self._raise(connection, strategy, atomic)
+        self._run(connection, CLAIM_ALL, generation=generation)
+        return generation
+
+    def add(
+        self, connection: psycopg.Connection[Any], new: Sequence[tuple[Partition, str, int]], generation: int
+    ) -> None:
+        """Add partitions that the group does not have: each with its topic's id, and where it begins."""
         values = {
             "topics": [topic for (topic, _), _, _ in new],
             "parts": [part for (_, part), _, _ in new],
@@ -148,17 +123,21 @@ class Group:
             "starts": [start for _, _, start in new],
         }
         self._run(connection, _ADD, **values, generation=generation)
-        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
-        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
-        return {(topic, part): Position(id_, offset, generation, *epoch) for topic, part, id_, offset, *epoch in rows}
 
-    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: Position) -> None:
-        """Lock a partition's row until the transaction ends. Raises Fenced and Moved unless it is as in ``here``."""
+    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset) -> None:
+        """Lock a partition's row until the transaction ends.
+
+        Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
+        """
         row = self._run(connection, _FENCE, topic=place[0], part=place[1], idle=self._idle).fetchone()
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
-            raise Fenced
+            now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
+            raise Fenced(
+                f"group {self.name}: {place[0]}-{place[1]} was claimed from generation {here.generation}, offset "
+                f"{here.next_offset}: {now}"
+            )
         if row[1] > here.next_offset:
-            raise Moved(row[1])
+            raise OffsetMoved(place, row[1])
 
     def move(
         self,
@@ -205,23 +184,18 @@ class Group:
         before: dt.date = NO_TIME if row is None or row[0] is None else row[0]
         return before
 
-    def record_loss(self, connection: psycopg.Connection[Any], loss: Loss) -> None:
-        """Record a loss, once until an operator accepts it."""
-        self._run(
-            connection,
-            _LOSS,
-            topic=loss.place[0],
-            part=loss.place[1],
-            topic_id=loss.topic_id,
-            first=loss.first,
-            end=loss.end,
-            kind=loss.kind,
-            detail=loss.detail,
-        )
+    def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
+        """Record what Kafka lost, each once until an operator accepts it."""
+        losses.record(cursor(connection), self._schema, self.name, found)
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""
         self._run(connection, _END, generation=generation)
+
+    def _raise(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
+        row = self._run(connection, _RAISE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def _run(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
@@ -232,6 +206,10 @@ class Group:
 def run(
     connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
 ) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Execute a statement, whatever cursors and rows the user's connection has."""
-    cursor: psycopg.Cursor[tuple[Any, ...]] = psycopg.Cursor(connection, row_factory=tuple_row)
-    return cursor.execute(query, values)
+    """Execute a statement with ``cursor``."""
+    return cursor(connection).execute(query, values)
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Return a cursor for rows as tuples, whatever cursors and rows the user's connection has."""
+    return psycopg.Cursor(connection, row_factory=tuple_row)

@@ -20,7 +20,7 @@ from docs_support import blocks
 from support import wait_until
 
 from outbox import ConfigurationError
-from outbox.kafka_to_kafka import (
+from outbox.transform import (
     DEAD_LETTER,
     PLACE,
     InputLost,
@@ -28,8 +28,8 @@ from outbox.kafka_to_kafka import (
     Record,
     Transformer,
     TransformFailed,
-    _Session,
 )
+from outbox.transform._session import Session
 from relay.kafka.offsets import Offsets, Partition
 
 SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
@@ -478,9 +478,9 @@ def test_a_partition_that_stands_is_named_since_when_and_why(outbox_kafka, monke
     place.feed(range(3))
     tries: list[int] = []
     blocked, healthy = threading.Event(), threading.Event()
-    send = _Session._send_positions
+    send = Session._send_positions
 
-    def fails(session: _Session, positions: list[TopicPartition]) -> None:
+    def fails(session: Session, positions: list[TopicPartition]) -> None:
         tries.append(1)
         if not healthy.is_set():
             raise KafkaException(KafkaError(KafkaError._FAIL, "no luck"))
@@ -490,7 +490,7 @@ def test_a_partition_that_stands_is_named_since_when_and_why(outbox_kafka, monke
         assert blocked.wait(60)
         yield Record(place.target, message.key(), message.value())
 
-    monkeypatch.setattr(_Session, "_send_positions", fails)
+    monkeypatch.setattr(Session, "_send_positions", fails)
     member = Transformer(transform, topics=[place.source], group=place.group, kafka=place.options)
     assert member.stalled(0) == []
     stop = threading.Event()

@@ -1,0 +1,92 @@
+"""What Kafka lost before a group read it: found by comparing stored offsets with Kafka's, and recorded for operators.
+
+| what is found                                                | kind      |
+|--------------------------------------------------------------|-----------|
+| stored offset below Kafka's first                            | retention |
+| stored offset above Kafka's end                              | cut       |
+| the stored leader epoch ended before the stored offset       | cut       |
+| the topic has another id, or is gone                         | recreated |
+| a partition that Kafka does not list: a broker with old data | none      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
+
+# One open row for each partition and kind. It grows while retention removes more messages of a halted group.
+_RECORD: Final = """
+INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
+DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
+              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
+        WHERE l.detail <> excluded.detail"""
+
+
+def find_losses(
+    stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
+) -> list[Loss]:
+    """Return what the group can no longer read of its known partitions, sorted by partition."""
+    losses = []
+    for (topic, part), here in sorted(stored.items()):
+        there = extents.get((topic, part))
+        first, end = here.next_offset, None
+        if topic not in topic_ids:
+            kind = LossKind.RECREATED
+            text = f"the topic is gone from Kafka; what it held from offset {here.next_offset} on can't be read now"
+        elif here.topic_id != topic_ids[topic]:
+            kind = LossKind.RECREATED
+            text = (
+                f"the topic was deleted or created again since the group read it (its id was {here.topic_id}, now "
+                f"{topic_ids[topic]}): offset {here.next_offset} means nothing there, and what else the old one held "
+                "is unknown"
+            )
+        elif there is None:
+            continue
+        elif here.next_offset < there.first:
+            kind, end = LossKind.RETENTION, there.first
+            text = f"retention removed messages {here.next_offset} to {there.first - 1} before the group read them"
+        elif here.next_offset > there.end:
+            kind, first, end = LossKind.CUT, there.end, here.next_offset
+            text = f"the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it was cut"
+        else:
+            continue
+        losses.append(Loss(topic, part, here.topic_id, first, end, kind, f"{topic}-{part}: {text}"))
+    return losses
+
+
+def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partition, int]) -> list[Loss]:
+    """Return the losses of logs that were cut before the group's offset, by where, and have grown again since."""
+    losses = []
+    for (topic, part), at in sorted(cut.items()):
+        here = stored[topic, part]
+        text = (
+            f"the group has read up to {here.next_offset}, and of what the leader of epoch {here.leader_epoch} had, "
+            f"Kafka's log has only the part before {at}: it was cut, and has grown again since"
+        )
+        lost = (at, here.next_offset)
+        losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
+    return losses
+
+
+def record(cursor: psycopg.Cursor[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:
+    """Record losses, each once until an operator accepts it."""
+    query = sql.SQL(_RECORD).format(losses=sql.Identifier(schema, "losses"))
+    for loss in losses:
+        values = {
+            "grp": group,
+            "topic": loss.topic,
+            "topic_id": loss.topic_id,
+            "part": loss.part,
+            "first": loss.first_offset,
+            "end": loss.end_offset,
+            "kind": loss.kind,
+            "detail": loss.detail,
+        }
+        cursor.execute(query, values)

@@ -1,0 +1,410 @@
+"""Apply a partition's messages, and the dead letters that are retried: one transaction each, behind the claim's lock.
+
+Every transaction runs in ``_attempt``, which decides in one order what an error means: another claim, a position that
+moved, an interruption that is no message's fault, or a message that can't be applied.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from outbox._clients.backoff import doubled, jittered
+from outbox.consumer.errors import Fenced, OffsetMoved, shown
+from outbox.consumer.groups import GroupStore
+from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
+from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.standing import Watch
+from outbox.inbox import _kafka
+from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._letters import BEHIND, Letters
+from outbox.inbox._message import KafkaMessage, RetriedMessage
+from outbox.inbox._once import too_old
+from outbox.inbox._session import Session
+from outbox.inbox.errors import HandlerFailed, MessageIdMissing, Reject
+from outbox.inbox.ids import message_id
+
+Handler = Callable[[psycopg.Connection[Any], KafkaMessage], None]
+
+_logger: Final = logging.getLogger("outbox.inbox")
+
+AWAY: Final = (0.1, 5.0)
+"""The first and the longest pause while Postgres or Kafka is away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``Consumer`` describes, checked. ``bury``: messages that fail become dead letters."""
+
+    connect: Callable[[], psycopg.Connection[Any]]
+    options: Mapping[str, Any]
+    group: GroupStore
+    letters: Letters
+    topics: Sequence[str]
+    batch: int
+    bury: bool
+    attempts: int
+    wait: tuple[float, float]
+    most_dead: int
+    dedup: bool
+    at_end: bool
+
+    @property
+    def strategy(self) -> str:
+        """Return how messages are recognized, as the group's row shows it."""
+        return "Dedup" if self.dedup else "OffsetsOnly"
+
+
+class MessageFailed(Exception):
+    """A message can't be applied, and why. ``__cause__`` is the handler's error, if it is one.
+
+    again  another attempt may succeed.
+    """
+
+    def __init__(
+        self, message: KafkaMessage, reason: str, error: str, sqlstate: str | None = None, *, again: bool = False
+    ) -> None:
+        super().__init__(error)
+        self.message = message
+        self.why = RejectedRecord((message.topic(), message.partition(), message.offset()), reason, error, sqlstate)
+        self.again = again
+
+    @classmethod
+    def by(cls, message: KafkaMessage, error: Exception) -> MessageFailed:
+        """Return what an error of the handler, or of the COMMIT, means for its message."""
+        if isinstance(error, Reject):
+            return cls(message, "rejected", str(error))
+        text = f"{type(error).__name__}: {error}"
+        found = cls(message, "failed", text, getattr(error, "sqlstate", None), again=True)
+        found.__cause__ = error
+        return found
+
+
+class _Outcome(Enum):
+    """What follows from a transaction that names no failed message."""
+
+    COMMITTED = "committed"
+    MOVED = "the position was moved by an earlier COMMIT: go on at once"
+    WAIT = "not before the partition is due"
+
+
+class Applier:
+    """Runs the transactions of a member's partitions. ``log_end``: where Kafka's log of a partition ends, if known."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        session: Session,
+        handler: Handler,
+        watch: Watch,
+        *,
+        log_end: Callable[[Partition], int | None],
+        reclaim_seconds: float,
+    ) -> None:
+        self._settings = settings
+        self._group, self._letters = settings.group, settings.letters
+        self._session = session
+        self._handler = handler
+        self._watch = watch
+        self._log_end = log_end
+        self._reclaim_seconds = reclaim_seconds
+
+    def apply(self, part: Assigned) -> bool:
+        """Apply the next messages of a partition in one transaction. Returns whether to go on at once."""
+        batch = part.next_batch(self._settings.batch)
+        handled = 0
+
+        def step(connection: psycopg.Connection[Any]) -> None:
+            nonlocal handled
+            handled = self._apply(connection, part, batch)
+
+        match self._attempt(part, part.strikes, step, self._wait):
+            case _Outcome.COMMITTED:
+                part.moved(batch[-1].offset() + 1)
+                if handled:
+                    part.deaths = 0
+                return True
+            case _Outcome.MOVED:
+                return True
+            case _Outcome.WAIT:
+                return False
+            case MessageFailed() as failed:
+                return self._failed(part, failed)
+            case error:
+                # Deferred constraints and triggers.
+                if len(batch) > 1:
+                    part.alone_until = batch[-1].offset()
+                    return True
+                return self._failed(part, MessageFailed.by(batch[0], error))
+
+    def pass_markers(self, part: Assigned) -> None:
+        """Move a position to the end of what was read, where only transactions' markers were left.
+
+        Otherwise the group would seem to lag, and retention could remove the marker at its position.
+        """
+        if part.position is None or part.queue or part.end <= part.position.next_offset or part.end < part.fetched:
+            return
+        end = part.end
+
+        def step(connection: psycopg.Connection[Any]) -> None:
+            self._group.move(connection, part.place, end, log_end=end)
+
+        # No message is at fault, however often it is interrupted.
+        match self._attempt(part, Strikes(), step, self._wait):
+            case _Outcome.COMMITTED:
+                part.moved(end)
+            case Exception() as error:
+                raise error
+
+    def retry(self, part: Assigned) -> bool:
+        """Try the next dead letter of a partition once. Returns whether there was one."""
+        found: RetriedMessage | None = None
+
+        def step(connection: psycopg.Connection[Any]) -> None:
+            nonlocal found
+            found = self._letters.next(connection, part.place)
+            if found is not None:
+                self._apply_letter(connection, part, found)
+
+        match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
+            case _Outcome.COMMITTED:
+                part.letter_strikes.count = 0
+                return found is not None
+            case _Outcome.MOVED:
+                return True
+            case _Outcome.WAIT:
+                return False
+            case MessageFailed() as failed:
+                return self._letter_failed(part, failed)
+            case error:
+                if found is None:
+                    raise error
+                # At COMMIT.
+                return self._letter_failed(part, MessageFailed.by(found, error))
+
+    def interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
+        """Note an error that is no message's fault, and keeps these partitions from moving."""
+        why = f"{doing}: {shown(error)}"
+        _logger.warning("%s", why)
+        self._watch.failed(places, why)
+        if isinstance(error, psycopg.Error):
+            # The session's server may not be the primary any more.
+            self._session.close()
+
+    def _attempt(
+        self,
+        part: Assigned,
+        strikes: Strikes,
+        step: Callable[[psycopg.Connection[Any]], None],
+        wait: Callable[[Assigned, BaseException], None],
+    ) -> _Outcome | MessageFailed | psycopg.Error:
+        """Run a transaction that holds a partition's claim.
+
+        Returns a failure that is a message's fault, or an error of Postgres that names no message.
+        """
+        assert part.position is not None
+        confirmed = False
+        found: MessageFailed | psycopg.Error
+        try:
+            with self._session.transaction() as connection:
+                self._group.fence(connection, part.place, part.position)
+                confirmed = True
+                step(connection)
+        except Fenced as fenced:
+            _logger.warning("%s; nothing was applied", fenced)
+            part.lose(time.monotonic() + self._reclaim_seconds)
+            return _Outcome.WAIT
+        except OffsetMoved as moved:
+            part.moved(moved.next_offset)
+            return _Outcome.MOVED
+        except MessageFailed as failed:
+            found, cause = failed, failed.__cause__
+        except psycopg.Error as error:
+            found = cause = error
+        else:
+            return _Outcome.COMMITTED
+        if not confirmed or (self._session.passes(cause) and not strikes.too_many(cause)):
+            wait(part, cause or found)
+            return _Outcome.WAIT
+        return found
+
+    def _apply(self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]) -> int:
+        """Apply a batch, and move the position. Returns for how many messages the handler was called."""
+        assert part.position is not None
+        handled = 0
+        behind = [message.key() in part.dead_keys for message in batch]
+        ids = [None if waits else self._id(message) for message, waits in zip(batch, behind, strict=True)]
+        dead = sum(behind)
+        new, today = self._group.move(
+            connection,
+            part.place,
+            batch[-1].offset() + 1,
+            log_end=self._log_end(part.place),
+            leader_epoch=_kafka.epoch_of(batch[-1]),
+            ids=[one for one in ids if one is not None],
+            others=0 if self._settings.dedup else len(batch) - dead,
+            dead=dead,
+        )
+        before = self._group.forgotten_before(connection, new, today)
+        for message, waits, id_ in zip(batch, behind, ids, strict=True):
+            if waits:
+                why = MessageFailed(message, "behind", BEHIND).why
+                self._letters.write(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
+                continue
+            if id_ is not None:
+                if id_ not in new:
+                    continue
+                # Of messages with the same id the first one counts.
+                new.discard(id_)
+                self._check_age(message, id_, before)
+            self._call(connection, message)
+            handled += 1
+        return handled
+
+    def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:
+        assert part.position is not None
+        letter = message.letter
+        if letter.behind:
+            self._letters.failed_again(connection, letter.id, MessageFailed(message, "behind", BEHIND).why)
+            return
+        id_ = self._id(message)
+        new, today = self._group.move(
+            connection,
+            part.place,
+            part.position.next_offset,
+            ids=[] if id_ is None else [id_],
+            others=0 if self._settings.dedup else 1,
+        )
+        if id_ is None or id_ in new:
+            # An operator who retries a message that is too old says that it was not applied.
+            if id_ is not None and letter.reason != "too-old":
+                self._check_age(message, id_, self._group.forgotten_before(connection, new, today))
+            self._call(connection, message)
+        self._letters.delete(connection, letter.id)
+
+    def _id(self, message: KafkaMessage) -> UUID | None:
+        """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""
+        if isinstance(message.headers(), UndecodableHeaders):
+            raise MessageFailed(message, "undecodable", NOT_UTF8)
+        if not self._settings.dedup:
+            return None
+        try:
+            return message_id(message)
+        except MessageIdMissing as error:
+            raise MessageFailed(message, "no-id", str(error)) from error
+
+    def _check_age(self, message: KafkaMessage, id_: UUID, before: dt.date) -> None:
+        if NO_TIME < day(id_) < before:
+            raise MessageFailed(message, "too-old", too_old(self._group.name, id_, before))
+
+    def _call(self, connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
+        try:
+            self._handler(connection, message)
+        except Exception as error:
+            raise MessageFailed.by(message, error) from error
+        if connection.info.transaction_status is not TransactionStatus.INTRANS:
+            # COMMIT would be a ROLLBACK, without an error.
+            text = "the handler has caught an error of the database, or ended the transaction: nothing can be committed"
+            raise MessageFailed(message, "failed", text, again=True)
+
+    def _failed(self, part: Assigned, failed: MessageFailed) -> bool:
+        """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
+        message, text = failed.message, failed.why.error
+        part.suspect = message.offset()
+        if message is not part.queue[0]:
+            # Those before it first.
+            return True
+        part.attempts += 1
+        topic, number = part.place
+        about = f"{topic}-{number} offset {message.offset()}"
+        if failed.again and part.attempts < self._settings.attempts:
+            part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self._settings.wait))
+            _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
+            self._watch.failed([part.place], f"offset {message.offset()} failed: {text}")
+            return False
+        part.deaths += 1
+        too_many = self._settings.bury and part.deaths > self._settings.most_dead
+        if too_many or not self._settings.bury:
+            why = f"as the {part.deaths - 1} before it: " if too_many else ""
+            raise HandlerFailed(topic, number, message.offset(), part.attempts, why + text) from failed.__cause__
+        _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
+        return self._bury(part, message, failed.why)
+
+    def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
+        """Make a message a dead letter, in the transaction that moves the position behind it."""
+        assert part.position is not None
+        topic_id, id_ = part.position.topic_id, _id_or_none(message)
+
+        def step(connection: psycopg.Connection[Any]) -> None:
+            self._letters.write(connection, topic_id, message, id_, why, part.attempts)
+            self._group.move(
+                connection,
+                part.place,
+                message.offset() + 1,
+                log_end=self._log_end(part.place),
+                leader_epoch=_kafka.epoch_of(message),
+                dead=1,
+            )
+
+        match self._attempt(part, part.strikes, step, self._wait):
+            case _Outcome.COMMITTED:
+                if (key := message.key()) is not None:
+                    part.dead_keys.add(key)
+                part.moved(message.offset() + 1)
+                return True
+            case _Outcome.MOVED:
+                return True
+            case _Outcome.WAIT:
+                part.deaths -= 1
+                return False
+            case error:
+                part.deaths -= 1
+                if part.strikes.too_many(error):
+                    text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
+                    raise HandlerFailed(*part.place, message.offset(), part.attempts, text) from error
+                self._wait(part, error)
+                return False
+
+    def _letter_failed(self, part: Assigned, failed: MessageFailed) -> bool:
+        assert isinstance(failed.message, RetriedMessage)
+        number = failed.message.letter.id
+
+        def step(connection: psycopg.Connection[Any]) -> None:
+            self._letters.failed_again(connection, number, failed.why)
+
+        match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
+            case _Outcome.COMMITTED:
+                part.letter_strikes.count = 0
+                return True
+            case _Outcome.MOVED:
+                return True
+            case _Outcome.WAIT:
+                return False
+            case error:
+                raise error
+
+    def _wait(self, part: Assigned, error: BaseException) -> None:
+        part.interrupted += 1
+        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
+        self.interrupted(error, f"applying {part.place[0]}-{part.place[1]}", [part.place])
+
+    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:  # noqa: ARG002
+        """The next upkeep retries it: the partition's messages do not wait for that."""
+        self.interrupted(error, "retrying a dead letter")
+
+
+def _id_or_none(message: KafkaMessage) -> UUID | None:
+    try:
+        return message_id(message)
+    except MessageIdMissing:
+        return None

@@ -1,0 +1,88 @@
+"""What a member does, with the options of its clients, and what outlives its sessions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from outbox._clients.kafka import complete
+from outbox.consumer.standing import Watch
+from outbox.errors import ConfigurationError
+from outbox.transform.records import Transform
+
+MISSING_TOPIC_SECONDS: Final = 10.0
+"""Brokers that have just started may not know a topic yet."""
+# Set here, because the promise depends on them.
+_OURS: Final = frozenset(
+    {
+        "group.id",
+        "group.protocol",
+        "enable.auto.commit",
+        "enable.auto.offset.store",
+        "isolation.level",
+        "auto.offset.reset",
+        "partition.assignment.strategy",
+        "transactional.id",
+        "transaction.timeout.ms",
+        "enable.idempotence",
+        "acks",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a member does, and the options of its clients."""
+
+    transform: Transform
+    topics: Sequence[str]
+    group: str
+    start: str
+    dead_letter_topic: str | None
+    batch: int
+    batch_seconds: float
+    transaction_seconds: float
+    consumer: Mapping[str, Any]
+    producer: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What outlives a session. ``batch``: the most messages in a transaction now; ``messages``: the committed ones."""
+
+    batch: int
+    messages: int = 0
+    watch: Watch = field(default_factory=Watch)
+
+
+def client_options(
+    kafka: Mapping[str, Any], group: str, transaction_seconds: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the consumer and of the producer.
+
+    Raises ConfigurationError for one on which the promise depends, or that turns off the broker's verification.
+    """
+    if taken := sorted(_OURS & set(kafka)):
+        raise ConfigurationError(f"kafka option {taken[0]} is set here, as the promise depends on it: remove it")
+    completed = complete(kafka)
+    consumer = {
+        **completed,
+        "group.id": group,
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        # Positions of an open transaction are waited for, too.
+        "isolation.level": "read_committed",
+        "auto.offset.reset": "error",
+        "partition.assignment.strategy": "range",
+    }
+    producer = {
+        "partitioner": "murmur2_random",
+        # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
+        "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
+        **completed,
+        "transactional.id": f"{group}.{uuid.uuid4()}",
+        "transaction.timeout.ms": int(transaction_seconds * 1000),
+    }
+    return consumer, producer

@@ -1,0 +1,36 @@
+"""The errors of transformers. Every message says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.errors import OutboxError
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
+
+
+class TransformFailed(OutboxError):
+    """A message could not be transformed, or its records not be produced. Nothing of its transaction was committed.
+
+    topic, partition, offset   the message's place.
+    """
+
+    def __init__(self, message: Message, error: Exception) -> None:
+        self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
+        super().__init__(
+            f"{self.topic} partition {self.partition} offset {self.offset} can't be transformed: "
+            f"{type(error).__name__}: {error}; mend it and run again, or name a dead_letter_topic"
+        )
+
+
+class HeadersUndecodable(OutboxError):
+    """The name of one of a message's headers is not UTF-8. No transform gets such a message."""
+
+
+class InputLost(OutboxError):
+    """Messages were deleted before they were read, or there is no position and ``start`` is "none"."""
+
+
+class KafkaRefused(OutboxError):
+    """Kafka refuses what only somebody who changes rights, settings or topics can mend."""

@@ -1,0 +1,40 @@
+"""The records that a transform returns, and the copies in the dead-letter topic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from confluent_kafka import Message
+
+DEAD_LETTER: Final = "outbox-dead-letter"
+"""On a copy in the dead-letter topic: why the message could not be transformed."""
+PLACE: Final = "outbox-dead-letter-place"
+"""On such a copy: ``topic-partition@offset`` of the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record to be produced. Without ``partition`` the key decides, by Java's partitioner (murmur2)."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes]] = ()
+    partition: int | None = None
+
+
+Transform = Callable[[Message], Iterable[Record]]
+
+
+def dead_letter(topic: str, message: Message, error: Exception) -> Record:
+    """Return the copy of a message for the dead-letter topic."""
+    why = f"{type(error).__name__}: {error}"[:1000].encode(errors="replace")
+    place = f"{message.topic()}-{message.partition()}@{message.offset()}".encode()
+    return Record(
+        topic,
+        message.key(),
+        message.value(),
+        [*(message.headers() or ()), (DEAD_LETTER, why), (PLACE, place)],
+    )

@@ -1,0 +1,107 @@
+"""One member of a group that transforms topics, over all its sessions."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+from confluent_kafka import KafkaException
+
+from outbox.consumer.standing import Standing
+from outbox.errors import ConfigurationError
+from outbox.transform._plan import Plan, Progress, client_options
+from outbox.transform._session import Session, is_refused, pause
+from outbox.transform.errors import KafkaRefused
+from outbox.transform.records import Transform
+
+_logger: Final = logging.getLogger("outbox.transform")
+
+
+class Transformer:
+    """One member of a group that transforms topics. ``run`` it; several processes share the partitions.
+
+    transform            called with each message, in the order of its partition; returns the records that it becomes,
+                         none or several. It is called again for messages whose transaction was aborted.
+    topics, group        what is read, and under which name.
+    kafka                options of librdkafka, for the consumer and the producer. Set ``max.poll.interval.ms`` above
+                         the time that ``batch`` messages take.
+    start                where a partition without a committed position begins: "earliest", "latest", or "none": an
+                         error. A partition that is added later begins at its first message, also with "latest".
+    dead_letter_topic    where messages go that the transform raises for; None: ``run`` raises.
+    batch, batch_seconds the most messages in a transaction, and for how long it waits for them.
+    transaction_seconds  after which the coordinator aborts a transaction whose member is gone. Readers wait there for
+                         as long, so it is short; a batch has to be done within it.
+    """
+
+    def __init__(
+        self,
+        transform: Transform,
+        *,
+        topics: Sequence[str],
+        group: str,
+        kafka: Mapping[str, Any],
+        start: Literal["earliest", "latest", "none"] = "earliest",
+        dead_letter_topic: str | None = None,
+        batch: int = 500,
+        batch_seconds: float = 0.05,
+        transaction_seconds: float = 30.0,
+    ) -> None:
+        """Check the arguments. Raises ConfigurationError."""
+        if isinstance(topics, str) or not topics or not all(topics):
+            raise ConfigurationError(f"topics: {topics!r} must be a list of at least one topic")
+        if not group:
+            raise ConfigurationError("group must not be empty")
+        if start not in {"earliest", "latest", "none"}:
+            raise ConfigurationError(f"start must be earliest, latest or none, not {start!r}")
+        if batch < 1 or batch_seconds < 0 or transaction_seconds <= 0:
+            raise ConfigurationError("batch must be 1 or more, batch_seconds 0 or more, transaction_seconds above 0")
+        consumer, producer = client_options(kafka, group, transaction_seconds)
+        self._plan = Plan(
+            transform=transform,
+            topics=tuple(topics),
+            group=group,
+            start=start,
+            dead_letter_topic=dead_letter_topic,
+            batch=batch,
+            batch_seconds=batch_seconds,
+            transaction_seconds=transaction_seconds,
+            consumer=consumer,
+            producer=producer,
+        )
+        self._progress = Progress(batch)
+
+    @property
+    def committed(self) -> int:
+        """Return how many messages this member has committed."""
+        return self._progress.messages
+
+    def stalled(self, seconds: float = 300.0) -> list[Standing]:
+        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
+
+        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
+        """
+        return self._progress.watch.stalled(seconds)
+
+    def run(self, stop: threading.Event | None = None) -> None:
+        """Transform until ``stop``, which ends it after the transaction under way. Waits while brokers are away.
+
+        Raises TransformFailed, InputLost or KafkaRefused; nothing of the transaction under way is committed then. And
+        ConfigurationError for an option that librdkafka does not take.
+        """
+        stop = stop or threading.Event()
+        failures = 0
+        while not stop.is_set():
+            before = self.committed
+            try:
+                with Session(self._plan, self._progress, stop) as session:
+                    session.run()
+            except KafkaException as error:
+                inner = error.args[0]
+                if is_refused(inner):
+                    raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
+                failures = 0 if self.committed > before else failures + 1
+                _logger.warning("group %s begins anew: %s", self._plan.group, inner.str())
+                self._progress.watch.failed(None, inner.str())
+                pause(stop, failures)
