@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from outbox._app.choices import HeaderSet
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from relay.core.ports import (
     PUBLISHED,
@@ -32,7 +33,7 @@ from relay.core.ports import (
 )
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
 

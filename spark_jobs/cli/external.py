@@ -13,10 +13,9 @@ from uuid import UUID
 import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
+from outbox._app.settings import Settings, load
 from outbox.errors import ConfigurationError
 from spark_jobs.cli.ending import obey_signals
-from spark_jobs.cli.names import load
-from spark_jobs.settings import Settings
 
 if TYPE_CHECKING:
     import psycopg

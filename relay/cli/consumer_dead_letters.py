@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox._app.console import print_json, printable, require_choice, require_reason, say
-from spark_jobs.cli.names import load
+from outbox._app.settings import load
 
 if TYPE_CHECKING:
     from outbox.consumer.admin.dead_letters import DeadLetters, Selection
