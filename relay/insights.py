@@ -34,8 +34,8 @@ SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
             THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds
   FROM {lanes} AS l ORDER BY l.lane"""
 
-# While an old transaction keeps dead rows, this passes all of them.
-_WAITING: Final = """
+# While an old transaction keeps dead rows, WAITING passes all of them.
+WAITING: Final = """
 SELECT l.lane,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
                                ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
@@ -57,12 +57,12 @@ SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
   FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE c.oid = to_regclass(%(events)s)"""
 
-_FAILURES: Final = """
+FAILURES: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
        (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
                                LIMIT %(most)s) AS f) AS blocking"""
 
-_DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
+DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
 
 _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
@@ -280,7 +280,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
             with suppress(psycopg.errors.QueryCanceled), visible.reading("events", "lanes"):
-                waiting = {row["lane"]: row for row in read(_WAITING)}
+                waiting = {row["lane"]: row for row in read(WAITING)}
     if waiting is not None:
         lanes = [replace(lane, **waiting[lane.lane]) for lane in lanes if lane.lane in waiting]
     held: dict[str | None, list[int]] = {}
@@ -313,9 +313,9 @@ def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]
     """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
     figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
     with visible.reading("failures"):
-        figures |= read(_FAILURES)[0]
+        figures |= read(FAILURES)[0]
     with visible.reading("dead_letters"):
-        figures |= read(_DEAD)[0]
+        figures |= read(DEAD)[0]
     with visible.reading("scheduled"):
         figures |= read(_SCHEDULED)[0]
     return figures

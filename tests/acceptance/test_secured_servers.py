@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._clients import credentials
+from outbox._clients.checks import Level
 from outbox._clients.kafka import complete
 from outbox.consumer import connections
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -39,7 +40,6 @@ from relay.config import load
 from relay.database import Connector
 from relay.kafka.client import Admin
 from relay.operations.doctor import examine
-from relay.operations.findings import Level
 from relay.wal.replication import Replication
 from spark_jobs.payloads.registry import Registry, RegistryUnavailable
 from spark_jobs.task.reader import RangeReader, ReaderSettings
