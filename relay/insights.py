@@ -28,11 +28,15 @@ COUNTED: Final = 10_000
 """How many rows are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
 _STATEMENT_SECONDS: Final = 10
 
-_LANES: Final = """
+LANES: Final = """
 SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
        CASE WHEN isfinite(l.lease_until)
             THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds
   FROM {lanes} AS l ORDER BY l.lane"""
+
+_WITHOUT_EVENT: Final = """
+NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)"""
 
 # While an old transaction keeps dead rows, WAITING passes all of them.
 WAITING: Final = """
@@ -272,7 +276,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 pauses = _paused(read(_PAUSES))
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):
-                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
+                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             figures = _besides(visible, read)
@@ -321,10 +325,40 @@ def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]
     return figures
 
 
+def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
+    """Return SQL that says whether the event of the row ``f`` of failures was deleted by hand."""
+    return sql.SQL(_WITHOUT_EVENT).format(**names)
+
+
+def read_lanes(connection: psycopg.Connection[Any], schema: str) -> list[LaneState]:
+    """Return the lanes, without what waits in them. Raises Unavailable, or SchemaError without the table or a right."""
+    return [LaneState(**row) for row in read_rows(connection, "reading the lanes", LANES, names_of(schema))]
+
+
+def read_rows(
+    connection: psycopg.Connection[Any],
+    doing: str,
+    statement: str,
+    names: Mapping[str, sql.Composable],
+    values: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of a statement for an operator who waits for them: it is cancelled after 10 s.
+
+    ``connection`` is in autocommit. Raises Unavailable, also when the statement takes too long, and SchemaError without
+    the tables or the rights.
+    """
+    with (
+        unavailable_on_error(doing),
+        connection.transaction(),
+        connection.cursor(row_factory=dict_row) as cursor,
+    ):
+        cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+        return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()
+
+
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:
     """Return all pauses. Raises Unavailable, or SchemaError without the table or a right."""
-    with unavailable_on_error("reading the pauses"), connection.cursor(row_factory=dict_row) as cursor:
-        return _paused(cursor.execute(sql.SQL(_PAUSES).format(**names_of(schema))).fetchall())
+    return _paused(read_rows(connection, "reading the pauses", _PAUSES, names_of(schema)))
 
 
 def _paused(rows: Sequence[dict[str, Any]]) -> list[Paused]:

@@ -8,10 +8,10 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row
 
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
+from relay.insights import read_rows
 from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 _SECONDS: Final = 10
@@ -47,13 +47,7 @@ def list_scheduled(
     ``connection`` is in autocommit. Raises Unavailable, and SchemaError without the table or the right.
     """
     bound = {"type": aggregate_type, "limit": limit}
-    with (
-        unavailable_on_error("listing scheduled events"),
-        connection.transaction(),
-        connection.cursor(row_factory=dict_row) as cursor,
-    ):
-        cursor.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))
-        return cursor.execute(sql.SQL(_LIST).format(**names_of(schema)), bound).fetchall()
+    return read_rows(connection, "listing scheduled events", _LIST, names_of(schema), bound)
 
 
 def cancel(connection: psycopg.Connection[Any], schema: str, event_id: UUID, reason: str) -> None:

@@ -24,9 +24,8 @@ _SHOWN: Final = 10
 
 # Not to_regclass(), which needs USAGE on the schema.
 _HAS_TABLES: Final = """
-SELECT count(*) = 4 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
- WHERE n.nspname = %s AND c.relkind IN ('r', 'p')
-   AND c.relname IN ('groups', 'offsets', 'losses', 'processed_messages')"""
+SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                WHERE n.nspname = %s AND c.relname = 'groups')"""
 _NOW: Final = "SELECT clock_timestamp()"
 _READABLE: Final = "SELECT FROM {} LIMIT 0"
 _STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"

@@ -12,6 +12,7 @@ from outbox.consumer.admin import checks as consumers
 from outbox.consumer.admin.status import has_tables
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options
 from relay.database import Connector
+from relay.insights import read_lanes
 from relay.operations.doctor import kafka, names, postgres
 from relay.operations.doctor.run import run
 from relay.operations.doctor.transport import check_transport
@@ -58,7 +59,7 @@ def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding
 class _Known:
     """What the checks have read, for those that come after them."""
 
-    lanes: Mapping[SourceKind, Sequence[int]] = field(default_factory=dict)
+    lanes: dict[SourceKind, list[int]] = field(default_factory=dict)
     groups: Sequence[consumers.DeclaredGroup] = ()
     reached: bool = False
     """Whether the outbox's database answers."""
@@ -84,11 +85,12 @@ def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
         yield from run(postgres.checks(connection, settings))
         yield from run(names.checks(connection, settings.db_schema, "schemas"))
 
-        def read_lanes() -> Iterator[Finding]:
-            known.lanes = postgres.lane_sources(connection, settings.db_schema)
+        def note_lanes() -> Iterator[Finding]:
+            for one in read_lanes(connection, settings.db_schema):
+                known.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
             yield from ()
 
-        yield from run([Check("lanes", read_lanes, grant=f"SELECT on {settings.db_schema}.lanes")])
+        yield from run([Check("lanes", note_lanes, grant=f"SELECT on {settings.db_schema}.lanes")])
 
 
 def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
@@ -100,11 +102,11 @@ def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[F
         if not has_tables(connection, schema):
             return
 
-        def read_groups() -> Iterator[Finding]:
+        def note_groups() -> Iterator[Finding]:
             known.groups = consumers.declared_groups(connection, schema)
             yield from ()
 
-        yield from run([Check("consumers", read_groups, grant=consumers.GRANT)])
+        yield from run([Check("consumers", note_groups, grant=consumers.GRANT)])
         yield from run(consumers.checks(connection, schema, settings.consumer.keep_days))
         yield from run(names.checks(connection, schema, None if sink_url is None else "schemas of the sink"))
 

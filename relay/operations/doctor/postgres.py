@@ -13,7 +13,7 @@ from psycopg import errors, sql
 from outbox._clients.checks import Check, Finding, failure, ok, warning
 from relay.config import Settings, SourceKind
 from relay.core.pauses import Paused
-from relay.insights import COUNTED, DEAD, FAILURES, WAITING, read_pauses
+from relay.insights import COUNTED, DEAD, FAILURES, WAITING, read_pauses, without_event
 from relay.operations.doctor.run import Rows, asking
 from relay.operations.guarantee import slot_cost
 from relay.operations.wal_setup import Cdc, Status
@@ -43,10 +43,7 @@ SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM genera
 
 _HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
 _ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
-_WITHOUT_EVENT: Final = """
-SELECT count(*) FROM {failures} AS f
- WHERE NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
-   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)"""
+_WITHOUT_EVENT: Final = "SELECT count(*) FROM {failures} AS f WHERE {without_event}"
 
 # The relay and operators have DELETE; a superuser has every right.
 _POSERS: Final = """
@@ -100,7 +97,9 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
 
 
 def _names(schema: str) -> dict[str, sql.Composable]:
-    return names_of(schema) | {"events_name": sql.Literal(sql.Identifier(schema, "events").as_string(None))}
+    names = names_of(schema)
+    events_name = sql.Literal(sql.Identifier(schema, "events").as_string(None))
+    return names | {"events_name": events_name, "without_event": without_event(names)}
 
 
 def _server(rows: Rows) -> Iterator[Finding]:
@@ -314,12 +313,3 @@ def _cost(slot: Slot, settings: Settings, name: str) -> Iterator[Finding]:
     rate = max(now.current_lsn - before.current_lsn, 0) / (time.monotonic() - began)
     text = slot_cost(now.retained_bytes, settings.wal.retained_limit_bytes, now.safe_wal_bytes, rate)
     yield ok(f"slot {name}, cost", text)
-
-
-def lane_sources(connection: psycopg.Connection[Any], schema: str) -> dict[SourceKind, list[int]]:
-    """Return the lanes by the source that they are read from. Raises psycopg.Error."""
-    table = sql.Identifier(schema, "lanes")
-    found: dict[SourceKind, list[int]] = {}
-    for lane, source in connection.execute(sql.SQL("SELECT lane, source FROM {} ORDER BY lane").format(table)):
-        found.setdefault(SourceKind(source), []).append(lane)
-    return found
