@@ -147,10 +147,6 @@ class TransformFailed(OutboxError):
         )
 
 
-class HeadersUndecodable(OutboxError):
-    """The name of one of a message's headers is not UTF-8. No transform gets such a message."""
-
-
 class InputLost(OutboxError):
     """Messages were deleted before they were read, or there is no position and ``start`` is "none"."""
 
@@ -507,7 +503,7 @@ class _Session:
         """Produce what a message becomes, or its copy for the dead-letter topic."""
         try:
             if isinstance(message.headers(), UndecodableHeaders):
-                raise HeadersUndecodable(NOT_UTF8)
+                raise UnicodeError(NOT_UTF8)
             records = list(self._plan.transform(message))
             for record in records:
                 if not isinstance(record, Record):

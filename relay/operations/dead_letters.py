@@ -12,7 +12,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 
-from outbox.errors import NotFound, OutboxError
+from outbox.errors import NotFound, OperationRefused
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.insights import without_event
@@ -139,20 +139,13 @@ _QUICK_SECONDS: Final = 0.5
 _Done = TypeVar("_Done")
 
 
-class NoSuchFailure(NotFound):
-    """No failed event matches."""
-
-
-class FailuresLocked(OutboxError):
-    """Some failed events are locked by another transaction and were left as they are. ``event_ids`` names them."""
-
-    def __init__(self, event_ids: Sequence[str]) -> None:
-        shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
-        super().__init__(
-            f"{len(event_ids)} failed events are locked by another transaction (a relay that settles them, or another "
-            f"command) and were left as they are: {shown}. Run the command again"
-        )
-        self.event_ids = list(event_ids)
+def locked(event_ids: Sequence[str]) -> OperationRefused:
+    """Return the error for failed events that another transaction has locked. They were left as they are."""
+    shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
+    return OperationRefused(
+        f"{len(event_ids)} failed events are locked by another transaction (a relay that settles them, or another "
+        f"command) and were left as they are: {shown}. Run the command again"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +190,11 @@ class DeadLetters:
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, event_id: str) -> dict[str, Any]:
-        """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NoSuchFailure."""
+        """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NotFound."""
         with unavailable_on_error("reading a failure"):
             found = self._run(_LIST, Selection([event_id]).bound() | {"limit": 1})
             if not found:
-                raise NoSuchFailure(
+                raise NotFound(
                     f"no failed event has the id {event_id}; `outbox dead-letters list` shows those there are"
                 )
             failure = found[0]

@@ -14,7 +14,7 @@ import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
 from outbox._app.settings import Settings, load
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, NotFound
 from spark_jobs.cli.ending import obey_signals
 
 if TYPE_CHECKING:
@@ -239,6 +239,4 @@ def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID
         say(f"{len(ids)} {what}")
     missing = {str(one) for one in asked or ()} - set(ids)
     if missing:
-        from outbox.external.reservations import NoSuchReservation
-
-        raise NoSuchReservation(f"no reservations that this can be done with: {', '.join(sorted(missing))}")
+        raise NotFound(f"no reservations that this can be done with: {', '.join(sorted(missing))}")
