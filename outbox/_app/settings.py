@@ -12,9 +12,9 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -39,16 +39,28 @@ MAX_TRANSACTION: Final = 20_000
 """Events in one Kafka transaction: the marker names each."""
 
 _OURS: Final = frozenset(
-    {
-        "transactional.id",
-        "delivery.report.only.error",
-        "dr.cb",
-        "dr.msg.cb",
-        "on.delivery",
-        "error.cb",
-        "logger",
-    }
+    {"transactional.id", "delivery.report.only.error", "dr.cb", "dr.msg.cb", "on.delivery", "error.cb", "logger"}
 )
+
+
+def _dotted(options: object) -> object:
+    """Spell option names with dots, LINGER_MS → linger.ms, and turn every value into text."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
+        for name, value in options.items()
+    }
+
+
+def _text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+Options = Annotated[dict[str, str], BeforeValidator(_dotted)]
+"""Options of another program by their names with dots."""
 
 
 class Section(BaseModel):
@@ -189,13 +201,8 @@ class ConsumerSettings(Section):
 class SparkSettings(Section):
     """Options of Spark itself: ``conf`` holds its properties."""
 
-    conf: dict[str, str] = Field(default_factory=dict, repr=False)
+    conf: Options = Field(default_factory=dict, repr=False)
     """Properties of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
-
-    @field_validator("conf", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
 
 
 class _Environment(EnvSettingsSource):
@@ -218,7 +225,7 @@ class Settings(BaseSettings):
     ``%25``."""
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
     """The schema of the consumers' tables in the sink's database."""
-    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    kafka: Options = Field(default_factory=dict, repr=False)
     """Options of librdkafka by their names: ``OUTBOX_KAFKA__LINGER_MS`` is ``linger.ms``. Every command that talks to
     Kafka needs ``OUTBOX_KAFKA__BOOTSTRAP_SERVERS``."""
     spark_packages: str | None = None
@@ -263,11 +270,6 @@ class Settings(BaseSettings):
     web: WebSettings = Field(default_factory=WebSettings)
     consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
-
-    @field_validator("kafka", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
 
     @field_validator("database_url")
     @classmethod
@@ -382,16 +384,6 @@ def _content(file: Path | None) -> dict[str, Any]:
     raise ConfigurationError(problem)
 
 
-def dotted(options: object) -> object:
-    """Spell option names with dots, LINGER_MS → linger.ms, and turn every value into text."""
-    if not isinstance(options, dict):
-        return options
-    return {
-        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
-        for name, value in options.items()
-    }
-
-
 # Without enable.ssl.certificate.verification a client would not refuse what another one refuses.
 _CONNECTING: Final = ("security.", "ssl.", "sasl.", "https.", "client.", "socket.", "enable.ssl.")
 
@@ -404,9 +396,3 @@ def client_options(settings: Settings) -> dict[str, str]:
         for name, value in settings.kafka.items()
         if name == "bootstrap.servers" or name.startswith(_CONNECTING)
     }
-
-
-def _text(value: object) -> object:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int | float) else value

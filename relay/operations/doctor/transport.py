@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from typing import Final
 
 from psycopg.conninfo import conninfo_to_dict
 
+from outbox._app.settings import is_loopback
 from outbox._clients.checks import Finding, warning
 from relay.config import Settings
 
@@ -43,9 +43,4 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
 def _is_local(host: str) -> bool:
     """Return whether a host is this machine: a socket, localhost, or a loopback address."""
     name = host.strip().strip("[]")
-    if not name or name.startswith(("/", "@")) or name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return not name or name.startswith(("/", "@")) or is_loopback(f"{name}:0")
