@@ -8,6 +8,9 @@ from typing import Final
 DEFAULT_TEMPLATE: Final = "{aggregate_type}-events"
 """The topic of an aggregate type, in lower case, unless the relay's settings say otherwise."""
 
+STATE_SUFFIX: Final = ".relay.state"
+"""Ends the name of the topic in which an exactly-once relay keeps its state."""
+
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
@@ -18,6 +21,11 @@ def topic_problem(topic: str) -> str | None:
     if topic.startswith("__"):
         return "names that start with __ are Kafka's own"
     return None
+
+
+def relay_topic_problem(topic: str) -> str | None:
+    """Return why Kafka or the relay can't use this topic name, or None if it is valid."""
+    return "topics of that name hold the relay's own state" if topic.endswith(STATE_SUFFIX) else topic_problem(topic)
 
 
 def default_topic(aggregate_type: str, template: str = DEFAULT_TEMPLATE) -> str:

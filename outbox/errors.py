@@ -91,4 +91,11 @@ class SchemaError(OutboxError):
 
 
 class NotFound(OutboxError):
-    """What an operator has named does not exist, or not any more."""
+    """What an operator has named does not exist, not any more, or is not in a state in which this can be done."""
+
+
+class OperationRefused(OutboxError):
+    """What an operator wants is not possible in the present state, or would lose something.
+
+    Nothing was changed. The text says what to do first.
+    """

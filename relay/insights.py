@@ -28,14 +28,18 @@ COUNTED: Final = 10_000
 """How many rows are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
 _STATEMENT_SECONDS: Final = 10
 
-_LANES: Final = """
+LANES: Final = """
 SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
        CASE WHEN isfinite(l.lease_until)
             THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds
   FROM {lanes} AS l ORDER BY l.lane"""
 
-# While an old transaction keeps dead rows, this passes all of them.
-_WAITING: Final = """
+_WITHOUT_EVENT: Final = """
+NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)"""
+
+# While an old transaction keeps dead rows, WAITING passes all of them.
+WAITING: Final = """
 SELECT l.lane,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
                                ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
@@ -57,12 +61,12 @@ SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
   FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE c.oid = to_regclass(%(events)s)"""
 
-_FAILURES: Final = """
+FAILURES: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
        (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
                                LIMIT %(most)s) AS f) AS blocking"""
 
-_DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
+DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
 
 _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
@@ -272,7 +276,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 pauses = _paused(read(_PAUSES))
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):
-                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
+                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             figures = _besides(visible, read)
@@ -280,7 +284,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
             with suppress(psycopg.errors.QueryCanceled), visible.reading("events", "lanes"):
-                waiting = {row["lane"]: row for row in read(_WAITING)}
+                waiting = {row["lane"]: row for row in read(WAITING)}
     if waiting is not None:
         lanes = [replace(lane, **waiting[lane.lane]) for lane in lanes if lane.lane in waiting]
     held: dict[str | None, list[int]] = {}
@@ -313,18 +317,48 @@ def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]
     """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
     figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
     with visible.reading("failures"):
-        figures |= read(_FAILURES)[0]
+        figures |= read(FAILURES)[0]
     with visible.reading("dead_letters"):
-        figures |= read(_DEAD)[0]
+        figures |= read(DEAD)[0]
     with visible.reading("scheduled"):
         figures |= read(_SCHEDULED)[0]
     return figures
 
 
+def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
+    """Return SQL that says whether the event of the row ``f`` of failures was deleted by hand."""
+    return sql.SQL(_WITHOUT_EVENT).format(**names)
+
+
+def read_lanes(connection: psycopg.Connection[Any], schema: str) -> list[LaneState]:
+    """Return the lanes, without what waits in them. Raises Unavailable, or SchemaError without the table or a right."""
+    return [LaneState(**row) for row in read_rows(connection, "reading the lanes", LANES, names_of(schema))]
+
+
+def read_rows(
+    connection: psycopg.Connection[Any],
+    doing: str,
+    statement: str,
+    names: Mapping[str, sql.Composable],
+    values: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the rows of a statement for an operator who waits for them: it is cancelled after 10 s.
+
+    ``connection`` is in autocommit. Raises Unavailable, also when the statement takes too long, and SchemaError without
+    the tables or the rights.
+    """
+    with (
+        unavailable_on_error(doing),
+        connection.transaction(),
+        connection.cursor(row_factory=dict_row) as cursor,
+    ):
+        cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+        return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()
+
+
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:
     """Return all pauses. Raises Unavailable, or SchemaError without the table or a right."""
-    with unavailable_on_error("reading the pauses"), connection.cursor(row_factory=dict_row) as cursor:
-        return _paused(cursor.execute(sql.SQL(_PAUSES).format(**names_of(schema))).fetchall())
+    return _paused(read_rows(connection, "reading the pauses", _PAUSES, names_of(schema)))
 
 
 def _paused(rows: Sequence[dict[str, Any]]) -> list[Paused]:

@@ -11,7 +11,6 @@ from outbox.consumer.errors import (
     Fenced,
     Interrupted,
     JobError,
-    NoSuchJob,
     NotAuthorized,
     TopicRecreated,
 )
@@ -26,13 +25,10 @@ __all__ = [
     "EffectFailed",
     "Fenced",
     "InputCut",
-    "InputUnproven",
     "Interrupted",
     "JobError",
-    "NoSuchJob",
     "NotAuthorized",
     "Reject",
-    "SparkLost",
     "TopicRecreated",
     "WorkerLost",
 ]
@@ -74,11 +70,3 @@ class InputCut(ConsumerError):
 
 class WorkerLost(ConsumerError):
     """A Python worker or an executor of Spark ended in the middle of a range. Nothing of the range was committed."""
-
-
-class InputUnproven(ConsumerError):
-    """Nothing proves, where a task runs, that it got all of its rows. None of them was committed."""
-
-
-class SparkLost(ConsumerError):
-    """The JVM of the Spark session has ended. What was not committed is rolled back; run the job again."""

@@ -186,5 +186,5 @@ class ConsumerJob:
 
 
 def find_job(spec: str) -> ConsumerJob:
-    """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises NoSuchJob saying what is missing."""
+    """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises ConfigurationError saying what is missing."""
     return find_declared(spec, ConsumerJob, "name the job as MODULE:NAME, as in spark_jobs.order_totals:job")

@@ -29,20 +29,19 @@ import outbox
 import relay
 import spark_jobs
 from outbox._app import environment
+from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
 from outbox.consumer.admin.dead_letters import REASONS
 from outbox.consumer.model import LossKind, OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
-from relay.config import RouteSettings, Settings
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState
 from relay.metrics.outbox import TurnMetrics, outbox_metrics
 from relay.metrics.relay import RelayMetrics, slot_metrics, slot_repairs
 from relay.operations.roles import COLUMNS, TABLES, Kind
 from relay.wal.slot import SlotState
-from spark_jobs import settings as consumers
 from spark_jobs.errors import Reject
 from spark_jobs.metrics import ConsumerMetrics
 
@@ -61,14 +60,11 @@ class Undocumented(Exception):
 
 def settings_page() -> str:
     """Return the page of all settings: names, values, defaults, meanings."""
-    if foreign := consumers.Settings.model_fields.keys() - Settings.model_fields.keys():
-        raise Undocumented(f"settings of consumers that the commands do not know: {sorted(foreign)}")
     sections = {
-        _spelled(name, field): model
-        for name, field in Settings.model_fields.items()
-        if (model := environment.model_of(field.annotation)) is not None
+        name: model
+        for name, field in environment.fields_of(Settings).items()
+        if (model := environment.model_of(field)) is not None
     }
-    shared = sorted(name for name in consumers.Settings.model_fields if name not in sections)
     tables = [_setting_rows(Settings, (), leave_out=sections)]
     for name, model in sections.items():
         tables.append(f"## `[{name}]`\n\n{_paragraph(model)}\n\n{_setting_rows(model, (name,))}")
@@ -77,7 +73,7 @@ def settings_page() -> str:
     others = _table(["variable", ""], [[f"`{name}`", text] for name, text in environment.READ_ELSEWHERE.items()])
     return _page(
         "Settings",
-        f"""
+        """
         Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
         The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Nested names take two
         underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. A name
@@ -86,7 +82,8 @@ def settings_page() -> str:
 
         `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
 
-        A consumer reads `[consumer]`, `[spark]` and {_and(f"`{name}`" for name in shared)}; it passes the others over.
+        Consumers use `[consumer]`, `[spark]`, `consumer_schema`, `credentials`, `database_url`, `kafka`, `log_format`,
+        `log_level` and `spark_packages`. The other settings are the relay's; every command checks all of them.
         """,
         *tables,
         "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
@@ -110,15 +107,11 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
     for base in reversed(model.__mro__):
         if issubclass(base, BaseModel) and base.__module__.partition(".")[0] in {"outbox", "relay", "spark_jobs"}:
             texts |= _attributes(base)
-    for name, field in model.model_fields.items():
-        if name not in texts and environment.model_of(field.annotation) is None:
+    spelled = environment.fields_of(model)
+    for name, (given, field) in zip(model.model_fields, spelled.items(), strict=True):
+        if name not in texts and environment.model_of(field) is None:
             raise Undocumented(f"{model.__name__}.{name} has no docstring below it")
-        yield _spelled(name, field), field, texts.get(name, "")
-
-
-def _spelled(name: str, field: FieldInfo) -> str:
-    alias = field.validation_alias
-    return alias.removeprefix(environment.PREFIX).lower() if isinstance(alias, str) else name
+        yield given, field, texts.get(name, "")
 
 
 def _values(field: FieldInfo) -> str:
@@ -424,11 +417,6 @@ def _markdown(text: str) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line).rstrip() + " |" for line in lines)
-
-
-def _and(words: Iterable[str]) -> str:
-    *some, last = words
-    return f"{', '.join(some)} and {last}"
 
 
 def _page(title: str, text: str, *parts: str) -> str:

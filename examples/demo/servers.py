@@ -23,7 +23,7 @@ class Servers:
 
 def find_servers() -> Servers:
     """Return the servers that the environment names, otherwise the sandbox's, which are started."""
-    from relay.config import check_environment
+    from outbox._app.settings import check_environment
 
     check_environment()
     url = os.environ.get("OUTBOX_DATABASE_URL")

@@ -1,7 +1,7 @@
 """The environment variables of the product: ``OUTBOX_…``. A variable that nothing reads is an error.
 
-Most are settings, named after the fields of relay.config.Settings. The others are read where they are needed, and are
-listed here.
+Most are settings, named after the fields of outbox._app.settings.Settings. The others are read where they are needed,
+and are listed here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from outbox._clients.variables import PREFIX, variable
 from outbox.errors import ConfigurationError
@@ -89,29 +90,42 @@ def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
     """Raise ConfigurationError if there are variables that nothing reads, or sections that are not JSON objects."""
     problems = []
     for name, found in sorted(variables(environment).items()):
-        given, value = found.given, found.value
         path = name.removeprefix(PREFIX).lower().split("__")
-        if not _is_setting(settings, path):
+        setting = find(settings, path)
+        if setting is None:
             near = _nearest(name, settings)
-            if near and given.upper() != name:
+            if near and found.given.upper() != name:
                 near += _OF_FILE
             hint = f"did you mean {near}?" if near else "correct its name, or unset it"
-            problems.append(f"{given} is not a setting: {hint}")
-        elif _is_section(settings, path) and not _is_json_object(value):
+            problems.append(f"{found.given} is not a setting: {hint}")
+        elif is_table(setting) and values_of(find(settings, path[:-1])) is None and not _is_json_object(found.value):
             example = '{"Order": "orders"}' if path == ["routes"] else '{"name": "value"}'
-            problems.append(f"{given} must be a JSON object, such as {example}")
+            problems.append(f"{found.given} must be a JSON object, such as {example}")
     if problems:
         raise ConfigurationError("; ".join(problems))
 
 
 def setting_names(settings: type[BaseModel]) -> Iterator[tuple[str, ...]]:
     """Yield the path of every setting that has a name of its own."""
-    for name, field in settings.model_fields.items():
-        path = (_spelled(name, field.validation_alias),)
-        yield path
-        model = model_of(field.annotation)
+    for name, field in fields_of(settings).items():
+        yield (name,)
+        model = model_of(field)
         if model is not None:
-            yield from (path + rest for rest in setting_names(model))
+            yield from ((name, *rest) for rest in setting_names(model))
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section by their names as users spell them."""
+    return {str(field.validation_alias or name): field for name, field in model.model_fields.items()}
+
+
+def find(settings: type[BaseModel], path: Sequence[str]) -> Any:
+    """Return the field at this path, or the type of its values inside a mapping with free names; None without any."""
+    found: Any = settings
+    for part in path:
+        model, values = model_of(found), values_of(found)
+        found = fields_of(model).get(part) if model is not None else values if part else None
+    return found
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
@@ -119,57 +133,31 @@ def nearest_key(key: str, known: Sequence[str]) -> str | None:
     return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
 
 
-def choices_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type itself."""
+def choices_of(setting: Any) -> tuple[Any, ...]:
+    """Return the members of a field's or a type's union, or the type itself."""
+    annotation = setting.annotation if isinstance(setting, FieldInfo) else setting
     return get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else (annotation,)
 
 
-def model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a field that is a section, or None."""
-    for choice in choices_of(annotation):
+def model_of(setting: Any) -> type[BaseModel] | None:
+    """Return the model of a field or a type that is a section, or None."""
+    for choice in choices_of(setting):
         if isinstance(choice, type) and issubclass(choice, BaseModel):
             return choice
     return None
 
 
-def values_of(annotation: Any) -> Any:
-    """Return the type of the values if a field is a mapping with free names, or None."""
-    for choice in choices_of(annotation):
+def values_of(setting: Any) -> Any:
+    """Return the type of the values if a field or a type is a mapping with free names, or None."""
+    for choice in choices_of(setting):
         if get_origin(choice) is dict:
             return get_args(choice)[1]
     return None
 
 
-def _spelled(name: str, alias: object) -> str:
-    return alias.removeprefix(PREFIX).lower() if isinstance(alias, str) else name
-
-
-def _field(model: type[BaseModel], name: str) -> Any:
-    """Return the type of the field with this name, or None."""
-    for field_name, field in model.model_fields.items():
-        if _spelled(field_name, field.validation_alias) == name:
-            return field.annotation
-    return None
-
-
-def _is_setting(annotation: Any, path: Sequence[str]) -> bool:
-    if not path:
-        return True
-    model, values = model_of(annotation), values_of(annotation)
-    if model is not None:
-        field = _field(model, path[0])
-        return field is not None and _is_setting(field, path[1:])
-    return values is not None and path[0] != "" and _is_setting(values, path[1:])
-
-
-def _is_section(settings: type[BaseModel], path: Sequence[str]) -> bool:
-    annotation: Any = settings
-    for part in path:
-        model = model_of(annotation)
-        if model is None:
-            return False
-        annotation = _field(model, part)
-    return model_of(annotation) is not None or values_of(annotation) is not None
+def is_table(setting: Any) -> bool:
+    """Return whether a setting holds others."""
+    return model_of(setting) is not None or values_of(setting) is not None
 
 
 def _is_json_object(value: str) -> bool:
@@ -185,16 +173,11 @@ def _is_service_link(name: str, value: str) -> bool:
 
 def _nearest(name: str, settings: type[BaseModel]) -> str | None:
     paths = list(setting_names(settings))
+    flat = re.sub("_+", "_", name)
     for path in paths:
-        annotation: Any = settings
-        for part in path:
-            model = model_of(annotation)
-            assert model is not None
-            annotation = _field(model, part)
         # Options of Kafka and Spark may have any name: only the number of underscores can be wrong.
         start = variable(path).replace("__", "_") + "_"
-        flat = re.sub("_+", "_", name)
-        if values_of(annotation) is str and flat.startswith(start) and len(flat) > len(start):
+        if values_of(find(settings, path)) is str and flat.startswith(start) and len(flat) > len(start):
             return f"{variable(path)}__{flat.removeprefix(start)}"
     known = [*map(variable, paths), *READ_ELSEWHERE, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"]
     # Without the prefix, which is the same in all of them.

@@ -1,40 +1,189 @@
-"""Settings that relay and consumers share, and the sources that settings are read from.
+"""All settings of all commands: from the environment (``OUTBOX_…``), then a TOML file, then these defaults.
 
-All settings together are in relay.config; a consumer's are in spark_jobs.settings.
+Nested names take two underscores: ``OUTBOX_RELAY__BATCH_SIZE`` or ``[relay] batch_size``. The file is ``outbox.toml``
+in the working directory, or the one named by OUTBOX_CONFIG. An unknown name is an error in the environment and in the
+file: a misspelt setting must not be ignored. What the relay derives from its settings is in relay.config.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
 from outbox._app import environment, settings_errors
+from outbox._app.choices import Delivery, HeaderSet, OnFailure, Payloads, SourceKind
+from outbox._app.settings_errors import conflict
 from outbox._clients import credentials
+from outbox._clients.variables import PREFIX
+from outbox._topics import DEFAULT_TEMPLATE, relay_topic_problem
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
 
-ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
+_ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
 
-Read = TypeVar("Read", bound=BaseSettings)
+MAX_TRANSACTION: Final = 20_000
+"""Events in one Kafka transaction: the marker names each."""
+
+_OURS: Final = frozenset(
+    {"transactional.id", "delivery.report.only.error", "dr.cb", "dr.msg.cb", "on.delivery", "error.cb", "logger"}
+)
 
 
-class ConsumerSettings(BaseModel):
-    """How one consumer process works."""
+def _dotted(options: object) -> object:
+    """Spell option names with dots, LINGER_MS → linger.ms, and turn every value into text."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
+        for name, value in options.items()
+    }
+
+
+def _text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+Options = Annotated[dict[str, str], BeforeValidator(_dotted)]
+"""Options of another program by their names with dots."""
+
+
+class Section(BaseModel):
+    """A table of settings. Refuses unknown names."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class RelaySettings(Section):
+    """How one relay process works. All times are in seconds."""
+
+    instance: str | None = Field(None, min_length=1, max_length=200)
+    """The relay's name in ``outbox.relays`` and in logs. Unique among running relays; host, process id and a random
+    part if not given."""
+    batch_size: int = Field(2000, ge=1, le=50_000)
+    """Events of one lane in a turn. A turn of several lanes has up to four times as many, divided among lanes with
+    events, and 16 MiB of payloads."""
+    lease_seconds: float = Field(15.0, ge=1.0, le=3600)
+    """How long after a kill -9 its lanes are taken over by other relays."""
+    max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
+    """An idle worker queries Postgres at least this often."""
+    watch_seconds: float = Field(0.003, ge=0, le=1)
+    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. 0: the relay polls
+    itself, at intervals that grow up to ``max_idle_seconds``; behind a pooler it always does."""
+    max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
+    """Longest wait between tries while Postgres or Kafka is unavailable."""
+    shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
+    """After SIGTERM: how long batches in flight may take. A second signal ends the relay at once."""
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
+    """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given. With ``--workers``, the other workers
+    use the next ports."""
+    archive_days: int = Field(0, ge=0, le=3650)
+    """Keep published events in ``published`` for this many days; 0 deletes them at once."""
+
+
+class WalSettings(Section):
+    """The WAL as the source."""
+
+    slot: str = Field(
+        "outbox_relay", pattern=r"^[a-z0-9_]{1,63}$", description="1 to 63 of the characters a-z, 0-9 and _"
+    )
+    """Unique on the server, over all its databases."""
+    publication: str = Field("outbox_relay", min_length=1, max_length=63)
+    """Unique in the database."""
+    heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
+    """While the outbox is idle: how often the slot is advanced past what other applications write."""
+    retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
+    """More retained WAL than this is an alert."""
+
+
+class RouteSettings(Section):
+    """The route of one aggregate type: its topic, and what happens when an event fails for good."""
+
+    topic: str
+    """The topic of its events."""
+    on_failure: OnFailure | None = None
+    """Overrides ``failures.on_failure``."""
+    dead_letter_topic: str | None = None
+    """Overrides ``failures.dead_letter_topic``."""
+
+
+class FailureSettings(Section):
+    """Events that can't be published as they are. Times are in seconds."""
+
+    on_failure: OnFailure = OnFailure.BLOCK
+    """What happens to a dead letter's key. ``block``: later events wait for an operator. ``skip``: they are
+    published."""
+    max_attempts: int = Field(10, ge=1, le=1000)
+    """After this many attempts an event becomes a dead letter."""
+    min_backoff_seconds: float = Field(1.0, ge=0.001, le=86_400)
+    """The wait before the second attempt. It doubles with each further attempt."""
+    max_backoff_seconds: float = Field(600.0, ge=0.001, le=86_400)
+    """The longest wait between two attempts."""
+    dead_letter_topic: str | None = None
+    """The topic for a copy of each dead letter, with the error in its headers."""
+
+
+class WebSettings(Section):
+    """The operations page: ``outbox web``."""
+
+    address: str = Field("127.0.0.1:8722", pattern=r"^\S+:\d{1,5}$", description="host:port, such as 127.0.0.1:8722")
+    """Where the page is served. Any address but a loopback one needs a proxy's secret."""
+    proxy_secret: str | None = Field(
+        None, pattern=r"^[!-~]{16,}$", repr=False, description="16 or more letters, digits or signs"
+    )
+    """What a proxy sends in the header ``X-Outbox-Proxy-Secret``. Requests without it are refused; the proxy
+    authenticates its users."""
+    user_header: str = Field("X-Forwarded-User", pattern=r"^[A-Za-z0-9-]+$", description="the name of a header")
+    """The header in which the proxy names the user. It has to replace one that a client sends."""
+    origin: str | None = Field(
+        None, pattern=r"^https://[^/\s]+$", description="https:// and a host, such as https://outbox.example.com"
+    )
+    """The address that the proxy makes the page known by. Needed with a proxy's secret."""
+    payloads: Payloads = Payloads.HIDDEN
+    """Whether the page shows payloads and headers of events and messages."""
+    read_only: bool = False
+    """Offer no actions, whoever asks."""
+    refresh_seconds: float = Field(2.0, ge=0.2, le=60)
+    """How often the figures are read while somebody looks at them."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if (self.origin is None) != (self.proxy_secret is None):
+            given, missing = ("proxy_secret", "origin") if self.origin is None else ("origin", "proxy_secret")
+            raise conflict(("web", given), f"needs web.{missing} too: the page is behind a proxy, or it is not")
+        if not is_loopback(self.address) and self.proxy_secret is None:
+            raise conflict(
+                ("web", "address"), f"must be a loopback address unless web.proxy_secret is set; got {self.address!r}"
+            )
+        return self
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a ``host:port`` names this machine itself, by an address or as localhost."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class ConsumerSettings(Section):
+    """How one consumer process works."""
 
     keep_days: int = Field(14, ge=1, le=3650)
     """The ids of applied messages are remembered for this many whole days: longer than Kafka keeps the messages."""
@@ -43,41 +192,32 @@ class ConsumerSettings(BaseModel):
     max_bytes: int = Field(512 << 20, ge=1 << 20)
     """A round takes at most about this many bytes over all partitions, estimated from the message sizes of earlier
     rounds. Raise it on a cluster with many cores."""
-    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given."""
     ready_seconds: float = Field(300.0, gt=0)
     """How long after its last round a consumer is still ready. Longer than the longest round."""
 
 
-class SparkSettings(BaseModel):
+class SparkSettings(Section):
     """Options of Spark itself: ``conf`` holds its properties."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    conf: dict[str, str] = Field(default_factory=dict, repr=False)
+    conf: Options = Field(default_factory=dict, repr=False)
     """Properties of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
-
-    @field_validator("conf", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
 
 
 class _Environment(EnvSettingsSource):
-    """The environment, with the contents of the files that variables named ``…_FILE`` name."""
+    """The variables ``OUTBOX_…`` without their prefix, with the contents of the files that ``…_FILE`` name."""
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
-        return {name.lower(): variable.value for name, variable in environment.variables(os.environ).items()}
+        found = environment.variables(os.environ)
+        return {name.removeprefix(PREFIX).lower(): variable.value for name, variable in found.items()}
 
 
-class SharedSettings(BaseSettings):
-    """The settings that every command reads. Raises ConfigurationError through ``read``."""
+class Settings(BaseSettings):
+    """All settings of all commands. Raises ConfigurationError through ``load``."""
 
     model_config = SettingsConfigDict(
-        env_prefix="OUTBOX_",
-        env_nested_delimiter="__",
-        extra="ignore",
-        nested_model_default_partial_update=True,
+        env_nested_delimiter="__", extra="forbid", nested_model_default_partial_update=True
     )
 
     database_url: str | None = Field(None, repr=False)
@@ -85,11 +225,9 @@ class SharedSettings(BaseSettings):
     ``%25``."""
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
     """The schema of the consumers' tables in the sink's database."""
-    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    kafka: Options = Field(default_factory=dict, repr=False)
     """Options of librdkafka by their names: ``OUTBOX_KAFKA__LINGER_MS`` is ``linger.ms``. Every command that talks to
     Kafka needs ``OUTBOX_KAFKA__BOOTSTRAP_SERVERS``."""
-    consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
-    spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates of the packages that a job's transform needs in Spark."""
     credentials: str | None = None
@@ -98,11 +236,40 @@ class SharedSettings(BaseSettings):
     """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
     """The least severe entries that are logged."""
-
-    @field_validator("kafka", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
+    db_schema: str = Field("outbox", validation_alias="schema", min_length=1, max_length=63)
+    """The schema of the outbox's tables."""
+    delivery: Delivery = Delivery.AT_LEAST_ONCE
+    """The delivery guarantee for readers of the topics."""
+    source: SourceKind = SourceKind.POLLING
+    """The source of the relay's events. The relay waits while the lanes are read from the other source."""
+    create_topics: bool = False
+    """Create missing topics, with the broker's defaults unless the next two settings are given."""
+    topic_partitions: int = Field(-1, ge=-1)
+    """Partitions of a topic that the relay creates; -1 leaves it to the broker."""
+    topic_replication: int = Field(-1, ge=-1)
+    """Replication factor of a topic that the relay creates; -1 leaves it to the broker."""
+    topic_template: str = DEFAULT_TEMPLATE
+    """Without routes: the topic of an aggregate type. The result is converted to lower case."""
+    routes: dict[str, RouteSettings] | None = None
+    """Aggregate type to topic (or to a table with more settings). If given, no other aggregate type is published."""
+    name: str = Field(
+        "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
+    )
+    """Exactly-once: unique among the outboxes of one Kafka. The prefix of the state topic and of each
+    transactional.id."""
+    state_replication: int = Field(-1, ge=-1)
+    """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
+    ce_source: str = Field("/outbox", min_length=1)
+    """CloudEvents ``source`` of every event: the system that the events come from."""
+    headers: HeaderSet = HeaderSet.BOTH
+    """The headers of a message: those of CloudEvents, the plain names for Debezium's consumers, or both. One set costs
+    less than both; ``ce_id`` is in each."""
+    relay: RelaySettings = Field(default_factory=RelaySettings)
+    failures: FailureSettings = Field(default_factory=FailureSettings)
+    wal: WalSettings = Field(default_factory=WalSettings)
+    web: WebSettings = Field(default_factory=WebSettings)
+    consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
+    spark: SparkSettings = Field(default_factory=SparkSettings)
 
     @field_validator("database_url")
     @classmethod
@@ -111,6 +278,36 @@ class SharedSettings(BaseSettings):
             return None if value is None else libpq_url(value)
         except ConfigurationError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("routes", mode="before")
+    @classmethod
+    def _topics(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: {"topic": route} if isinstance(route, str) else route for name, route in value.items()}
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        for name in self.kafka:
+            if name in _OURS:
+                raise conflict(("kafka", name), "is set by the relay itself; remove it")
+        problem = relay_topic_problem(self.name)
+        if problem:
+            raise conflict(("name",), f"begins the names of topics, and {self.name!r} can't: {problem}")
+        if self.delivery is Delivery.EXACTLY_ONCE and self.relay.batch_size > MAX_TRANSACTION:
+            raise conflict(
+                ("relay", "batch_size"),
+                f"must be at most {MAX_TRANSACTION} with exactly-once, so that the batch's marker stays below Kafka's "
+                f"message size; got {self.relay.batch_size}",
+            )
+        if self.delivery is Delivery.AT_MOST_ONCE and self.relay.archive_days:
+            raise conflict(
+                ("relay", "archive_days"),
+                f"must be 0 with at-most-once, which does not know what was published; got {self.relay.archive_days}",
+            )
+        if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
+            raise conflict(("source",), "must be polling with at-most-once; got 'wal'")
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -122,12 +319,7 @@ class SharedSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the sources by precedence: arguments, the environment, the file."""
-        return (init_settings, _Environment(settings_cls), cls.file_source(settings_cls))
-
-    @classmethod
-    def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
-        """Return the source that reads the settings file."""
-        return TomlConfigSettingsSource(settings_cls, config_file())
+        return init_settings, _Environment(settings_cls), InitSettingsSource(settings_cls, _content(config_file()))
 
     def require_database(self, otherwise: str = "") -> str:
         """Return the database URL. Raises ConfigurationError when there is none; its text ends with ``otherwise``."""
@@ -145,6 +337,31 @@ class SharedSettings(BaseSettings):
         return servers
 
 
+def load(**given: Any) -> Settings:
+    """Return the settings. ``given`` overrides environment and file. Raises ConfigurationError naming each mistake."""
+    check_environment()
+    given = {name: value for name, value in given.items() if value is not None}
+    try:
+        found = Settings(**given)
+    except ValidationError as error:
+        file = config_file()
+        origin = settings_errors.Origin(given, environment.variables(os.environ), file, _content(file))
+        problems = settings_errors.explain(error, Settings, origin)
+    except SettingsError as error:
+        # This text does not quote the variable's value, but its cause does.
+        problems = f"{error}: it must be a JSON object"
+    else:
+        credentials.use(found.credentials)
+        return found
+    # Not raised in a handler: the errors above quote their input, which may be a password.
+    raise ConfigurationError(problems)
+
+
+def check_environment() -> None:
+    """Raise ConfigurationError for a variable ``OUTBOX_…`` that nothing reads. ``load`` calls it too."""
+    environment.check(os.environ, Settings)
+
+
 def config_file() -> Path | None:
     """Return the settings file, if there is one. Raises ConfigurationError when OUTBOX_CONFIG does not name a file."""
     named = os.environ.get("OUTBOX_CONFIG")
@@ -157,42 +374,21 @@ def config_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
-    """Return the settings. ``given`` overrides other sources. Raises ConfigurationError naming each mistake."""
-    file = config_file()
+def _content(file: Path | None) -> dict[str, Any]:
+    """Return the parsed file. Raises ConfigurationError when it can't be read."""
     try:
-        found = kind(**given)
-    except ValidationError as error:
-        origin = settings_errors.Origin(given, environment.variables(os.environ), file, file_content(file))
-        problems = settings_errors.explain(error, kind, origin)
-    except SettingsError as error:
-        # This text does not quote the variable's value, but its cause does.
-        problems = f"{error}: it must be a JSON object"
+        return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        problems = f"{file} can't be read: {error}"
-    else:
-        if isinstance(found, SharedSettings):
-            credentials.use(found.credentials)
-        return found
-    # Not raised in a handler: the errors above quote their input, which may be a password.
-    raise ConfigurationError(problems)
-
-
-def dotted(options: object) -> object:
-    """Spell option names with dots, LINGER_MS → linger.ms, and turn every value into text."""
-    if not isinstance(options, dict):
-        return options
-    return {
-        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
-        for name, value in options.items()
-    }
+        problem = f"{file} can't be read: {error}"
+    # Not raised in a handler: the errors of the parsers have the content.
+    raise ConfigurationError(problem)
 
 
 # Without enable.ssl.certificate.verification a client would not refuse what another one refuses.
 _CONNECTING: Final = ("security.", "ssl.", "sasl.", "https.", "client.", "socket.", "enable.ssl.")
 
 
-def client_options(settings: SharedSettings) -> dict[str, str]:
+def client_options(settings: Settings) -> dict[str, str]:
     """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
     settings.require_kafka()
     return {
@@ -200,17 +396,3 @@ def client_options(settings: SharedSettings) -> dict[str, str]:
         for name, value in settings.kafka.items()
         if name == "bootstrap.servers" or name.startswith(_CONNECTING)
     }
-
-
-def file_content(file: Path | None) -> dict[str, Any]:
-    """Return the parsed file. Raises ConfigurationError when it can't be read."""
-    try:
-        return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigurationError(f"{file} can't be read: {error}") from error
-
-
-def _text(value: object) -> object:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int | float) else value

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from outbox._app.environment import Variable, choices_of, model_of, nearest_key, setting_names, values_of
-from outbox._clients.variables import PREFIX, variable
+from outbox._app.environment import Variable, choices_of, fields_of, find, is_table, model_of, nearest_key
+from outbox._clients.variables import variable
 
 _OPTIONS: Final = {
     "database_url": "--database-url",
@@ -68,39 +68,22 @@ def _sentence(problem: ErrorDetails, settings: type[BaseModel], origin: Origin) 
     if problem["type"] == _CONFLICT:
         return f"{origin.name(context['path'])} {context['problem']}."
     path = [str(part) for part in problem["loc"]]
-    if path and path[0].startswith(PREFIX):  # a field with an alias
-        path[0] = path[0].removeprefix(PREFIX).lower()
     name = origin.name(path)
-    field, secret, siblings = _find(settings, path)
     match problem["type"]:
         case "value_error":
             return f"{name}: {problem['msg'].removeprefix('Value error, ')}."
         case "missing":
             return f"{name} is missing."
         case "extra_forbidden":
-            near = nearest_key(path[-1], siblings)
-            known = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
-            return f"{name} is not a setting: {known}"
-    wanted = expected(field) if field is not None else "of another type"
+            section = model_of(find(settings, path[:-1]))
+            known = sorted(fields_of(section)) if section is not None else []
+            near = nearest_key(path[-1], known)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}."
+            return f"{name} is not a setting: {hint}"
+    fields = [find(settings, path[:size]) for size in range(1, len(path) + 1)]
+    secret = _SECRET.search(path[-1]) or any(isinstance(field, FieldInfo) and not field.repr for field in fields)
+    wanted = "of another type" if fields[-1] is None else expected(fields[-1])
     return f"{name} must be {wanted}{'' if secret else _shown(problem['input'])}."
-
-
-def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, list[str]]:
-    """Return a setting's field or type, whether its value is secret, and the names of its siblings."""
-    found: Any = settings
-    secret = bool(_SECRET.search(path[-1])) if path else False
-    siblings: list[str] = []
-    for part in path:
-        annotation = found.annotation if isinstance(found, FieldInfo) else found
-        model = model_of(annotation)
-        if model is None:
-            found, siblings = values_of(annotation), []
-            continue
-        siblings = [names[0] for names in setting_names(model) if len(names) == 1]
-        fields = dict(zip(siblings, model.model_fields.values(), strict=True))
-        found = fields.get(part)
-        secret = secret or (found is not None and not found.repr)
-    return found, secret, siblings
 
 
 def expected(field: Any) -> str:
@@ -110,7 +93,7 @@ def expected(field: Any) -> str:
         if field.description:
             return field.description
         annotation, limits = field.annotation, _limits(field)
-    if model_of(annotation) is not None or values_of(annotation) is not None:
+    if is_table(annotation):
         return "a table of settings"
     choices = [choice for choice in choices_of(annotation) if isinstance(choice, type)]
     for choice in choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from outbox.errors import ConfigurationError, OutboxError
+from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
     from outbox.consumer.model import Loss, Partition
@@ -22,10 +22,6 @@ class ConsumerError(OutboxError):
 
 class JobError(ConsumerError):
     """The job's declaration can't work."""
-
-
-class NoSuchJob(JobError, ConfigurationError):
-    """A command names no job: there is no such module, or nothing of that name and kind in it."""
 
 
 class Fenced(ConsumerError):

@@ -141,7 +141,7 @@ class Caller:
     def settle_by_hand(self, message_id: UUID, *, confirmed: bool, why: str) -> None:
         """Settle a stuck or conflicting reservation with the outcome that an operator knows, and run its SQL.
 
-        Raises NoSuchReservation for any other, and ConsumerError when the SQL fails.
+        Raises NotFound for any other, and ConsumerError when the SQL fails.
         """
         external = self._external
 

@@ -202,5 +202,5 @@ class External:
 
 
 def find_external(spec: str) -> External:
-    """Import ``MODULE:NAME`` and return the External there. Raises NoSuchJob saying what is missing."""
+    """Import ``MODULE:NAME`` and return the External there. Raises ConfigurationError saying what is missing."""
     return find_declared(spec, External, "name it as MODULE:NAME")

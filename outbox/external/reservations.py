@@ -171,10 +171,6 @@ _WINDOW: Final = 50
 SqlEffect = Callable[[psycopg.Cursor[Any]], None]
 
 
-class NoSuchReservation(ConsumerError, NotFound):
-    """There is no reservation with this id, or it is not in a state in which this can be done."""
-
-
 class _EffectFailed(Exception):
     """Rolls back the transaction that settles a call."""
 
@@ -290,7 +286,7 @@ class Reservations:
         """Write the outcome that an operator knows from the provider, run its SQL, and record the reason in the audit.
 
         Only for a reservation that is stuck or has a conflict: for others a call may be under way. This ends a
-        conflict. The SQL is not repeated if the row already had the state. Raises NoSuchReservation, and ConsumerError
+        conflict. The SQL is not repeated if the row already had the state. Raises NotFound, and ConsumerError
         when the SQL fails.
         """
         change = Transition(
@@ -300,7 +296,7 @@ class Reservations:
             with pinned_transaction(connection) as path, connection.cursor(row_factory=dict_row) as cursor:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
-                    raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
+                    raise NotFound(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
                 self._write(cursor, row, change, None)
                 cursor.execute(
                     sql.SQL(

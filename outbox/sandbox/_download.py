@@ -18,7 +18,7 @@ from typing import Final
 
 import stamina
 
-from outbox.sandbox.errors import DownloadFailed
+from outbox.sandbox.errors import ServiceError
 
 _CHUNK: Final = 1 << 16
 _TIMEOUT: Final = 30.0
@@ -35,7 +35,7 @@ def resume(url: str, part: Path, size: int, report: Callable[[int], None]) -> No
 
     report   called with the number of bytes downloaded so far.
 
-    Timeouts, lost connections and server errors are retried with growing pauses. Raises DownloadFailed after the last
+    Timeouts, lost connections and server errors are retried with growing pauses. Raises ServiceError after the last
     try, and at once if the server does not have the file.
     """
     if part.exists() and part.stat().st_size > size:
@@ -47,12 +47,12 @@ def resume(url: str, part: Path, size: int, report: Callable[[int], None]) -> No
             with attempt:
                 _one_try(url, part, size, report)
     except urllib.error.HTTPError as error:
-        raise DownloadFailed(
+        raise ServiceError(
             f"{url}: the repository answers {error.code} {error.reason}. Set OUTBOX_MAVEN_REPOSITORY to a Maven "
             "repository that has it"
         ) from error
     except (OSError, http.client.HTTPException, _CutShort) as error:
-        raise DownloadFailed(
+        raise ServiceError(
             f"{url}: {str(error) or type(error).__name__}, after {_ATTEMPTS} tries. Check the network and proxy "
             "settings, or set OUTBOX_MAVEN_REPOSITORY to a Maven repository that can be reached; "
             "what was downloaded is kept"
@@ -73,7 +73,7 @@ def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> 
     if have == size:
         return
     if not url.startswith(("http://", "https://")):
-        raise DownloadFailed(f"{url}: a Maven repository's address starts with https:// or http://")
+        raise ServiceError(f"{url}: a Maven repository's address starts with https:// or http://")
     headers = {"User-Agent": "outbox-kafka", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -99,7 +99,7 @@ def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> 
                 file.flush()
             except OSError as error:
                 # A local error: another try would not help.
-                raise DownloadFailed(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
+                raise ServiceError(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
             have += len(chunk)
             report(have)
 

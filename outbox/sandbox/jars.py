@@ -20,7 +20,7 @@ from typing import Final
 
 from outbox.sandbox import _download
 from outbox.sandbox._dirs import cache_dir, locked_file
-from outbox.sandbox.errors import ChecksumMismatch, MissingDependency, ServiceError
+from outbox.sandbox.errors import ServiceError
 
 KAFKA: Final = "kafka"
 
@@ -107,8 +107,8 @@ def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None 
                one line at the start and one at the end; nothing if all files are cached.
     lock       as for ``locked``.
 
-    Interrupted downloads are resumed. Two processes can fetch at the same time. Raises DownloadFailed when the
-    repository stays unreachable, ChecksumMismatch when it serves different bytes.
+    Interrupted downloads are resumed. Two processes can fetch at the same time. Raises ServiceError when the
+    repository stays unreachable, ServiceError when it serves different bytes.
     """
     jars = locked(set_name, lock)
     directory = cache_dir() / "jars"
@@ -150,7 +150,7 @@ def repository() -> str:
     try:
         from jgo.maven import MavenContext
     except ImportError:
-        raise MissingDependency(
+        raise ServiceError(
             "the jars' download address comes with jgo, which is not installed: install outbox-kafka[sandbox], "
             "or set OUTBOX_MAVEN_REPOSITORY to a Maven repository's address"
         ) from None
@@ -173,7 +173,7 @@ def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
             digest = _download_to(part, base, jar, report)
         if digest != jar.sha256:
             part.unlink()
-            raise ChecksumMismatch(
+            raise ServiceError(
                 f"{base}/{jar.path} has the SHA-256 {digest}, jars.lock says {jar.sha256}: the repository or "
                 "something before it serves another file. It was thrown away; set OUTBOX_MAVEN_REPOSITORY to one "
                 "you trust"

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from outbox.sandbox.errors import MissingDependency
+from outbox.sandbox.errors import ServiceError
 
 MINIMUM: Final = 17
 _HINT: Final = (
@@ -22,7 +22,7 @@ _HINT: Final = (
 def java() -> Path:
     """Return the ``java`` program of $JAVA_HOME, else of $PATH.
 
-    Raises MissingDependency, saying what to install, when there is none or it is older than 17.
+    Raises ServiceError, saying what to install, when there is none or it is older than 17.
     """
     return _java(os.environ.get("JAVA_HOME"), os.environ.get("PATH"))
 
@@ -32,20 +32,20 @@ def _java(home: str | None, path: str | None) -> Path:
     if home:
         program = Path(home, "bin", "java")
         if not program.is_file():
-            raise MissingDependency(f"JAVA_HOME={home} holds no bin/java; {_HINT}")
+            raise ServiceError(f"JAVA_HOME={home} holds no bin/java; {_HINT}")
     else:
         found = shutil.which("java", path=path)
         if found is None:
-            raise MissingDependency(f"Kafka needs Java, and there is none on the PATH; {_HINT}")
+            raise ServiceError(f"Kafka needs Java, and there is none on the PATH; {_HINT}")
         program = Path(found)
     result = subprocess.run([program, "-version"], capture_output=True, text=True, check=False)
     output = result.stdout + result.stderr
     match = re.search(r'version "(\d+)(?:\.(\d+))?', output)
     if result.returncode != 0 or match is None:
         # macOS has a stub named java that only says where to get one.
-        raise MissingDependency(f"{program} is no working Java ({output.strip()[:200]}); {_HINT}")
+        raise ServiceError(f"{program} is no working Java ({output.strip()[:200]}); {_HINT}")
     # Up to Java 8 the version was written 1.8.
     version = int(match[2] or 0) if match[1] == "1" else int(match[1])
     if version < MINIMUM:
-        raise MissingDependency(f"{program} is Java {version}; {_HINT}")
+        raise ServiceError(f"{program} is Java {version}; {_HINT}")
     return program

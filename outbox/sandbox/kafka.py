@@ -118,7 +118,7 @@ class KafkaCluster:
     def start(self) -> Self:
         """Start the brokers that don't run, and wait until all are in the cluster.
 
-        Raises MissingDependency without Java, DownloadFailed when the jars can't be downloaded, PortTaken when another
+        Raises ServiceError without Java, ServiceError when the jars can't be downloaded, PortTaken when another
         process has a port of an earlier start, StartFailed with the ends of the logs when a broker does not become
         ready.
         """

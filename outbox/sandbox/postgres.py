@@ -122,7 +122,7 @@ class PostgresServer:
         """Start the server and wait until it accepts connections. Does nothing if it runs.
 
         Raises PortTaken when another process has the requested port, StartFailed with the end of the log when the
-        server does not become ready, MissingDependency when Postgres is not installed.
+        server does not become ready, ServiceError when Postgres is not installed.
         """
         if self.running:
             return self

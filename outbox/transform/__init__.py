@@ -42,7 +42,7 @@ from __future__ import annotations
 from outbox.errors import MissingExtra
 
 try:
-    from outbox.transform.errors import HeadersUndecodable, InputLost, KafkaRefused, TransformFailed
+    from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
     from outbox.transform.records import DEAD_LETTER, PLACE, Record, Transform
     from outbox.transform.transformer import Transformer
 except ModuleNotFoundError as missing:
@@ -53,7 +53,6 @@ except ModuleNotFoundError as missing:
 __all__ = [
     "DEAD_LETTER",
     "PLACE",
-    "HeadersUndecodable",
     "InputLost",
     "KafkaRefused",
     "Record",

@@ -18,7 +18,7 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
-from outbox.transform.errors import HeadersUndecodable, InputLost, KafkaRefused, TransformFailed
+from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
 from outbox.transform.records import Record, dead_letter
 
 _logger: Final = logging.getLogger("outbox.transform")
@@ -267,7 +267,7 @@ class Session:
         """Produce what a message becomes, or its copy for the dead-letter topic."""
         try:
             if isinstance(message.headers(), UndecodableHeaders):
-                raise HeadersUndecodable(NOT_UTF8)
+                raise UnicodeError(NOT_UTF8)
             records = list(self._plan.transform(message))
             for record in records:
                 if not isinstance(record, Record):

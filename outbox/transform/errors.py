@@ -24,10 +24,6 @@ class TransformFailed(OutboxError):
         )
 
 
-class HeadersUndecodable(OutboxError):
-    """The name of one of a message's headers is not UTF-8. No transform gets such a message."""
-
-
 class InputLost(OutboxError):
     """Messages were deleted before they were read, or there is no position and ``start`` is "none"."""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
 from outbox import __version__
 
 _GROUPS: Final = {
-    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "sandbox")},
+    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled")},
+    "sandbox": "outbox.sandbox.cli",
     "spark": "spark_jobs.cli.spark",
     "dead-letters": "relay.cli.dead_letters",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
@@ -49,13 +50,13 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
     only = named if named in {*_GROUPS, *_COMMANDS} else None
     for name, module in _GROUPS.items():
         if only in {None, name}:
-            group = _imported(module).app
+            group = import_module(module).app
             for command in group.registered_commands:
                 command.help = _unwrapped(command.callback.__doc__)
             app.add_typer(group, name=name)
     for name, module in _COMMANDS.items():
         if only in {None, name}:
-            function = getattr(_imported(module), name)
+            function = getattr(import_module(module), name)
             app.command(name, help=_unwrapped(function.__doc__))(function)
     return app
 
@@ -70,19 +71,6 @@ def _version(show: bool) -> None:
     if show:
         typer.echo(f"outbox {__version__}")
         raise typer.Exit
-
-
-def _imported(module: str) -> Any:
-    if module.startswith("spark_jobs.") or module == "relay.cli.dead_letters":
-        # These modules know only the consumers' settings, and a misspelt name may be one of the relay's.
-        import_module("spark_jobs.cli.names").check_with(_check_names)
-    return import_module(module)
-
-
-def _check_names() -> None:
-    from relay.config import check_names
-
-    check_names()
 
 
 def _root(

@@ -11,8 +11,8 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly
 from outbox.errors import ConfigurationError
+from relay.cli import consumer_dead_letters as messages
 from relay.cli import failed_events
-from spark_jobs.cli import dead_letters as messages
 
 app = typer.Typer(help="Events and messages that could not be published or applied.", no_args_is_help=True)
 

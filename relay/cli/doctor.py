@@ -27,8 +27,8 @@ def doctor(
     from rich.table import Table
     from rich.text import Text
 
+    from outbox._clients.checks import Level
     from relay.operations.doctor import examine
-    from relay.operations.findings import Level
 
     settings = load(database_url=database_url, delivery=delivery)
     settings.require_database()

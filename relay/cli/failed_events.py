@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox._app.console import print_json, require_choice, require_reason, say
+from outbox.errors import NotFound
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -135,13 +136,13 @@ def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> N
 
 
 def _all_found(asked: Sequence[UUID] | None, found: Sequence[str], locked: Sequence[str]) -> None:
-    from relay.operations.dead_letters import FailuresLocked, NoSuchFailure
+    from relay.operations import dead_letters
 
     if locked:
-        raise FailuresLocked(locked)
+        raise dead_letters.locked(locked)
     missing = {str(event_id) for event_id in asked or ()} - set(found)
     if missing:
-        raise NoSuchFailure(
+        raise NotFound(
             f"not among the failed events, or due within seconds: {', '.join(sorted(missing))}; one whose event was "
             "deleted can only be discarded"
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
+from outbox._app.choices import HeaderSet
 from outbox.event import (
     AGGREGATE_TYPE,
     CE_ID,
@@ -25,14 +24,6 @@ from outbox.event import (
 from relay.core.ports import Claim
 
 Headers = list[tuple[str, str | bytes | None]]
-
-
-class HeaderSet(StrEnum):
-    """The sets of headers that a message carries, besides its own headers and ``content-type``."""
-
-    BOTH = "both"
-    CLOUDEVENTS = "cloudevents"
-    DEBEZIUM = "debezium"
 
 
 def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:

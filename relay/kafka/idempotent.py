@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outbox._app.choices import HeaderSet
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import (
@@ -29,7 +30,6 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover

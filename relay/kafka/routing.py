@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
 
-from outbox import _topics
-from outbox._topics import DEFAULT_TEMPLATE
+from outbox._app.choices import OnFailure
+from outbox._topics import DEFAULT_TEMPLATE, default_topic, relay_topic_problem
 from outbox.errors import ConfigurationError, OutboxError
 from outbox.event import DEAD_LETTER
 from relay.core.ports import Claim
 
-STATE_SUFFIX: Final = ".relay.state"
-
 
 class NoRoute(OutboxError):
     """No topic is configured for this aggregate type. The event stays in the outbox until there is one."""
-
-
-class OnFailure(StrEnum):
-    """What happens to later events of a key after a dead letter. During retries they always wait."""
-
-    BLOCK = "block"
-    """They wait until an operator retries or discards it: the order of the key is never broken."""
-    SKIP = "skip"
-    """They are published without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +23,6 @@ class Route:
     topic: str
     on_failure: OnFailure = OnFailure.BLOCK
     dead_letter_topic: str | None = None
-
-
-def topic_problem(topic: str) -> str | None:
-    """Return why Kafka or the relay can't use this topic name, or None if it is valid."""
-    if topic.endswith(STATE_SUFFIX):
-        return "topics of that name hold the relay's own state"
-    return _topics.topic_problem(topic)
 
 
 class Router:
@@ -62,15 +42,15 @@ class Router:
     ) -> None:
         for aggregate_type, route in (routes or {}).items():
             for topic in (route.topic, route.dead_letter_topic):
-                problem = topic_problem(topic) if topic is not None else None
+                problem = relay_topic_problem(topic) if topic is not None else None
                 if problem:
                     raise ConfigurationError(f"routes: {aggregate_type!r} → {topic!r}: {problem}")
         if "{aggregate_type}" not in template:
             raise ConfigurationError(f"topic_template must contain {{aggregate_type}}, it is {template!r}")
-        problem = topic_problem(template.replace("{aggregate_type}", "x"))
+        problem = relay_topic_problem(template.replace("{aggregate_type}", "x"))
         if problem:
             raise ConfigurationError(f"topic_template {template!r}: {problem}")
-        problem = topic_problem(dead_letter_topic) if dead_letter_topic is not None else None
+        problem = relay_topic_problem(dead_letter_topic) if dead_letter_topic is not None else None
         if problem:
             raise ConfigurationError(f"failures.dead_letter_topic {dead_letter_topic!r}: {problem}")
         self._listed = bool(routes)
@@ -86,8 +66,8 @@ class Router:
             return route
         if self._listed:
             raise NoRoute(f"no route for aggregate type {aggregate_type!r}: add it to `routes`")
-        topic = _topics.default_topic(aggregate_type, self._template)
-        problem = topic_problem(topic)
+        topic = default_topic(aggregate_type, self._template)
+        problem = relay_topic_problem(topic)
         if problem:
             raise NoRoute(
                 f"aggregate type {aggregate_type!r} would go to topic {topic!r}, but {problem}; give it a route"
@@ -103,7 +83,7 @@ class Router:
             return False
         before, after = self._template.split("{aggregate_type}", 1)
         made = len(topic) > len(before) + len(after) and topic.startswith(before) and topic.endswith(after)
-        return topic_problem(topic) is None and (made or topic == self._dead_letter_topic)
+        return relay_topic_problem(topic) is None and (made or topic == self._dead_letter_topic)
 
     def topic(self, claim: Claim) -> str:
         """Return the topic of an event. Raises NoRoute."""

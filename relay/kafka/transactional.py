@@ -52,6 +52,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox._app.choices import HeaderSet
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Identity, Marker
@@ -75,7 +76,6 @@ from relay.core.ports import (
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
-from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import REFUSALS, BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic

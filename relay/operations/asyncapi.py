@@ -17,6 +17,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import DataclassSchema, ModelSchema
 
+from outbox._app.choices import HeaderSet
 from outbox.errors import ConfigurationError
 from outbox.event import (
     AGGREGATE_TYPE,
@@ -39,7 +40,7 @@ from outbox.event import (
 from outbox.models import EventModel, registered
 from relay.config import Settings
 from relay.core.ports import Claim
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 from relay.parts import build_router
 
 VERSION: Final = "3.0.0"

@@ -5,10 +5,9 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from relay.database import unavailable_on_error
+from relay.insights import read_rows
 from relay.settle.statements import names_of
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
@@ -35,6 +34,4 @@ def read(
 
     Raises Unavailable, and SchemaError without the table or the right.
     """
-    query = sql.SQL(_READ).format(**names_of(schema))
-    with unavailable_on_error("reading the audit"), connection.cursor(row_factory=dict_row) as cursor:
-        return cursor.execute(query, {"before": before, "limit": limit}).fetchall()
+    return read_rows(connection, "reading the audit", _READ, names_of(schema), {"before": before, "limit": limit})

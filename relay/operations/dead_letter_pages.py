@@ -13,15 +13,11 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row
 
-from relay.database import unavailable_on_error
-from relay.settle.statements import STATEMENT_LIMIT, names_of
+from relay.insights import COUNTED, read_rows
+from relay.settle.statements import names_of
 
 PAGE: Final = 50
-COUNTED: Final = 10_000
-"""At most this many dead letters, and as many events that wait for another attempt, are grouped."""
-_STATEMENT_SECONDS: Final = 10
 
 _KIND: Final = r"""regexp_replace(regexp_replace(left(last_error, 300),
        '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
@@ -91,7 +87,10 @@ class DeadLetterPages:
         self._names: dict[str, sql.Composable] = {**names_of(schema), "kind": sql.SQL(_KIND).format()}
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return kind, aggregate_type, state, events, first and last of each group, the largest first."""
+        """Return kind, aggregate_type, state, events, first and last of each group, the largest first.
+
+        At most COUNTED dead letters, and as many events that wait for another attempt, are grouped.
+        """
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
         failed = sql.SQL(_FAILED).format(**self._names, dead=limit, waiting=limit)
         return self._run(_GROUPS, {}, failed=failed)
@@ -120,7 +119,4 @@ class DeadLetterPages:
     def _run(
         self, query: LiteralString, values: dict[str, Any], **names: sql.Composable
     ) -> Sequence[Mapping[str, Any]]:
-        with unavailable_on_error("looking through the failed events"), self._connection.transaction():
-            with self._connection.cursor(row_factory=dict_row) as cursor:
-                cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-                return cursor.execute(sql.SQL(query).format(**self._names, **names), values).fetchall()
+        return read_rows(self._connection, "looking through the failed events", query, {**self._names, **names}, values)

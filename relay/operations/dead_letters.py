@@ -12,9 +12,10 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 
-from outbox.errors import NotFound, OutboxError
+from outbox.errors import NotFound, OperationRefused
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.insights import without_event
 from relay.operations.audit import note
 from relay.settle.statements import names_of
 
@@ -33,8 +34,7 @@ SELECT * FROM (
            CASE WHEN f.blocks THEN 'its event was deleted, its key waits' ELSE 'its event was deleted' END,
            f.attempts, f.last_error, f.first_failed_at, nullif(f.next_attempt_at, 'infinity')
       FROM {failures} AS f
-     WHERE NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
-       AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)) AS failed
+     WHERE {without_event}) AS failed
  WHERE (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::text[]))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
  ORDER BY first_failed_at, id LIMIT %(limit)s"""
@@ -52,20 +52,18 @@ _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uui
    AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)"""
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
-_DEAD: Final = "{dead_letters} AS r WHERE {chosen}"
-_WAITING: Final = """{failures} AS r WHERE {chosen} AND r.next_attempt_at < 'infinity'
-   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
+_DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
+_WAITING: Final = """{failures} AS f WHERE {chosen} AND f.next_attempt_at < 'infinity'
+   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
 # Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
-_WAITING_LONGER: Final = """{failures} AS r WHERE {chosen}
-   AND r.next_attempt_at > clock_timestamp() + interval '5 seconds'
-   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
-_WITHOUT_EVENT: Final = """{failures} AS r WHERE {chosen}
-   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)
-   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = r.lane AND d.id = r.id)"""
+_WAITING_LONGER: Final = """{failures} AS f WHERE {chosen}
+   AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
+   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
+_WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event}"
 
 _PICK: Final = """
-SELECT r.lane, r.id, r.event_id::text FROM {rows} AND (r.lane, r.id) > (%(lane)s, %(id)s)
- ORDER BY r.lane, r.id LIMIT %(limit)s"""
+SELECT f.lane, f.id, f.event_id::text FROM {rows} AND (f.lane, f.id) > (%(lane)s, %(id)s)
+ ORDER BY f.lane, f.id LIMIT %(limit)s"""
 
 _COUNT: Final = "SELECT count(*) FROM {rows}"
 
@@ -108,9 +106,7 @@ free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.i
 
 _DISCARD_WITHOUT_EVENT: Final = """
 WITH gone AS (
-    DELETE FROM {failures} AS f WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[])
-       AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
-       AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)
+    DELETE FROM {failures} AS f WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[]) AND {without_event}
     RETURNING lane, id, event_id, aggregate_type, aggregate_id, NULL::text AS event_type, NULL::jsonb AS payload,
               NULL::bytea AS payload_bytes, NULL::jsonb AS headers, NULL::timestamptz AS created_at, attempts,
               last_error),
@@ -143,20 +139,13 @@ _QUICK_SECONDS: Final = 0.5
 _Done = TypeVar("_Done")
 
 
-class NoSuchFailure(NotFound):
-    """No failed event matches."""
-
-
-class FailuresLocked(OutboxError):
-    """Some failed events are locked by another transaction and were left as they are. ``event_ids`` names them."""
-
-    def __init__(self, event_ids: Sequence[str]) -> None:
-        shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
-        super().__init__(
-            f"{len(event_ids)} failed events are locked by another transaction (a relay that settles them, or another "
-            f"command) and were left as they are: {shown}. Run the command again"
-        )
-        self.event_ids = list(event_ids)
+def locked(event_ids: Sequence[str]) -> OperationRefused:
+    """Return the error for failed events that another transaction has locked. They were left as they are."""
+    shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
+    return OperationRefused(
+        f"{len(event_ids)} failed events are locked by another transaction (a relay that settles them, or another "
+        f"command) and were left as they are: {shown}. Run the command again"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +181,7 @@ class DeadLetters:
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names = names_of(schema)
+        self._names["without_event"] = without_event(self._names)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
@@ -200,11 +190,11 @@ class DeadLetters:
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, event_id: str) -> dict[str, Any]:
-        """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NoSuchFailure."""
+        """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NotFound."""
         with unavailable_on_error("reading a failure"):
             found = self._run(_LIST, Selection([event_id]).bound() | {"limit": 1})
             if not found:
-                raise NoSuchFailure(
+                raise NotFound(
                     f"no failed event has the id {event_id}; `outbox dead-letters list` shows those there are"
                 )
             failure = found[0]
@@ -326,7 +316,7 @@ class DeadLetters:
                 yield changed
 
     def _rows(self, rows: LiteralString) -> sql.Composed:
-        chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("r"))
+        chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("f"))
         return sql.SQL(rows).format(**self._names, chosen=chosen)
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:

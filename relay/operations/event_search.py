@@ -13,14 +13,11 @@ from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
-from psycopg import sql
-from psycopg.rows import dict_row
 
-from relay.database import unavailable_on_error
-from relay.settle.statements import STATEMENT_LIMIT, names_of
+from relay.insights import read_rows
+from relay.settle.statements import names_of
 
 PAGE: Final = 50
-_STATEMENT_SECONDS: Final = 10
 
 # The newest of each lane, along the primary key; only these are sorted.
 _WAITING: Final = """
@@ -139,11 +136,11 @@ class EventSearch:
             EventState.DEAD: _DEAD,
             EventState.SCHEDULED: _SCHEDULED,
         }[state]
-        with unavailable_on_error("looking through the events"), self._connection.transaction():
-            if state is EventState.PUBLISHED:
-                ((now,),) = self._connection.execute("SELECT clock_timestamp()").fetchall()
-                bound["since"] = now - dt.timedelta(days=days)
-            rows = self._run(query, bound)
+        doing = "looking through the events"
+        if state is EventState.PUBLISHED:
+            (row,) = read_rows(self._connection, doing, "SELECT clock_timestamp() AS now", {})
+            bound["since"] = row["now"] - dt.timedelta(days=days)
+        rows = read_rows(self._connection, doing, query, self._names, bound)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if rows else None
         found = None
@@ -153,18 +150,12 @@ class EventSearch:
 
     def contents(self, event_id: UUID) -> Contents | None:
         """Return what an event says; None if no table has it."""
-        with unavailable_on_error("reading an event"), self._connection.transaction():
-            for table in ("events", "dead_letters", "published", "scheduled"):
-                for row in self._run(_CONTENTS, {"event_id": event_id}, table=self._names[table]):
-                    return Contents(row["payload"], row["payload_bytes"], row["headers"])
+        for table in ("events", "dead_letters", "published", "scheduled"):
+            names = {"table": self._names[table]}
+            for row in read_rows(self._connection, "reading an event", _CONTENTS, names, {"event_id": event_id}):
+                return Contents(row["payload"], row["payload_bytes"], row["headers"])
         return None
 
     def waiting_types(self) -> Sequence[Mapping[str, Any]]:
         """Return the aggregate types of waiting events, how many, and their oldest time; of the first 100,000 rows."""
-        with unavailable_on_error("counting the waiting events"), self._connection.transaction():
-            return self._run(_TYPES, {"most": _MOST_COUNTED})
-
-    def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> list[dict[str, Any]]:
-        with self._connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            return cursor.execute(sql.SQL(query).format(**{**self._names, **names}), values).fetchall()
+        return read_rows(self._connection, "counting the waiting events", _TYPES, self._names, {"most": _MOST_COUNTED})

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import psycopg
 import structlog
 
+from outbox.errors import OperationRefused
 from relay.database import Connector, begin_session, unavailable_on_error
-from relay.operations.wal_setup import Cdc, CdcRefused
+from relay.operations.wal_setup import Cdc
 from relay.wal.slot import SlotNames
 
 log = structlog.get_logger("relay")
@@ -39,7 +40,7 @@ class SlotHealing:
                 begin_session(connection)
             try:
                 fault = Cdc(connection, self._names).heal(self._by)
-            except CdcRefused as error:
+            except OperationRefused as error:
                 self._refuse(str(error))
                 return
         self._refused = None

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaException
 
-from outbox.errors import OutboxError
+from outbox.errors import OperationRefused
 from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.kafka.client import text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
@@ -19,10 +19,6 @@ from relay.tasks.hanging import abort_command, abort_hanging, read_command
 _SAME_CLOCK_MS: Final = 2000
 _NAMED: Final = 10
 _MOST_MISSING: Final = 1000
-
-
-class WouldLoseEvents(OutboxError):
-    """Aborting a hanging transaction would lose events: the outbox no longer has their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +135,10 @@ class HiddenEvents:
 
     @staticmethod
     def require_rows(hanging: Sequence[HangingPartition]) -> None:
-        """Raise WouldLoseEvents unless the outbox has the rows of all these events."""
+        """Raise OperationRefused unless the outbox has the rows of all these events."""
         lost = [found for found in hanging if found.held < found.events]
         if lost:
-            raise WouldLoseEvents(
+            raise OperationRefused(
                 "; ".join(
                     f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
                     f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"

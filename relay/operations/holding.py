@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 import psycopg
 from psycopg import sql
 
-from outbox.errors import OutboxError
+from outbox.errors import OperationRefused
 from relay.core.lease import Lease
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
@@ -31,13 +31,9 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
   FROM {leases} WHERE {ours}"""
 
 
-class LaneBusy(OutboxError):
-    """Another relay or another reconcile has the lane, or has taken it meanwhile."""
-
-
-def taken(lane: int) -> LaneBusy:
+def taken(lane: int) -> OperationRefused:
     """Return the error for a lane that has another holder."""
-    return LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
+    return OperationRefused(f"lane {lane} was taken by somebody else meanwhile; run this again")
 
 
 class Holding:

@@ -18,7 +18,7 @@ from psycopg import sql
 from outbox.errors import ConfigurationError
 from relay.core.pauses import Paused, Scope, ScopeKind
 from relay.database import unavailable_on_error
-from relay.insights import read_pauses
+from relay.insights import read_lanes, read_pauses
 from relay.operations.audit import note
 from relay.settle.statements import names_of
 
@@ -35,8 +35,6 @@ INSERT INTO {pauses} (scope, name, reason) VALUES (%(scope)s, %(name)s, %(reason
 RETURNING number, set_config('synchronous_commit', 'on', true)"""
 
 _DELETE: Final = "DELETE FROM {pauses} WHERE number = %(number)s RETURNING set_config('synchronous_commit', 'on', true)"
-
-_LANES: Final = "SELECT lane FROM {lanes} ORDER BY lane"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +84,7 @@ def require_scopes(
     connection: psycopg.Connection[Any], schema: str, scopes: Sequence[Scope], may_write: Callable[[str], bool]
 ) -> None:
     """Raise ConfigurationError for an unknown lane, or a topic to which no route leads."""
-    with unavailable_on_error("reading the lanes"):
-        rows = connection.execute(sql.SQL(_LANES).format(**names_of(schema))).fetchall()
-    lanes = {str(lane) for (lane,) in rows}
+    lanes = {str(one.lane) for one in read_lanes(connection, schema)}
     for scope in scopes:
         if scope.kind is ScopeKind.TOPIC and not may_write(scope.name):
             raise ConfigurationError(f"no route leads to topic {scope.name!r}; nothing was changed")

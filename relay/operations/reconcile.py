@@ -38,7 +38,7 @@ import psycopg
 from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
-from outbox.errors import OutboxError, SchemaError
+from outbox.errors import OperationRefused, SchemaError
 from relay.core.marker import RECREATED, Marker, StateLost, resume
 from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.database import unavailable_on_error
@@ -51,7 +51,7 @@ from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import own_ids
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
-from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
+from relay.operations.holding import LEASE_SECONDS, Holding, taken
 from relay.operations.lane_rows import LaneRows
 from relay.settle.statements import names_of
 from relay.wal.replication import Replication, lsn_text
@@ -132,10 +132,6 @@ class Findings:
         return [state for state in self.lanes if state.problem is not None]
 
 
-class NotUpgraded(OutboxError):
-    """The lanes are not as pg_upgrade leaves them; nothing was changed."""
-
-
 class Reconciler:
     """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
     relay's.
@@ -197,7 +193,7 @@ class Reconciler:
         """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
 
         That is what pg_upgrade leaves: the markers name the server before, and the tables are as it left them. Raises
-        NotUpgraded in any other case, Unavailable, or SchemaError on a standby.
+        OperationRefused in any other case, Unavailable, or SchemaError on a standby.
         """
         findings = self.look(search=False)
         seen = self._lanes()
@@ -206,26 +202,30 @@ class Reconciler:
             marker = read.markers.get(state.lane)
             here = seen[state.lane]
             if marker is None or marker.system_identifier == here.system or state.lane in read.problems:
-                raise NotUpgraded(f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`")
+                raise OperationRefused(
+                    f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`"
+                )
             try:
                 resume(state.lane, here.last_batch, marker, marker.system_identifier, marker.timeline)
             except StateLost as error:
-                raise NotUpgraded(f"{error}. pg_upgrade keeps the tables as they are; this is a restore") from error
+                raise OperationRefused(
+                    f"{error}. pg_upgrade keeps the tables as they are; this is a restore"
+                ) from error
             if marker.batch != here.last_batch and self._gone(state.lane, marker):
-                raise NotUpgraded(
+                raise OperationRefused(
                     f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
                     "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"
                 )
         if not findings.problems:
-            raise NotUpgraded("no lane's marker names another server: there is nothing to do")
+            raise OperationRefused("no lane's marker names another server: there is nothing to do")
         return findings
 
     def repair(self, findings: Findings, reason: str) -> list[LaneState]:
         """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
 
-        Returns the new state of these lanes. Raises LaneBusy when another process took one meanwhile, WouldLoseEvents
-        when a hanging transaction can't be aborted without loss, and SchemaError without the rights of the tables'
-        owner; it is safe to run it again.
+        Returns the new state of these lanes. Raises OperationRefused when another process took one meanwhile, or a
+        hanging transaction can't be aborted without loss, and SchemaError without the rights of the tables' owner; it
+        is safe to run it again.
         """
         broken = {state.lane: state for state in findings.problems}
         # The audit first: without the right to write it, nothing is changed.
@@ -388,12 +388,12 @@ class Reconciler:
                         {"lane": lane, "owner": holding.owner, "lease": LEASE_SECONDS},
                     ).fetchone()
                 except errors.LockNotAvailable as error:
-                    raise LaneBusy(
+                    raise OperationRefused(
                         f"lane {lane}: another session has its row in outbox.lanes locked for more than "
                         f"{_LOCK_SECONDS} s; find it in pg_stat_activity, end it, and run this again"
                     ) from error
             if row is None:
-                raise LaneBusy(f"lane {lane} is gone: somebody has changed the number of lanes; run this again")
+                raise OperationRefused(f"lane {lane} is gone: somebody has changed the number of lanes; run this again")
             holding.add(lane, row[0], [] if row[1] is None else own_ids(row[1]))
 
     def _fence(self, holding: Holding, lanes: Collection[int]) -> None:

@@ -8,10 +8,10 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row
 
-from outbox.errors import OutboxError
+from outbox.errors import NotFound
 from relay.database import unavailable_on_error
+from relay.insights import read_rows
 from relay.settle.statements import STATEMENT_LIMIT, names_of
 
 _SECONDS: Final = 10
@@ -34,10 +34,6 @@ noted AS (
 SELECT count(*) FROM gone"""
 
 
-class NotScheduled(OutboxError):
-    """No such event is scheduled."""
-
-
 def list_scheduled(
     connection: psycopg.Connection[Any], schema: str, aggregate_type: str | None, limit: int
 ) -> Sequence[Mapping[str, Any]]:
@@ -47,26 +43,20 @@ def list_scheduled(
     ``connection`` is in autocommit. Raises Unavailable, and SchemaError without the table or the right.
     """
     bound = {"type": aggregate_type, "limit": limit}
-    with (
-        unavailable_on_error("listing scheduled events"),
-        connection.transaction(),
-        connection.cursor(row_factory=dict_row) as cursor,
-    ):
-        cursor.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))
-        return cursor.execute(sql.SQL(_LIST).format(**names_of(schema)), bound).fetchall()
+    return read_rows(connection, "listing scheduled events", _LIST, names_of(schema), bound)
 
 
 def cancel(connection: psycopg.Connection[Any], schema: str, event_id: UUID, reason: str) -> None:
     """Delete a scheduled event; the audit keeps all of it.
 
-    Raises NotScheduled if there is none, Unavailable, and SchemaError without the tables or the rights.
+    Raises NotFound if there is none, Unavailable, and SchemaError without the tables or the rights.
     """
     bound = {"event_id": event_id, "why": reason}
     with unavailable_on_error("cancelling a scheduled event"), connection.transaction():
         connection.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))
         row = connection.execute(sql.SQL(_CANCEL).format(**names_of(schema)), bound).fetchone()
     if row is None or not row[0]:
-        raise NotScheduled(
+        raise NotFound(
             f"{event_id} is not scheduled: it is on its way by now, or never was. `outbox trace {event_id}` shows "
             "where it is. Nothing was changed"
         )

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
-from psycopg.rows import dict_row
 
-from relay.database import unavailable_on_error
-from relay.settle.statements import STATEMENT_LIMIT
+from relay.insights import read_rows
 
-_STATEMENT_SECONDS: Final = 10
+_DOING: Final = "looking at the sizes"
 
 _SIZES: Final = """
 SELECT c.relname AS name, pg_total_relation_size(c.oid) AS bytes, greatest(c.reltuples, 0)::bigint AS rows,
@@ -38,7 +36,7 @@ def table_sizes(connection: psycopg.Connection[Any], schema: str) -> Sequence[Ma
 
     Raises Unavailable.
     """
-    return _rows(connection, _SIZES, {"schema": schema})
+    return read_rows(connection, _DOING, _SIZES, {}, {"schema": schema})
 
 
 def server(connection: psycopg.Connection[Any]) -> Mapping[str, Any]:
@@ -46,12 +44,5 @@ def server(connection: psycopg.Connection[Any]) -> Mapping[str, Any]:
 
     Raises Unavailable.
     """
-    (row,) = _rows(connection, _SERVER, {})
+    (row,) = read_rows(connection, _DOING, _SERVER, {})
     return row
-
-
-def _rows(connection: psycopg.Connection[Any], query: str, values: dict[str, Any]) -> list[dict[str, Any]]:
-    with unavailable_on_error("looking at the sizes"), connection.transaction():
-        with connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            return cursor.execute(query.encode(), values).fetchall()

@@ -19,6 +19,7 @@ from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
 from relay.database import unavailable_on_error
+from relay.insights import read_rows
 from relay.operations.topic_scan import committed_since
 from relay.settle.statements import STATEMENT_LIMIT, names_of
 
@@ -172,10 +173,7 @@ def of_key(
 ) -> list[dict[str, Any]]:
     """Return the newest events of a key, newest first: event_id, event_type, created_at, state."""
     bound = {"kind": aggregate_type, "key": aggregate_id, "limit": limit}
-    with unavailable_on_error("looking for the key's events"), connection.cursor(row_factory=dict_row) as cursor:
-        with connection.transaction():
-            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            rows = cursor.execute(sql.SQL(_OF_KEY).format(**names_of(schema)), bound).fetchall()
+    rows = read_rows(connection, "looking for the key's events", _OF_KEY, names_of(schema), bound)
     return [{name: value for name, value in row.items() if name != "id"} for row in rows]
 
 

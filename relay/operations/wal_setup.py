@@ -26,7 +26,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
-from outbox.errors import OutboxError, SchemaError
+from outbox.errors import OperationRefused, SchemaError
 from relay.config import SourceKind
 from relay.core.ports import DatabaseUnavailable
 from relay.database import unavailable_on_error
@@ -121,10 +121,6 @@ _WAIT_FOR_TRANSACTIONS: Final = "SELECT set_config('lock_timeout', '0', true)"
 _WAIT_AS_BEFORE: Final = "SELECT set_config('lock_timeout', %(lock_timeout)s, true)"
 
 
-class CdcRefused(OutboxError):
-    """The operation is not possible in the current state; the error says what to do first. Nothing was changed."""
-
-
 @dataclass(frozen=True, slots=True)
 class LaneState:
     """The source of one lane's events. ``commit_lsn`` is the position of the last one from the stream."""
@@ -162,7 +158,7 @@ class Cdc:
         return Status(state, self._lanes(), None if problem is None else str(problem))
 
     def setup(self) -> bool:
-        """Create publication, slot and checkpoint. Returns whether there was anything to do. Raises CdcRefused.
+        """Create publication, slot and checkpoint. Returns whether there was anything to do. Raises OperationRefused.
 
         Does not replace existing ones: see ``repair``.
         """
@@ -171,11 +167,11 @@ class Cdc:
         if state.known:
             problem = find_problem(state, self._names)
             if problem is not None:
-                raise CdcRefused(str(problem))
+                raise OperationRefused(str(problem))
             return False
         self._require_own(state)
         if state.there:
-            raise CdcRefused(
+            raise OperationRefused(
                 f"there is a slot {self._names.slot!r} already, and it is not this outbox's. If a setup that was "
                 "interrupted left it behind, use --repair; if another program or another outbox uses it, choose "
                 "another name (OUTBOX_WAL__SLOT)"
@@ -186,13 +182,13 @@ class Cdc:
     def repair(self, reason: str) -> None:
         """Make a new slot, and have every lane read the table once before it streams again: nothing is lost.
 
-        Raises CdcRefused while the slot is being read.
+        Raises OperationRefused while the slot is being read.
         """
         state = self._slot.look()
         self._require_server(state)
         self._require_own(state)
         if state.active_pid is not None:
-            raise CdcRefused(
+            raise OperationRefused(
                 f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
                 "repair; to replace it anyway, stop the relays first"
             )
@@ -203,7 +199,7 @@ class Cdc:
     def heal(self, by: str) -> str | None:
         """Replace a slot that has a gap. Returns the fault that was repaired; None if there is none.
 
-        None also if another session is at it. Raises CdcRefused, with the reason, if more than the slot may be at
+        None also if another session is at it. Raises OperationRefused, with the reason, if more than the slot may be at
         fault; SchemaError if the role lacks a right. ``by`` is who heals, for the audit. Needs no owner's rights.
         """
         if self._fault() is None:
@@ -233,11 +229,11 @@ class Cdc:
         return fault
 
     def drop(self) -> None:
-        """Drop the slot, publication and checkpoint. Raises CdcRefused while lanes are read from the WAL."""
+        """Drop the slot, publication and checkpoint. Raises OperationRefused while lanes are read from the WAL."""
         state = self._slot.look()
         self._require_primary(state)
         if any(lane.source == "wal" for lane in self._lanes()):
-            raise CdcRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
+            raise OperationRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
         self._require_own(state)
         if state.there:
             self._drop_slot()
@@ -271,13 +267,13 @@ class Cdc:
     def _require_primary(state: SlotState) -> None:
         # Since Postgres 16 a standby would create a slot, which no relay reads there and which keeps WAL for ever.
         if state.recovering:
-            raise CdcRefused("this server is a standby: run this on the primary, or promote this one first")
+            raise OperationRefused("this server is a standby: run this on the primary, or promote this one first")
 
     def _require_server(self, state: SlotState) -> None:
         self._require_primary(state)
         problem = not_set_up(state._replace(known=True), self._names.slot)
         if problem is not None:
-            raise CdcRefused(problem)
+            raise OperationRefused(problem)
 
     def _fault(self) -> str | None:
         """Return the fault of a slot that has a checkpoint."""
@@ -285,15 +281,15 @@ class Cdc:
         return slot_fault(state, self._names) if state.known else None
 
     def _require_healable(self) -> None:
-        """Raise CdcRefused unless the slot alone is at fault, and SchemaError without the rights to replace it."""
+        """Raise OperationRefused unless only the slot is at fault, and SchemaError without the rights to replace it."""
         state = self._slot.look()
         self._require_server(state)
         problem = unhealable(state, self._names)
         if problem is not None:
-            raise CdcRefused(problem)
+            raise OperationRefused(problem)
         self._require_own_slot(state)
         if not self._ask(_READS_THE_WAL):
-            raise CdcRefused("no lane is read from the WAL")
+            raise OperationRefused("no lane is read from the WAL")
         missing = self._ask(_MISSING_RIGHTS)
         if missing:
             raise SchemaError(
@@ -317,7 +313,7 @@ class Cdc:
         with unavailable_on_error("looking at the publication"):
             foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
         if foreign is not None:
-            raise CdcRefused(
+            raise OperationRefused(
                 f"the publication {self._names.publication!r} is not this outbox's: choose another name "
                 "(OUTBOX_WAL__PUBLICATION), or drop it if nobody uses it"
             )
@@ -329,7 +325,7 @@ class Cdc:
                 query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
                 row = self._connection.execute(query, self._bound()).fetchone()
             if row is not None:
-                raise CdcRefused(
+                raise OperationRefused(
                     f"this outbox has the slot {row[0]!r}: set OUTBOX_WAL__SLOT to it; for another name drop it first"
                 )
 
@@ -348,7 +344,7 @@ class Cdc:
                     if self._connection.execute(checkpoint, self._bound()).rowcount:
                         whose = f"it is that of the outbox in schema {schema!r}"
         if whose is not None:
-            raise CdcRefused(
+            raise OperationRefused(
                 f"the slot {self._names.slot!r} is not this outbox's ({whose}): choose another name (OUTBOX_WAL__SLOT)"
             )
 
@@ -397,9 +393,11 @@ class Cdc:
         except errors.InsufficientPrivilege as error:
             raise SchemaError(_NEEDS_REPLICATION) from error
         except errors.DuplicateObject as error:
-            raise CdcRefused("somebody else has just made the slot: see `outbox cdc status`") from error
+            raise OperationRefused("somebody else has just made the slot: see `outbox cdc status`") from error
         except errors.ConfigurationLimitExceeded as error:
-            raise CdcRefused("all replication slots are in use: raise max_replication_slots and restart") from error
+            raise OperationRefused(
+                "all replication slots are in use: raise max_replication_slots and restart"
+            ) from error
 
     def _drop_slot(self) -> None:
         try:

@@ -23,9 +23,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from outbox import __version__
+from outbox._app.choices import Payloads
 from outbox._app.console import printable
 from outbox.errors import ConfigurationError, NotFound, OutboxError
-from relay.config import Payloads, Settings
+from relay.config import Settings
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.page.sampling import Sampler

@@ -94,7 +94,7 @@ class Consumers:
         return found, len(found.ids or ()) >= page.COUNTED
 
     def dead_letter(self, number: int) -> dict[str, Any]:
-        """Return a dead letter in a readable form; ``value`` is text. Raises NoSuchDeadLetter."""
+        """Return a dead letter in a readable form; ``value`` is text. Raises NotFound."""
         from outbox.consumer.admin.dead_letters import readable
 
         with self.dead_letters() as letters:
@@ -130,7 +130,7 @@ class Consumers:
     def positions(self, group: str) -> tuple[Group, str | None]:
         """Return a group's partitions, and why Kafka's offsets are missing; None if they are not.
 
-        Raises NoSuchGroup, ConsumerUnavailable and SchemaError.
+        Raises NotFound, ConsumerUnavailable and SchemaError.
         """
         from outbox.consumer.admin.offsets import Offsets
         from outbox.consumer.kafka_admin import KafkaAdmin

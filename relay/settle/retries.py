@@ -27,10 +27,11 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from outbox._app.choices import OnFailure
 from outbox.event import ATTEMPTS, DEAD_LETTER, MAX_EVENT_BYTES, PAYLOAD_OMITTED
 from relay.core.ports import Claim
 from relay.failpoints import failpoint
-from relay.kafka.routing import OnFailure, Router
+from relay.kafka.routing import Router
 from relay.settle.statements import names_of
 
 MAX_ERROR: Final = 2000

@@ -23,7 +23,7 @@ import psycopg
 import structlog
 from psycopg import errors, sql
 
-from outbox.errors import OutboxError
+from outbox.errors import OperationRefused
 from relay.database import unavailable_on_error
 
 log = structlog.get_logger("relay")
@@ -91,16 +91,14 @@ class PrunePlan:
         return not self.create and not self.drop and not self.stray_rows
 
 
-class ArchiveOverdue(OutboxError):
-    """Nothing was dropped from the archive: the due data expired too long ago to trust the clock."""
-
-    def __init__(self, plan: PrunePlan) -> None:
-        super().__init__(
-            f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
-            f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
-            "Either the database's clock is wrong, or nobody kept the archive for days, or fewer days are kept than "
-            "before. See `outbox db prune --dry-run`; when it is right, run `outbox db prune --force`"
-        )
+def overdue(plan: PrunePlan) -> OperationRefused:
+    """Return the error for due data that expired too long ago to trust the clock: nothing was dropped."""
+    return OperationRefused(
+        f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
+        f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
+        "Either the database's clock is wrong, or nobody kept the archive for days, or fewer days are kept than "
+        "before. See `outbox db prune --dry-run`; when it is right, run `outbox db prune --force`"
+    )
 
 
 class Retention:
@@ -132,7 +130,7 @@ class Retention:
                     )
                 return
         if done.held_back and self._first_today():
-            log.error("old partitions of the archive are not dropped", error=str(ArchiveOverdue(done)))
+            log.error("old partitions of the archive are not dropped", error=str(overdue(done)))
         dropped = [] if done.held_back else list(done.drop)
         if done.create or dropped or (done.stray_rows and not done.held_back):
             log.info("archive kept", created=[str(day) for day in done.create], dropped=dropped)
@@ -140,8 +138,8 @@ class Retention:
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
         """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights.
 
-        Without ``force``, raises ArchiveOverdue when the due data expired too long ago; the coming days' partitions are
-        still created.
+        Without ``force``, raises OperationRefused when the due data expired too long ago; the coming days'
+        partitions are still created.
         """
         with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
             if dry_run:
@@ -149,7 +147,7 @@ class Retention:
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
             plan = self._run(connection, force=force)
         if plan.held_back and not force:
-            raise ArchiveOverdue(plan)
+            raise overdue(plan)
         return plan
 
     def _locked(self, connection: psycopg.Connection[Any]) -> bool:

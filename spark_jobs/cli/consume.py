@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox._app.console import SinkUrl, failing_clearly, print_json
-from outbox._app.settings import client_options
+from outbox._app.settings import Settings, client_options, load
 from outbox.errors import ConfigurationError
 from spark_jobs.cli.ending import die, obey_signals
-from spark_jobs.cli.names import load
-from spark_jobs.settings import Settings
 
 if TYPE_CHECKING:
     import subprocess

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, printable, say, table_console
-from spark_jobs.cli.names import load
+from outbox._app.settings import load
 
 app = typer.Typer(help="Consumer groups: how far they are.", no_args_is_help=True)
 

@@ -13,10 +13,9 @@ from uuid import UUID
 import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
-from outbox.errors import ConfigurationError
+from outbox._app.settings import Settings, load
+from outbox.errors import ConfigurationError, NotFound
 from spark_jobs.cli.ending import obey_signals
-from spark_jobs.cli.names import load
-from spark_jobs.settings import Settings
 
 if TYPE_CHECKING:
     import psycopg
@@ -240,6 +239,4 @@ def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID
         say(f"{len(ids)} {what}")
     missing = {str(one) for one in asked or ()} - set(ids)
     if missing:
-        from outbox.external.reservations import NoSuchReservation
-
-        raise NoSuchReservation(f"no reservations that this can be done with: {', '.join(sorted(missing))}")
+        raise NotFound(f"no reservations that this can be done with: {', '.join(sorted(missing))}")

@@ -20,9 +20,8 @@ from outbox._app.console import (
     say,
     table_console,
 )
-from outbox._app.settings import client_options
+from outbox._app.settings import client_options, load
 from outbox.errors import ConfigurationError
-from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
     from outbox.consumer.admin.offsets import Group, Move, MoveResult, Offsets, PartitionOffsets, Wanted

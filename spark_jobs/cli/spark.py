@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from outbox._app.console import failing_clearly
-from spark_jobs.cli.names import load
+from outbox._app.settings import load
 
 app = typer.Typer(help="Run a consumer job on a Spark cluster.", no_args_is_help=True)
 

@@ -59,10 +59,10 @@ def run(
         trigger = float(trigger)
     require_installed()
     # Imported here, because executors import what a job's module imports and have no pydantic.
-    from spark_jobs import settings as consumer_settings
+    from outbox._app.settings import load
 
     given = {"keep_days": keep_days, "driver_records": driver_records}
-    settings = consumer_settings.load(
+    settings = load(
         database_url=database_url,
         kafka=None if kafka is None else dict(kafka),
         consumer_schema=consumer_schema,

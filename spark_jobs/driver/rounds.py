@@ -70,8 +70,9 @@ class Rounds:
     def apply(self, span: OffsetRanges, generation: int) -> Counts:
         """Apply the ranges. What has been applied when it raises is in ``counts``.
 
-        Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. All other errors may be temporary: the
-        classes of task.FAILURES, WorkerLost, and psycopg's errors if the driver's own session fails.
+        Raises Fenced, EffectFailed, BadMessage and, when the JVM has ended, ConsumerError itself, which end the job.
+        All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
+        driver's own session fails.
         """
         self.counts = Counts()
         with failures.understood():

@@ -70,7 +70,7 @@ from spark_jobs.task.reader import ReaderSettings, close_kept
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from spark_jobs.settings import Settings
+    from outbox._app.settings import Settings
 
 
 _LOOK_SECONDS: Final = 1.0

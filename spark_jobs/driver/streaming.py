@@ -133,9 +133,9 @@ def exactly_once(
     does. Raises ConfigurationError and JobError.
     """
     require_installed()
-    from spark_jobs import settings as consumer_settings
+    from outbox._app.settings import load
 
-    settings = consumer_settings.load(
+    settings = load(
         database_url=database_url,
         consumer_schema=consumer_schema,
         consumer={} if keep_days is None else {"keep_days": keep_days},

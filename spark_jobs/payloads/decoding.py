@@ -112,7 +112,7 @@ class _Planned(ABC):
     def _plan(self) -> Plan: ...
 
     def names(self) -> tuple[str, ...]:
-        """Return the fields' names, or ``payload`` for VARIANT. Raises JobError, and RegistryUnavailable."""
+        """Return the fields' names, or ``payload`` for VARIANT. Raises JobError, and ConsumerUnavailable."""
         fields = self._fields
         return ("payload",) if fields is None else tuple(fields.fieldNames())
 

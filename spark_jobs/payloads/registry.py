@@ -21,10 +21,6 @@ _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
 _PATIENT: Final = {"timeout": 10, "max.retries": 8, "retries.wait.ms": 200, "retries.max.wait.ms": 5000}
 
 
-class RegistryUnavailable(ConsumerUnavailable):
-    """The schema registry was unavailable, or returned an error. Nothing was applied; the range is read again."""
-
-
 @dataclass(frozen=True, slots=True)
 class Schema:
     """A registered schema. ``kind``: AVRO, PROTOBUF or JSON. ``references``: the name that it uses → schema."""
@@ -89,7 +85,7 @@ class Client:
             raise JobError(f"registry: {error}") from error
 
     def schema(self, name: int | uuid.UUID) -> Schema:
-        """Return the schema of an id or GUID. Raises Problem when there is none, and RegistryUnavailable."""
+        """Return the schema of an id or GUID. Raises Problem when there is none, and ConsumerUnavailable."""
         if name not in self._schemas:
             from confluent_kafka.schema_registry import SchemaRegistryError
 
@@ -109,7 +105,7 @@ class Client:
         return self._schemas[name]
 
     def latest(self, subject: str) -> Schema:
-        """Return a subject's latest schema. Raises JobError when there is none, and RegistryUnavailable."""
+        """Return a subject's latest schema. Raises JobError when there is none, and ConsumerUnavailable."""
         from confluent_kafka.schema_registry import SchemaRegistryError
 
         try:
@@ -138,8 +134,8 @@ class Client:
             ),
         )
 
-    def _away(self, error: Exception) -> RegistryUnavailable:
-        return RegistryUnavailable(
+    def _away(self, error: Exception) -> ConsumerUnavailable:
+        return ConsumerUnavailable(
             f"the schema registry at {self._url} did not answer as it should: {type(error).__name__}: {error}; look "
             "at the registry, its address and the credentials. Nothing was skipped; run the job again"
         )

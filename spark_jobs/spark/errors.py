@@ -13,7 +13,7 @@ errors:
 | ... a corrupt record                                | CorruptRecords                                      |
 | ... anything else; Java's network                   | ConsumerUnavailable                                 |
 | a Python worker or an executor has ended            | WorkerLost                                          |
-| the JVM does not answer any more                    | SparkLost                                           |
+| the JVM does not answer any more                    | ConsumerError                                           |
 | anything else                                       | EffectFailed                                        |
 """
 
@@ -41,7 +41,7 @@ from outbox.consumer.errors import (
     shown,
 )
 from outbox.consumer.postgres_errors import passing_kind
-from spark_jobs.errors import InputCut, SparkLost, WorkerLost
+from spark_jobs.errors import InputCut, WorkerLost
 
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
 """The text in the error of a row that must not reach a transform; see rows.shaped."""
@@ -90,7 +90,7 @@ def understood() -> Iterator[None]:
             if isinstance(error, Py4JNetworkError):
                 raise failed(error) from error
             raise
-        raise SparkLost(
+        raise ConsumerError(
             f"the JVM of the Spark session has ended ({shown(error)}); what was not committed is rolled back, run the "
             "job again"
         ) from error

@@ -23,7 +23,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from spark_jobs.errors import InputCut, InputUnproven
+from outbox.consumer.errors import JobError
+from spark_jobs.errors import InputCut
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,14 +112,14 @@ def in_memory(batches: Sequence[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
 def from_spark(batches: Iterable[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
     """Return the batches that Spark passes to a function of ``mapInArrow`` as an input; call it in that function.
 
-    Raises InputUnproven if the worker's input can't be found.
+    Raises JobError if the worker's input can't be found.
     """
     stream = worker_stream()
     return TaskInput(batches, lambda: check_end(stream))
 
 
 def worker_stream() -> Stream:
-    """Return the input of the Python worker that runs the caller. Raises InputUnproven."""
+    """Return the input of the Python worker that runs the caller. Raises JobError."""
     frame = inspect.currentframe()
     while frame is not None:
         # __spec__, because __name__ is __main__ when the worker runs with -m, without the daemon.
@@ -129,7 +130,7 @@ def worker_stream() -> Stream:
                 return stream
             break
         frame = frame.f_back
-    raise InputUnproven(
+    raise JobError(
         "the end of the task's input can't be checked, because the input of PySpark's Python worker was not found: "
         "nothing was committed. Run the job with PySpark's own worker, of a version that the consumer supports: remove "
         "spark.python.worker.module and spark.python.daemon.module, and install the driver's PySpark on the executors"

@@ -21,9 +21,10 @@ import yaml
 from support import look_up, wait_until
 from typer.testing import CliRunner
 
+from outbox._app.settings import check_environment
 from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
-from relay.config import check_environment, load
+from relay.config import load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

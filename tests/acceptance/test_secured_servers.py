@@ -27,9 +27,11 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._clients import credentials
+from outbox._clients.checks import Level
 from outbox._clients.kafka import complete
 from outbox._clients.kafka_client import Admin
 from outbox.consumer import connections
+from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.credentials import Credential, CredentialRequest
@@ -39,9 +41,8 @@ from relay.cli.app import app
 from relay.config import load
 from relay.database import Connector
 from relay.operations.doctor import examine
-from relay.operations.findings import Level
 from relay.wal.replication import Replication
-from spark_jobs.payloads.registry import Registry, RegistryUnavailable
+from spark_jobs.payloads.registry import Registry
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 CURRENT: dict[str, str] = {}
@@ -425,7 +426,7 @@ def test_what_is_read_of_a_registry_over_tls(servers, registry, wrong):
             client = Registry(url, options | {"ssl.ca.location": str(authority)}).client()
             assert client.schema(1).text == '"string"'
             return
-    with pytest.raises(RegistryUnavailable, match=text) as caught:
+    with pytest.raises(ConsumerUnavailable, match=text) as caught:
         Registry(url, options | {"ssl.ca.location": str(authority)}).client().schema(1)
     assert PASSWORD not in str(caught.value)
     assert "incorrect" not in str(caught.value)

@@ -20,12 +20,12 @@ from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox.errors import OperationRefused
 from relay.config import SourceKind
 from relay.core.ports import StreamLost, Unavailable
 from relay.database import unavailable_on_error
 from relay.failpoints import VARIABLE
 from relay.lanes import Lease
-from relay.operations.wal_setup import CdcRefused
 from relay.settle.statements import TIMELINE
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Switch
@@ -255,7 +255,7 @@ def test_a_slot_that_the_failover_left_behind(
                     lambda: commands.switch(SourceKind.WAL),
                     commands.drop,
                 ):
-                    with pytest.raises(CdcRefused, match="this server is a standby"):
+                    with pytest.raises(OperationRefused, match="this server is a standby"):
                         command()
             assert "this server is a standby" in refused(aside, settings, "cdc", "setup")
             assert "this server is a standby" in refused(aside, settings, "relay", "reconcile")

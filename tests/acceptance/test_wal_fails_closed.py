@@ -13,8 +13,8 @@ from psycopg import sql
 from support import Load, backlog, caught_up, check, order, wait_until
 from wal_support import cdc, more, run_outbox, set_up, streaming, to_wal, wal
 
+from outbox.errors import OperationRefused
 from outbox.testing.fixtures import migrate, token
-from relay.operations.wal_setup import CdcRefused
 
 __all__ = ["order", "wal"]
 
@@ -62,7 +62,7 @@ class Stage:
             try:
                 with cdc(self.url, self._settings) as commands:
                     commands.repair("somebody changed it")
-            except CdcRefused as error:
+            except OperationRefused as error:
                 # By a relay that has just begun a session, and will find out why not to.
                 if "is being read" not in str(error):
                     raise

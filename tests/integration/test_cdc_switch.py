@@ -10,7 +10,8 @@ from cdc_shell import shell
 from support import order
 from wal_support import wal
 
-from relay.operations.wal_setup import Cdc, CdcRefused
+from outbox.errors import OperationRefused
+from relay.operations.wal_setup import Cdc
 from relay.wal.slot import SlotNames
 
 __all__ = ["order", "shell", "wal"]
@@ -30,7 +31,7 @@ def test_no_slot_left_on_the_server(shell, monkeypatch):
         def transaction(self) -> Any:
             return shell.admin.transaction()
 
-    with pytest.raises(CdcRefused, match="raise max_replication_slots"):
+    with pytest.raises(OperationRefused, match="raise max_replication_slots"):
         Cdc(Full(), SlotNames("outbox", shell.slot, "outbox_relay")).setup()
 
 

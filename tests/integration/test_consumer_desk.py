@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
-from outbox.consumer.admin.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
+from outbox.consumer.admin.dead_letters import REASONS, DeadLetters, Selection
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.postgres_errors import connect
-from outbox.errors import ConfigurationError, SchemaError
+from outbox.errors import ConfigurationError, NotFound, SchemaError
 from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 
@@ -308,7 +308,7 @@ def test_show_says_what_waits_behind_and_for_which(sink):
         return row["behind_it"], row["waits_for"]
 
     assert [seen(one) for one in (head, behind, last, alone)] == [(2, None), (1, head), (0, head), (0, None)]
-    with pytest.raises(NoSuchDeadLetter, match="no dead letter has the id 99999"):
+    with pytest.raises(NotFound, match="no dead letter has the id 99999"):
         sink.desk.show(99999)
 
 

@@ -9,8 +9,9 @@ import pytest
 from failing_lane import COPIED, Lane, half, hurry, lane, retried, turn
 
 from outbox import Event, Outbox
+from outbox._app.choices import OnFailure
 from relay.core.ports import Receipt, Refused
-from relay.kafka.routing import OnFailure, Route, Router
+from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import Selection
 
 __all__ = ["lane"]

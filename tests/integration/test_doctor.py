@@ -22,6 +22,7 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox._app import migrate as db
+from outbox._clients.checks import Level
 from outbox.errors import SchemaError
 from outbox.sandbox.kafka import KafkaCluster
 from relay.cli.app import app
@@ -29,10 +30,9 @@ from relay.config import Delivery, SourceKind, load
 from relay.core.lease import Lease
 from relay.core.ports import PUBLISHED, Receipt
 from relay.database import Connector
-from relay.operations import doctor_kafka
 from relay.operations.doctor import EXPLAINED, examine
-from relay.operations.doctor_postgres import check_ids
-from relay.operations.findings import Level
+from relay.operations.doctor import kafka as doctor_kafka
+from relay.operations.doctor.postgres import check_ids
 from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.roles import Kind, grants
 from relay.operations.wal_setup import Cdc
@@ -185,7 +185,7 @@ def test_ids_that_sessions_take_in_blocks(outbox_postgres, outbox_kafka):
 
 def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgres, outbox_kafka, monkeypatch):
     monkeypatch.setattr(
-        "relay.operations.doctor_postgres._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
+        "relay.operations.doctor.postgres._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
     )
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE slow AS SELECT 1")
@@ -196,7 +196,7 @@ def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgre
             # Whoever reads it waits, as for a large one.
             connection.execute("LOCK TABLE outbox.published IN ACCESS EXCLUSIVE MODE")
             with Connector(outbox_postgres.url, "test")() as reader:
-                findings = list(check_ids(reader, settings(outbox_postgres, outbox_kafka)))
+                findings = list(check_ids(reader, "outbox"))
     assert findings == []
 
 
@@ -286,7 +286,7 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
 
 
 def test_servers_that_are_away_are_findings_and_not_tracebacks(monkeypatch):
-    monkeypatch.setattr("relay.operations.doctor_kafka._SECONDS", 2.0)
+    monkeypatch.setattr("relay.operations.doctor.kafka._SECONDS", 2.0)
     given = load(database_url="postgresql://u@127.0.0.1:1/db", kafka={"bootstrap.servers": "127.0.0.1:1"})
     findings = found(given)
     assert findings["Postgres"][0] is Level.FAILURE

@@ -6,9 +6,9 @@ import pytest
 from psycopg import sql
 
 from outbox._app import migrate as db
+from outbox._clients.checks import Level
 from relay.config import load
 from relay.operations.doctor import examine
-from relay.operations.findings import Level
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from psycopg import sql
 from outbox import Event, Outbox
 from outbox._app.migrate import upgrade
 from outbox.testing.fixtures import token
+from relay import insights
 from relay.core.ports import Unavailable
-from relay.operations import dead_letter_pages, event_search
+from relay.operations import event_search
 from relay.operations.dead_letter_pages import DeadLetterPages, Filter
 from relay.operations.event_search import Contents, EventSearch, EventState
 from relay.settle.statements import KEEP_TO_THE_INDEX
@@ -150,7 +151,7 @@ def test_dead_events_and_groups_of_their_errors(connection):
     kinds = {"too large: N bytes of …", "refused"}
     assert {group["kind"] for group in groups} == kinds
     dead = [group for group in groups if group["state"] == "dead"]
-    assert sum(group["events"] for group in dead) == dead_letter_pages.COUNTED
+    assert sum(group["events"] for group in dead) == insights.COUNTED
     waiting = {group["aggregate_type"]: group["events"] for group in groups if group["state"] == "waiting"}
     assert waiting == {"Order": 297, "Rare": 3}
     seen, place = [], None
@@ -164,7 +165,7 @@ def test_dead_events_and_groups_of_their_errors(connection):
     assert len(seen) == EVENTS // 2 - EVENTS // 100
     assert len({row["event_id"] for row in seen}) == len(seen)
     assert seen == sorted(seen, key=lambda row: (row["first_failed_at"], row["lane"], row["id"]))
-    assert len(pages.event_ids(Filter(state="dead"))) == dead_letter_pages.COUNTED
+    assert len(pages.event_ids(Filter(state="dead"))) == insights.COUNTED
     assert len(pages.event_ids(Filter("refused", state="waiting"))) == 300
     assert pages.event_ids(Filter("nothing like it")) == []
 
@@ -202,7 +203,7 @@ def test_times_that_python_has_not_break_no_page(connection):
 
 
 def test_a_search_that_takes_too_long_ends_with_an_error(connection, wide, monkeypatch):
-    monkeypatch.setattr(event_search, "_STATEMENT_SECONDS", 0.2)
+    monkeypatch.setattr(insights, "_STATEMENT_SECONDS", 0.2)
     with psycopg.connect(wide) as other:
         other.execute("LOCK TABLE outbox.events IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(Unavailable, match="looking through the events"):

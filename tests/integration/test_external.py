@@ -15,10 +15,10 @@ from external_support import Sink, in_thread, lease_runs_out, outbox_cli, paymen
 from support import wait_until
 
 from outbox.consumer.errors import JobError
-from outbox.errors import SchemaError
+from outbox.errors import NotFound, SchemaError
 from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater
 from outbox.external.caller import Caller
-from outbox.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
+from outbox.external.reservations import Chosen, ReservationAdmin
 
 __all__ = ["outbox_cli", "provider", "sink"]
 
@@ -124,7 +124,7 @@ def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, pr
         assert "no cancel is declared" in shown["last_error"]
         caller = Caller(external, sink.connect)
         caller.settle_by_hand(message_id, confirmed=True, why="seen at the provider")
-        with pytest.raises(NoSuchReservation, match="neither stuck nor in conflict"):
+        with pytest.raises(NotFound, match="neither stuck nor in conflict"):
             caller.settle_by_hand(message_id, confirmed=False, why="again")
     assert (sink.states(), sink.orders()) == ({"maybe": "confirmed"}, {"maybe": ("paid", 1)})
     audit = "SELECT what, why, details -> 'message_ids' ->> 0 FROM consumer.audit"

@@ -16,13 +16,13 @@ from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import migrate as db
+from outbox._clients.checks import Level
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine
-from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
 from spark_jobs.postgres.group_store import PostgresGroupStore
 

@@ -149,7 +149,7 @@ def test_from_topic_to_topic(log, outbox_kafka):
     assert [(one.key(), one.value()) for one in copies] == [(one.key, one.value) for one in fine]
     for letter, number in zip(outbox_kafka.consume(dead, len(UNDECODABLE)), UNDECODABLE, strict=True):
         headers = dict(letter.headers())
-        assert headers[DEAD_LETTER] == b"HeadersUndecodable: the name of a header is not UTF-8"
+        assert headers[DEAD_LETTER] == b"UnicodeError: the name of a header is not UTF-8"
         assert UNDECODABLE[number].decode("utf-8", "backslashreplace") in headers
         assert (letter.key(), letter.value()) == (MESSAGES[number].key, MESSAGES[number].value)
 

@@ -16,9 +16,10 @@ from support import drained, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._app.choices import HeaderSet
 from relay.cli.app import app
 from relay.core.ports import Claim
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 from relay.kafka.routing import Router
 
 PAGE = "docs/reference/message-format.md"

@@ -12,10 +12,10 @@ from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver, without_spark
 from support import wait_until
 
-from outbox.consumer.admin.offsets import MoveRefused, NoSuchGroup
 from outbox.consumer.errors import ConsumerUnavailable, DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
+from outbox.errors import NotFound, OperationRefused
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 
 __all__ = ["driver", "without_spark"]
@@ -80,7 +80,7 @@ def test_a_topic_that_was_created_again(driver, partitions, messages):
     with pytest.raises(TopicRecreated, match="created again"):
         driver.look()
     assert driver.losses() == [(0, "recreated", 5, None, False), (1, "recreated", 4, None, False)]
-    with pytest.raises(MoveRefused, match=f"skips offsets.*{driver.topic}-0 0 to {messages - 1}"):
+    with pytest.raises(OperationRefused, match=f"skips offsets.*{driver.topic}-0 0 to {messages - 1}"):
         driver.offsets().reset(GROUP, driver.topic, "latest", "why")
     assert driver.losses()[0][-1] is False
     moved = driver.offsets().reset(GROUP, driver.topic, "loss", "made anew for more partitions")
@@ -119,7 +119,7 @@ def test_a_topic_that_is_gone(driver):
     assert driver.positions() == {}
     assert {row[-1] for row in driver.losses()} == {True}
     assert driver.audit()[0][:2] == ("offsets forget", "moved to another cluster")
-    with pytest.raises(NoSuchGroup, match="knows nothing"):
+    with pytest.raises(NotFound, match="knows nothing"):
         driver.offsets().forget(GROUP, driver.topic, "why")
     # Nobody has read it now: an ordinary mistake in the job, and no loss.
     driver.runner = driver.start()
@@ -315,7 +315,7 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
     assert driver.runner.pinned == {(driver.topic, 0): 5}
     [group], _ = driver.offsets().show(GROUP)
     assert [(one.lag, one.pinned, one.high_watermark) for one in group.positions] == [(0, 5, 5), (0, 0, 0)]
-    with pytest.raises(MoveRefused, match="offsets 0 to 0"):
+    with pytest.raises(OperationRefused, match="offsets 0 to 0"):
         driver.offsets().reset(GROUP, driver.topic, 3, "why", part=0, skip=True)
     open_one.abort_transaction(30)
     wait_until(lambda: driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].end == 6, what="the abort")

@@ -8,15 +8,15 @@ from reconcile_support import hanging, relay_settings, unverified
 from shown import Shown
 from support import logged, wait_until
 
+from outbox._clients.checks import Finding, Level
 from outbox.sandbox._ports import free_ports
 from relay.config import load
 from relay.core.ports import BrokerUnavailable
 from relay.kafka import open_transactions
 from relay.kafka.offsets import Offsets
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch, Whose
-from relay.operations import doctor_kafka
 from relay.operations.doctor import examine
-from relay.operations.findings import Finding, Level
+from relay.operations.doctor import kafka as doctor_kafka
 from relay.tasks.hanging import abort_hanging
 
 __all__ = ["hanging", "unverified"]

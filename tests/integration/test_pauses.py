@@ -20,6 +20,7 @@ from support import look_up, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._clients.checks import Level
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
@@ -33,7 +34,6 @@ from relay.lanes import LaneTable
 from relay.operations import pauses
 from relay.operations.doctor import examine
 from relay.operations.drain import Drain, Left
-from relay.operations.findings import Level
 from relay.polling import low_water_mark, reader
 from relay.polling.source import PollingSource
 from relay.settle.retries import FailurePolicy, Failures

@@ -14,6 +14,7 @@ from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, 
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from outbox._app.choices import OnFailure
 from outbox.errors import OutboxError
 from outbox.sandbox._process import patience
 from relay.core.lease import HeldLanes, Lease
@@ -33,7 +34,7 @@ from relay.core.ports import (
     Sent,
 )
 from relay.database import Connector
-from relay.kafka.routing import OnFailure, Route, Router
+from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import PollingSource
 from relay.settle.retries import FailurePolicy, Failures

@@ -16,7 +16,7 @@ from outbox.sandbox import java as java_module
 from outbox.sandbox import kafka as kafka_module
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import wait_for
-from outbox.sandbox.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 
@@ -244,18 +244,18 @@ def test_java_17_and_newer_will_do(java_of, says: str) -> None:
 )
 def test_an_older_java_is_refused_with_what_to_install(java_of, says: str, version: str) -> None:
     java_of(says)
-    with pytest.raises(MissingDependency, match=rf"is Java {version}; install Java 17 or newer .*openjdk"):
+    with pytest.raises(ServiceError, match=rf"is Java {version}; install Java 17 or newer .*openjdk"):
         KafkaCluster().start()
 
 
 def test_no_java_is_refused_with_what_to_install(java_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     java_of("The operation couldn't be completed. Unable to locate a Java Runtime.", status=1)
-    with pytest.raises(MissingDependency, match=r"is no working Java .*Unable to locate"):
+    with pytest.raises(ServiceError, match=r"is no working Java .*Unable to locate"):
         java_module.java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "elsewhere"))
-    with pytest.raises(MissingDependency, match="holds no bin/java; install Java 17"):
+    with pytest.raises(ServiceError, match="holds no bin/java; install Java 17"):
         java_module.java()
     monkeypatch.delenv("JAVA_HOME")
     monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
-    with pytest.raises(MissingDependency, match="none on the PATH; install Java 17"):
+    with pytest.raises(ServiceError, match="none on the PATH; install Java 17"):
         java_module.java()

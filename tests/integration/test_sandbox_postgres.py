@@ -18,7 +18,7 @@ import pytest
 from outbox.sandbox import _dirs, _pgbin, postgres
 from outbox.sandbox._dirs import User
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.postgres import PostgresServer
 
 ROOT = os.geteuid() == 0
@@ -179,7 +179,7 @@ def test_a_directory_without_postgres_in_outbox_pg_bin_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUTBOX_PG_BIN", str(tmp_path))
-    with pytest.raises(MissingDependency, match=r"OUTBOX_PG_BIN=.* holds no initdb"):
+    with pytest.raises(ServiceError, match=r"OUTBOX_PG_BIN=.* holds no initdb"):
         PostgresServer().start()
 
 

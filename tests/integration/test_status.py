@@ -327,7 +327,7 @@ def test_a_backlog_that_can_not_be_counted_in_time_hides_nothing_else(
     outbox_relay()
     wait_until(lambda: status.look()["problems"] == [], what="the relay")
     monkeypatch.setattr(insights, "_STATEMENT_SECONDS", 1)
-    monkeypatch.setattr(insights, "_WAITING", "SELECT lane, pg_sleep(60), NULL FROM {lanes}")
+    monkeypatch.setattr(insights, "WAITING", "SELECT lane, pg_sleep(60), NULL FROM {lanes}")
     found = status.look()
     outbox = found["outbox"]
     assert (outbox["counted"], outbox["exact"], outbox["oldest_seconds"]) == (False, False, None)

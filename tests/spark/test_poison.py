@@ -17,7 +17,7 @@ from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed
 from outbox.testing.fixtures import Topics
-from spark_jobs.errors import BadMessage, SparkLost
+from spark_jobs.errors import BadMessage
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark.errors import understood
 
@@ -190,4 +190,3 @@ def test_an_error_of_a_server_in_a_transform_is_waited_for(bench, topic, error):
 def test_a_network_error_is_not_taken_for_the_end_of_spark(spark):
     with pytest.raises(ConnectionResetError), understood():
         raise ConnectionResetError
-    assert issubclass(SparkLost, Exception)

@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._app.choices import OnFailure
 from relay.cli.app import app
 from relay.core.ports import PUBLISHED, Claim, Receipt, Refused
 from relay.database import Connector
-from relay.kafka.routing import OnFailure, Route, Router
+from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.at_most_once import AtMostOnceSource

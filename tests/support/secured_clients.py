@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from sender_support import AllThere, events
 
+from outbox._clients.checks import Level
 from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
@@ -27,9 +28,8 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
-from relay.operations import doctor_kafka
 from relay.operations.doctor import examine
-from relay.operations.findings import Level
+from relay.operations.doctor import kafka as doctor_kafka
 from relay.pipeline import topics as pipeline
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 

@@ -14,6 +14,7 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._app.choices import OnFailure
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.core.lease import HeldLanes, Lease
@@ -35,7 +36,7 @@ from relay.core.ports import (
     Unavailable,
 )
 from relay.database import Connector
-from relay.kafka.routing import OnFailure, Route, Router
+from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.operations.wal_setup import Cdc
 from relay.settle.retries import FailurePolicy, Failures

@@ -23,12 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field
 from typer.testing import CliRunner
 
 from outbox import ConfigurationError, Event, EventError, _payload, models
+from outbox._app.choices import HeaderSet
 from outbox.models import EventModel, register
 from outbox.registry import Avro, JsonSchema, Protobuf
 from relay.cli.app import app
 from relay.config import load
 from relay.core.ports import Claim
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 from relay.operations import asyncapi
 
 SPECIFICATION = json.loads((Path(__file__).parents[1] / "support" / "asyncapi-3.0.0.json").read_text())

@@ -14,11 +14,12 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from outbox._app import environment
+from outbox._app.choices import OnFailure
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.cli.assembly import assemble
 from relay.config import Delivery, Settings, delivery_seconds, load, producer_options
-from relay.kafka.routing import OnFailure, Route
+from relay.kafka.routing import Route
 from relay.parts import build_router
 
 
@@ -78,7 +79,9 @@ def test_a_file_named_but_missing(monkeypatch):
 
 def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
     (tmp_path / "outbox.toml").write_text("create_topic = true\n")
-    with pytest.raises(ConfigurationError, match=r"create_topic is not a setting: did you mean create_topics\?"):
+    with pytest.raises(
+        ConfigurationError, match=r"create_topic in outbox\.toml is not a setting: did you mean create_topics\?"
+    ):
         load()
     (tmp_path / "outbox.toml").write_text("[relay]\nbatchsize = 1\n")
     with pytest.raises(ConfigurationError, match=r"relay\.batchsize in outbox\.toml .*did you mean batch_size\?"):
@@ -233,9 +236,7 @@ def test_every_pattern_has_words_for_its_error():
         for name, field in model.model_fields.items():
             if any(getattr(constraint, "pattern", None) for constraint in field.metadata):
                 yield start + name, field.description
-            section = environment.model_of(field.annotation) or environment.model_of(
-                environment.values_of(field.annotation)
-            )
+            section = environment.model_of(field) or environment.model_of(environment.values_of(field))
             if section is not None:
                 yield from patterns(section, f"{start}{name}.")
 
@@ -265,6 +266,12 @@ def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     monkeypatch.setenv("OUTBOX_DELIVRY", "exactly-once")
     result = CliRunner().invoke(app, command.split())
     assert (result.exit_code, "did you mean OUTBOX_DELIVERY?" in result.stderr) == (2, True), result.output
+
+
+def test_a_consumers_command_refuses_a_misspelt_setting_of_the_relay_in_the_file(tmp_path):
+    (tmp_path / "outbox.toml").write_text("[relay]\nbatchsize = 1\n")
+    result = CliRunner().invoke(app, ["consumers", "groups"])
+    assert (result.exit_code, "did you mean batch_size?" in result.stderr) == (2, True), result.output
 
 
 @pytest.mark.parametrize("command", ["dead-letters list --side consumer", "consumers groups", "offsets show"])

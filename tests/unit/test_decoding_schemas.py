@@ -18,13 +18,13 @@ from google.protobuf import descriptor_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox.consumer.errors import JobError
+from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.decoding import Avro, Protobuf
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Problem
-from spark_jobs.payloads.registry import Client, Registry, RegistryUnavailable, Schema
+from spark_jobs.payloads.registry import Client, Registry, Schema
 
 # Framing, held against the official client.
 
@@ -243,16 +243,16 @@ def test_a_registry_that_is_away_is_no_bad_message():
             client.latest("nothing-value")
         # Wrong credentials, a wrong path, an internal error: nobody's message is at fault.
         for wrong in (Registry(server.url, IMPATIENT), Registry(f"{server.url}/elsewhere", allowed)):
-            with pytest.raises(RegistryUnavailable, match=re.escape(wrong.url)):
+            with pytest.raises(ConsumerUnavailable, match=re.escape(wrong.url)):
                 Client(wrong, None).schema(number)
-            with pytest.raises(RegistryUnavailable):
+            with pytest.raises(ConsumerUnavailable):
                 Client(wrong, None).latest("orders-value")
         server.failing = 503
-        with pytest.raises(RegistryUnavailable, match="the store is away"):
+        with pytest.raises(ConsumerUnavailable, match="the store is away"):
             Client(registry, None).schema(number)
         server.failing = None
         server.stop()
-        with pytest.raises(RegistryUnavailable):
+        with pytest.raises(ConsumerUnavailable):
             client.schema(number + 1)
         # What is known never changes, and needs no registry.
         asked = len(server.asked)

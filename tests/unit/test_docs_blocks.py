@@ -31,12 +31,13 @@ from typer.core import TyperGroup
 
 from examples.demo.ledger import Reconciliation
 from outbox._app.prometheus import Check
+from outbox._app.settings import Settings, WebSettings
 from outbox.consumer.admin.trace import GroupTrace
 from outbox.consumer.tables import consumer_tables
 from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
-from relay.config import Settings, WebSettings, load
+from relay.config import load
 from relay.core.health import WorkerHealth
 from relay.core.lease import Lease
 from relay.core.ports import BrokerUnavailable, LaneBusy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from outbox._app.choices import HeaderSet
 from relay.core.ports import Claim
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 
 CLAIM = Claim(7, "id-7", "Order", "key", "Placed", "2026-01-01T00:00:00Z", b"{}", {"tenant": "acme"})
 CLOUDEVENTS = ["ce_specversion", "ce_id", "ce_source", "ce_type", "ce_subject", "ce_time"]

@@ -11,9 +11,10 @@ from uuid import UUID
 import pyarrow as pa
 import pytest
 
+from outbox._app.choices import HeaderSet
 from outbox.inbox import MessageIdMissing, message_id
 from relay.core.ports import Claim
-from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.headers import message_headers
 from spark_jobs.task.incoming import _Headers, _ids
 
 ID = UUID("0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70")

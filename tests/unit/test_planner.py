@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outbox.consumer.errors import DataLost, JobError, TopicRecreated
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
+from outbox.errors import ConfigurationError
 from spark_jobs.driver.planner import ENOUGH, FEW, new_partitions, next_turn, plan, waiting_for_others
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob, find_job
@@ -260,11 +261,11 @@ def test_a_job_that_can_not_work_is_refused(changes):
 def test_jobs_are_found_by_name():
     assert find_job("spark_jobs.order_totals:job").group == "order-totals"
     for spec in ("spark_jobs.order_totals", "nowhere:job", "spark_jobs.order_totals:ConsumerJob", ":job"):
-        with pytest.raises(JobError, match=r"MODULE:NAME|no module|not a ConsumerJob"):
+        with pytest.raises(ConfigurationError, match=r"MODULE:NAME|no module|not a ConsumerJob"):
             find_job(spec)
-    with pytest.raises(JobError, match=r"there is no 'jobs' in spark_jobs\.order_totals; its ConsumerJobs: job$"):
+    with pytest.raises(ConfigurationError, match=r"no 'jobs' in spark_jobs\.order_totals; its ConsumerJobs: job$"):
         find_job("spark_jobs.order_totals:jobs")
-    with pytest.raises(JobError, match=r"there is no 'job' in json; it has no ConsumerJob at all$"):
+    with pytest.raises(ConfigurationError, match=r"there is no 'job' in json; it has no ConsumerJob at all$"):
         find_job("json:job")
 
 

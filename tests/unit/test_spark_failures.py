@@ -25,7 +25,7 @@ def test_what_ends_a_job_names_the_error_of_its_transform():
     traceback = '\nTraceback (most recent call last):\n  File "job.py", line 3\n    raise\njobs.X: n is 7\nmore\n'
     for text, shown in (
         (f"An exception was thrown from the Python worker:{traceback}\nJVM stacktrace:\n\tat a.B", "jobs.X: n is 7"),
-        (f"thrown:{traceback}spark_jobs.errors.InputUnproven: no end\n", "spark_jobs.errors.InputUnproven: no end"),
+        (f"thrown:{traceback}spark_jobs.errors.InputCut: no end\n", "spark_jobs.errors.InputCut: no end"),
         ("[DIVIDE_BY_ZERO] by zero\n\tat a.B", "[DIVIDE_BY_ZERO] by zero"),
         ("", "Exception"),
     ):
@@ -50,7 +50,7 @@ def python(raised: str, before: str = "") -> Exception:
         (python("spark_jobs.errors.ConsumerUnavailable: away"), ConsumerUnavailable),
         (python("spark_jobs.errors.CorruptRecords: no"), CorruptRecords),
         (python("spark_jobs.errors.NotAuthorized: no"), NotAuthorized),
-        (python("spark_jobs.payloads.registry.RegistryUnavailable: away"), ConsumerUnavailable),
+        (python("outbox.consumer.errors.ConsumerUnavailable: away"), ConsumerUnavailable),
         (python("spark_jobs.errors.JobError: no"), JobError),
         (python("ConnectionRefusedError: no"), ConsumerUnavailable),
         (python("TimeoutError"), ConsumerUnavailable),

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 from pyspark.serializers import SpecialLengths, write_int
 
-from spark_jobs.errors import InputCut, InputUnproven
+from outbox.consumer.errors import JobError
+from spark_jobs.errors import InputCut
 from spark_jobs.task import input as task_input
 
 BATCH = pa.RecordBatch.from_pydict({"n": [1, 2]})
@@ -144,7 +145,7 @@ def test_a_worker_without_the_daemon_has_a_pair_of_buffers() -> None:
 
 
 def test_where_no_worker_runs_nothing_can_be_proved() -> None:
-    with pytest.raises(InputUnproven, match=r"nothing was committed.*spark\.python\.worker\.module"):
+    with pytest.raises(JobError, match=r"nothing was committed.*spark\.python\.worker\.module"):
         task_input.from_spark(iter(()))
 
 

@@ -25,7 +25,6 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from outbox.consumer.errors import ConsumerError
 from outbox.consumer.letters import CONTENTS, DESCRIBED
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.errors import ConfigurationError, NotFound
@@ -106,10 +105,6 @@ _TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, NULL, %(details)s)"
 
 
-class NoSuchDeadLetter(ConsumerError, NotFound):
-    """There is no dead letter of that id."""
-
-
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Selects dead letters by id, group, topic and reason; all of them if nothing is given.
@@ -163,14 +158,12 @@ class DeadLetters:
     def show(self, dead_letter: int) -> dict[str, Any]:
         """Return the whole row, with the number of messages ``behind_it`` and the one that it ``waits_for``, if any.
 
-        Raises NoSuchDeadLetter.
+        Raises NotFound.
         """
         with clear_errors("reading a dead letter"):
             found = self._run(_SHOW, {"id": dead_letter})
         if not found:
-            raise NoSuchDeadLetter(
-                f"no dead letter has the id {dead_letter}; see `outbox dead-letters list --side consumer`"
-            )
+            raise NotFound(f"no dead letter has the id {dead_letter}; see `outbox dead-letters list --side consumer`")
         return found[0]
 
     def retry(self, selection: Selection) -> Sequence[dict[str, Any]]:

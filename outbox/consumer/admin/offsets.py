@@ -27,12 +27,12 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
-from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
+from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
-from outbox.errors import NotFound
+from outbox.errors import NotFound, OperationRefused
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
 _Decide = Callable[[Mapping[int, StoredOffset], _Losses], list["Move"]]
@@ -72,14 +72,6 @@ _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
-
-
-class NoSuchGroup(ConsumerError, NotFound):
-    """There is no group of that name, or the group has no such topic."""
-
-
-class MoveRefused(ConsumerError):
-    """The offsets can't be moved there, or only with ``skip``. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +208,7 @@ class Offsets:
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
 
     def show(self, group: str | None = None, *, losses: bool = True) -> tuple[list[Group], str | None]:
-        """Return one group or all, and the error if Kafka's offsets are missing. Raises NoSuchGroup.
+        """Return one group or all, and the error if Kafka's offsets are missing. Raises NotFound.
 
         losses   read these too; False: their table need not be readable.
         """
@@ -274,7 +266,7 @@ class Offsets:
         new           the group need not exist.
         wait_seconds  how long to wait for a task that has locked the offsets.
 
-        Raises MoveRefused, NoSuchGroup, TopicMissing.
+        Raises OperationRefused, NotFound, TopicMissing.
         """
         survey = self._kafka.survey([topic])
         if survey.missing:
@@ -285,7 +277,7 @@ class Offsets:
             )
         extents = {number: there for (_, number), there in survey.extents.items()}
         if part is not None and part not in extents:
-            raise MoveRefused(f"{topic} has no partition {part}, but {min(extents)} to {max(extents)}")
+            raise OperationRefused(f"{topic} has no partition {part}, but {min(extents)} to {max(extents)}")
         chosen = {number: there for number, there in sorted(extents.items()) if part in {None, number}}
         if isinstance(to, int):
             _refuse_outside(topic, chosen, to)
@@ -324,11 +316,11 @@ class Offsets:
     def forget(
         self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
     ) -> MoveResult:
-        """Remove the rows and open losses of a topic that a group no longer reads. Raises NoSuchGroup."""
+        """Remove the rows and open losses of a topic that a group no longer reads. Raises NotFound."""
 
         def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             if not stored and not losses:
-                raise NoSuchGroup(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
+                raise NotFound(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
             return _gone(stored)
 
         request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
@@ -413,7 +405,7 @@ class Offsets:
 
     def _no_such_group(self, group: str) -> None:
         known = [row["grp"] for row in self._rows(_GROUPS, grp=None)]
-        raise NoSuchGroup(f"there is no group {group}; known: {', '.join(known) or 'none'}")
+        raise NotFound(f"there is no group {group}; known: {', '.join(known) or 'none'}")
 
     def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
@@ -424,7 +416,7 @@ class Offsets:
 def _refuse_outside(topic: str, extents: Mapping[int, OffsetBounds], to: int) -> None:
     for part, there in extents.items():
         if not there.first <= to <= there.end:
-            raise MoveRefused(
+            raise OperationRefused(
                 f"{topic}-{part}: {to} is outside of what Kafka has, offsets {there.first} to {there.end} (where what "
                 "is committed ends). Nothing was changed"
             )
@@ -445,7 +437,7 @@ def _gone(stored: Mapping[int, StoredOffset]) -> list[Move]:
 def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
     skipped = [f"{asked.topic}-{one.part} {one.skipped[0]} to {one.skipped[1] - 1}" for one in moves if one.skipped]
     if skipped and not asked.skip:
-        raise MoveRefused(
+        raise OperationRefused(
             f"that skips offsets which the group has not read: {', '.join(skipped)}. Nothing was changed; --skip says "
             "that it is meant, and the audit keeps which"
         )

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
+from relay.insights import COUNTED
 from relay.operations import dead_letter_pages as relay_pages
 from relay.operations.dead_letter_pages import DeadLetterPages
 from relay.operations.dead_letters import DeadLetters, Selection
@@ -126,8 +127,8 @@ class _RelaySide:
         found = pages.event_ids(chosen)
         if not found:
             raise ConfigurationError("no failed event matches any more")
-        if len(found) >= relay_pages.COUNTED:
-            what = f"the first {relay_pages.COUNTED:,} {what}"
+        if len(found) >= COUNTED:
+            what = f"the first {COUNTED:,} {what}"
         return Selection(found), what
 
 

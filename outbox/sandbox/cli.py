@@ -71,8 +71,8 @@ def down(
 
 
 def _sandbox() -> Sandbox:
+    from outbox._app.settings import check_environment
     from outbox.sandbox.sandbox import Sandbox
-    from relay.config import check_environment
 
     check_environment()
     return Sandbox(report=lambda text: typer.echo(text, err=True))

@@ -5,31 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-import psycopg
-from confluent_kafka import KafkaException
-
-from outbox.errors import OutboxError
+from outbox._clients.checks import Check, Finding, Level, ok
+from outbox.consumer.admin import checks as consumers
+from outbox.consumer.admin.status import has_tables
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options
 from relay.database import Connector
-from relay.kafka.client import text_of
-from relay.operations.doctor_kafka import check_kafka
-from relay.operations.doctor_names import check_calls, check_open_schemas
-from relay.operations.doctor_postgres import (
-    CONSUMERS_GRANT,
-    DeclaredGroup,
-    check_consumers,
-    check_outbox,
-    consumed_topics,
-    declared_groups,
-    has_consumers,
-    lane_sources,
-)
-from relay.operations.doctor_transport import check_transport
-from relay.operations.findings import Finding, Level
+from relay.insights import read_lanes
+from relay.operations.doctor import kafka, names, postgres
+from relay.operations.doctor.run import run
+from relay.operations.doctor.transport import check_transport
 from relay.operations.guarantee import Strategy, guarantee
-from relay.operations.isolation import alone
 from relay.parts import build_router
 from relay.settle.settlement import lanes_text
 
@@ -52,18 +39,16 @@ def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding
 
     ``sink_url`` is the consumers' database, if it is another one. Raises ConfigurationError for invalid settings.
     """
-    yield Finding(Level.OK, f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
+    yield ok(f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
     options = producer_options(settings)
-    lease = settings.relay.lease_seconds
-    yield Finding(
-        Level.OK,
+    yield ok(
         "times",
-        f"a killed relay's lanes are taken over after {lease:g} s; a batch that Kafka does not acknowledge within "
-        f"{delivery_seconds(settings):g} s is dropped and read again",
+        f"a killed relay's lanes are taken over after {settings.relay.lease_seconds:g} s; a batch that Kafka does not "
+        f"acknowledge within {delivery_seconds(settings):g} s is dropped and read again",
     )
     known = _Known()
     weakened: dict[str, str] = {}
-    for finding in _checks(settings, options, sink_url, known):
+    for finding in run(_checks(settings, options, sink_url, known)):
         if finding.setting:
             weakened.setdefault(finding.about, finding.setting)
         yield finding
@@ -74,58 +59,57 @@ def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding
 class _Known:
     """What the checks have read, for those that come after them."""
 
-    lanes: Mapping[SourceKind, Sequence[int]] = field(default_factory=dict)
+    lanes: dict[SourceKind, list[int]] = field(default_factory=dict)
     topics: Sequence[str] = ()
-    groups: Sequence[DeclaredGroup] = ()
+    groups: Sequence[consumers.DeclaredGroup] = ()
     reached: bool = False
     """Whether the outbox's database answers."""
 
 
-def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Finding]:
-    yield from alone("transport", partial(check_transport, settings))
-    yield from alone("Postgres", partial(_outbox, settings, known))
-    yield from alone("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
+def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Check]:
+    yield Check("transport", partial(check_transport, settings))
+    yield Check("Postgres", partial(_outbox, settings, known))
+    yield Check("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
     lanes = sum(map(len, known.lanes.values()))
-    try:
-        yield from check_kafka(settings, options, lanes, known.topics)
-    except (OutboxError, KafkaException) as error:
-        text = text_of(error) if isinstance(error, KafkaException) else str(error)
-        yield Finding(Level.FAILURE, "Kafka", text, "check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials")
+    yield Check(
+        "Kafka",
+        partial(kafka.checks, settings, options, lanes, known.topics),
+        run,
+        do="check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials",
+    )
 
 
 def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
     with Connector(settings.require_database(), "outbox doctor")() as connection:
         known.reached = True
-        yield from check_outbox(connection, settings)
-        yield from alone("names", partial(check_calls, connection, settings.db_schema))
-        yield from alone("schemas", partial(check_open_schemas, connection))
-        yield from alone(
-            "lanes", partial(_read_lanes, connection, settings, known), f"SELECT on {settings.db_schema}.lanes"
-        )
+        yield from run(postgres.checks(connection, settings))
+        yield from run(names.checks(connection, settings.db_schema, "schemas"))
 
+        def note_lanes() -> Iterator[Finding]:
+            for one in read_lanes(connection, settings.db_schema):
+                known.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
+            yield from ()
 
-def _read_lanes(connection: psycopg.Connection[Any], settings: Settings, known: _Known) -> Iterator[Finding]:
-    known.lanes = lane_sources(connection, settings)
-    yield from ()
+        yield from run([Check("lanes", note_lanes, grant=f"SELECT on {settings.db_schema}.lanes")])
 
 
 def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
     """Check the consumers' tables. One failure to connect is enough, where the outbox is in the same database."""
     if sink_url is None and not known.reached:
         return
+    schema = settings.consumer_schema
     with Connector(sink_url or settings.require_database(), "outbox doctor")() as connection:
-        if has_consumers(connection, settings):
-            yield from alone("consumers", partial(_read_groups, connection, settings, known), CONSUMERS_GRANT)
-            yield from check_consumers(connection, settings)
-            yield from alone("names", partial(check_calls, connection, settings.consumer_schema))
-            if sink_url is not None:
-                yield from alone("schemas of the sink", partial(check_open_schemas, connection))
+        if not has_tables(connection, schema):
+            return
 
+        def note_groups() -> Iterator[Finding]:
+            known.topics = consumers.consumed_topics(connection, schema)
+            known.groups = consumers.declared_groups(connection, schema)
+            yield from ()
 
-def _read_groups(connection: psycopg.Connection[Any], settings: Settings, known: _Known) -> Iterator[Finding]:
-    known.topics = consumed_topics(connection, settings)
-    known.groups = declared_groups(connection, settings)
-    yield from ()
+        yield from run([Check("consumers", note_groups, grant=consumers.GRANT)])
+        yield from run(consumers.checks(connection, schema, settings.consumer.keep_days))
+        yield from run(names.checks(connection, schema, None if sink_url is None else "schemas of the sink"))
 
 
 def _guarantees(settings: Settings, known: _Known, weakened: Mapping[str, str]) -> Iterator[Finding]:
@@ -140,14 +124,11 @@ def _guarantees(settings: Settings, known: _Known, weakened: Mapping[str, str]) 
     for group in known.groups:
         about = f"guarantee of group {group.name}"
         if group.topics and not any(map(router.may_write, group.topics)):
-            yield Finding(
-                Level.OK, about, f"reads {', '.join(group.topics)}, which no relay with these settings writes"
-            )
+            yield ok(about, f"reads {', '.join(group.topics)}, which no relay with these settings writes")
             continue
         strategy = next((each for each in Strategy if each == group.strategy), None)
         if strategy is None:
-            yield Finding(
-                Level.OK,
+            yield ok(
                 about,
                 "not known: no consumer has started for it yet",
                 "start the consumer: it records the job's strategy",

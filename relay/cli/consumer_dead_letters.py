@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox._app.console import print_json, printable, require_choice, require_reason, say
-from spark_jobs.cli.names import load
+from outbox._app.settings import load
+from outbox.errors import NotFound
 
 if TYPE_CHECKING:
     from outbox.consumer.admin.dead_letters import DeadLetters, Selection
@@ -126,9 +127,7 @@ def _selection(
 def _all_found(asked: Sequence[int] | None, found: Sequence[int]) -> None:
     missing = sorted(set(asked or ()) - set(found))
     if missing:
-        from outbox.consumer.admin.dead_letters import NoSuchDeadLetter
-
-        raise NoSuchDeadLetter(f"not among the dead letters that were asked for: {', '.join(map(str, missing))}")
+        raise NotFound(f"not among the dead letters that were asked for: {', '.join(map(str, missing))}")
 
 
 def _at(row: dict[str, Any]) -> str:

@@ -6,18 +6,16 @@ import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AclOperation, ConfigResource  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
+from outbox._clients.checks import Check, Finding, failure, ok, warning
 from outbox._clients.kafka_client import Admin
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
-from relay.operations.findings import Finding, Level
-from relay.operations.isolation import alone
 from relay.parts import build_router
 
 _SECONDS: Final = 10.0
@@ -29,74 +27,73 @@ _SINCE_4_3: Final = "cordoned.log.dirs"
 _Config = Callable[[str], str]
 
 
-def check_kafka(
-    settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]
-) -> Iterator[Finding]:
-    """Check the brokers, the topics, and the transactions open in them."""
+def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]) -> Iterator[Check]:
+    """Return the checks of the brokers, the topics, and the transactions open in them. Raises KafkaException."""
     admin = Admin(client_options(settings))
     with admin.explaining():
         metadata = admin.list_topics(timeout=_SECONDS)
-    brokers = len(metadata.brokers)
-    yield Finding(Level.OK, "Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {settings.require_kafka()}")
+
+    def configs(kind: Any, *names: str) -> dict[str, Any]:
+        with admin.explaining():
+            answers = admin.describe_configs([ConfigResource(kind, name) for name in names], request_timeout=_SECONDS)
+            return {resource.name: answer.result() for resource, answer in answers.items()}
+
+    def of_topic(name: str) -> _Config:
+        entries = configs(ConfigResource.Type.TOPIC, name)[name]
+        return lambda entry: str(entries[entry].value)
+
+    yield Check("Kafka", lambda: _copies(len(metadata.brokers), settings.require_kafka()))
+    for aggregate_type, route in sorted((settings.routes or {}).items()):
+        name = route.topic
+        if name in metadata.topics:
+            yield Check(f"topic {name}", partial(_may_write, admin, name))
+            yield Check(
+                f"topic {name}, settings", partial(of_topic, name), partial(_topic, name, metadata.topics[name])
+            )
+        else:
+            yield Check(f"topic {name}", partial(_missing, name, aggregate_type, settings.create_topics))
+    for name in sorted(_dead_letter_topics(settings) & metadata.topics.keys()):
+        yield Check(f"topic {name}", partial(_may_write, admin, name))
+    for name in consumed:
+        if name in metadata.topics:
+            yield Check(
+                f"topic {name}, ids", partial(of_topic, name), partial(_remembered, name, settings.consumer.keep_days)
+            )
+    yield Check("open transactions", partial(_open_transactions, settings, options))
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        brokers = partial(configs, ConfigResource.Type.BROKER, *map(str, metadata.brokers))
+        yield Check("Kafka's settings", brokers, partial(_brokers, settings, options))
+        state = state_topic_name(settings)
+        found = metadata.topics.get(state)
+        if found is None:
+            yield Check(
+                f"state topic {state}",
+                lambda: [ok(f"state topic {state}", "does not exist yet; the relay creates it, compacted")],
+            )
+        else:
+            yield Check(f"state topic {state}", partial(of_topic, state), partial(_state_topic, state, found, lanes))
+            yield Check(f"topic {state}", partial(_may_write, admin, state))
+
+
+def _copies(brokers: int, servers: str) -> Iterator[Finding]:
+    yield ok("Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {servers}")
     if brokers < 3:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "Kafka brokers",
             f"with {brokers} there are fewer than 3 copies of an event: losing a disk loses what was acknowledged",
             "run three brokers or more, with min.insync.replicas=2",
             "three brokers",
         )
 
-    def config(kind: Any, name: str) -> _Config:
-        resource = ConfigResource(kind, name)
-        with admin.explaining():
-            entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
-        return lambda entry: str(entries[entry].value)
 
-    for aggregate_type, route in sorted((settings.routes or {}).items()):
-        about = f"topic {route.topic}"
-        yield from alone(about, partial(_event_topic, settings, admin, metadata, aggregate_type, route.topic))
-        if route.topic in metadata.topics:
-            yield from alone(f"{about}, settings", partial(_settings_of, metadata, config, route.topic))
-    for name in sorted(_dead_letter_topics(settings) & metadata.topics.keys()):
-        yield from alone(f"topic {name}", partial(_may_write, admin, name))
-    for name in consumed:
-        if name in metadata.topics:
-            yield from alone(f"topic {name}, ids", partial(_remembered, name, settings.consumer.keep_days, config))
-    yield from alone("open transactions", partial(_open_transactions, settings, options))
-    if settings.delivery is Delivery.EXACTLY_ONCE:
-        of_brokers = (
-            partial(_brokers, admin, metadata),
-            partial(_transaction_timeout, settings, options, metadata, config),
-        )
-        # Both need the same right, and name it once.
-        yield from dict.fromkeys(chain.from_iterable(alone("Kafka's settings", check) for check in of_brokers))
-        state = state_topic_name(settings)
-        yield from alone(f"state topic {state}", partial(_state_topic, state, lanes, metadata, config))
-        if state in metadata.topics:
-            yield from alone(f"topic {state}", partial(_may_write, admin, state))
+def _missing(name: str, aggregate_type: str, created: bool) -> Iterator[Finding]:
+    found = f"does not exist yet ({aggregate_type})"
+    do = "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
+    yield ok(f"topic {name}", found) if created else failure(f"topic {name}", found, do)
 
 
-def _event_topic(settings: Settings, admin: Admin, metadata: Any, aggregate_type: str, name: str) -> Iterator[Finding]:
-    if name in metadata.topics:
-        yield from _may_write(admin, name)
-        return
-    level = Level.OK if settings.create_topics else Level.FAILURE
-    do = (
-        ""
-        if settings.create_topics
-        else "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
-    )
-    yield Finding(level, f"topic {name}", f"does not exist yet ({aggregate_type})", do)
-
-
-def _settings_of(metadata: Any, config: Callable[[Any, str], _Config], name: str) -> Iterator[Finding]:
-    return _topic(name, metadata.topics[name], config(ConfigResource.Type.TOPIC, name))
-
-
-def _remembered(name: str, keep_days: int, config: Callable[[Any, str], _Config]) -> Iterator[Finding]:
+def _remembered(name: str, keep_days: int, entry: _Config) -> Iterator[Finding]:
     """Check whether messages can outlive their remembered ids: a re-read would make dead letters of them."""
-    entry = config(ConfigResource.Type.TOPIC, name)
     if entry("cleanup.policy") == "compact":
         kept, ms = "its messages for as long as they are the last of their keys", -1
     else:
@@ -104,8 +101,7 @@ def _remembered(name: str, keep_days: int, config: Callable[[Any, str], _Config]
         kept = "every message" if ms < 0 else f"messages for {ms / _DAY_MS:g} days"
     if 0 <= ms <= keep_days * _DAY_MS:
         return
-    yield Finding(
-        Level.WARNING,
+    yield warning(
         f"topic {name}, ids",
         f"it keeps {kept}, ids are remembered for {keep_days} days: going back further makes dead letters of what is "
         "forgotten, instead of applying it twice",
@@ -123,7 +119,7 @@ def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterat
     for each in found:
         yield _open_transaction(each, transactions.limit(each.whose))
     if not found:
-        yield Finding(Level.OK, "open transactions", "none hangs in the outbox's topics")
+        yield ok("open transactions", "none hangs in the outbox's topics")
 
 
 def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
@@ -141,15 +137,13 @@ def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
         f"a transaction{whose}{since}; "
     )
     if age is not None and age >= limit:
-        return Finding(
-            Level.FAILURE,
+        return failure(
             about,
             f"{text}it has exceeded its timeout: a broker has lost its end (KAFKA-20734), or no coordinator answers",
             "`outbox relay reconcile` says how many events are in it and whether the outbox still has their rows, and "
             "what ends it",
         )
-    return Finding(
-        Level.WARNING,
+    return warning(
         about,
         f"{text}it did not move within {_UNMOVED_SECONDS:g} s",
         f"look again in {limit - (age or 0.0):.0f} s: if it is at the same offset then, run `outbox relay reconcile`",
@@ -170,48 +164,43 @@ def _may_write(admin: Admin, name: str) -> Iterator[Finding]:
         )[name].result()
     operations = described.authorized_operations
     if operations and AclOperation.WRITE not in operations:
-        yield Finding(
-            Level.FAILURE,
+        yield failure(
             f"topic {name}, rights",
             f"these credentials may not write to it, only {', '.join(sorted(each.name for each in operations))}",
             "grant WRITE on the topic to the relay's user",
         )
 
 
-def _state_topic(state: str, lanes: int, metadata: Any, config: Callable[[Any, str], _Config]) -> Iterator[Finding]:
-    found = metadata.topics.get(state)
-    if found is None:
-        yield Finding(Level.OK, f"state topic {state}", "does not exist yet; the relay creates it, compacted")
-        return
-    yield from _topic(state, found, config(ConfigResource.Type.TOPIC, state))
+def _state_topic(state: str, found: Any, lanes: int, config: _Config) -> Iterator[Finding]:
+    yield from _topic(state, found, config)
     if len(found.partitions) < lanes:
-        yield Finding(
-            Level.OK,
-            f"state topic {state}",
-            f"{len(found.partitions)} partitions, {lanes} lanes: the relay adds some",
-        )
+        yield ok(f"state topic {state}", f"{len(found.partitions)} partitions, {lanes} lanes: the relay adds some")
     for name, wanted in (("cleanup.policy", "compact"), ("unclean.leader.election.enable", "false")):
-        value = config(ConfigResource.Type.TOPIC, state)(name)
+        value = config(name)
         if value != wanted:
-            yield Finding(
-                Level.FAILURE,
-                f"state topic {state}",
-                f"{name}={value} could lose markers",
-                f"set {name}={wanted}",
-                f"{name}={wanted}",
+            yield failure(
+                f"state topic {state}", f"{name}={value} could lose markers", f"set {name}={wanted}", f"{name}={wanted}"
             )
 
 
-def _transaction_timeout(
-    settings: Settings, options: Mapping[str, str], metadata: Any, config: Callable[[Any, str], _Config]
-) -> Iterator[Finding]:
-    """Check whether the brokers allow the relay's transaction timeout."""
-    broker = str(next(iter(metadata.brokers)))
-    limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
+def _brokers(settings: Settings, options: Mapping[str, str], configs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check whether brokers can lose the end of a transaction (KAFKA-20734), and allow the relay's timeout."""
+    newer = sorted(broker for broker, entries in configs.items() if _SINCE_4_3 in entries)
+    if newer:
+        yield warning(
+            "Kafka's version",
+            f"broker {', '.join(newer)} is 4.3 or newer (it has the setting {_SINCE_4_3}; which release it is, "
+            "brokers do not tell): 4.3.1 and 4.4.0 can lose the markers of a transaction when a broker restarts "
+            "(KAFKA-20734), and readers in read_committed then wait for its end for good",
+            "run 4.2.1, or a release whose notes name KAFKA-20734 as fixed; where it has happened, the lane stops, and "
+            "`outbox relay reconcile` names the partition",
+        )
+    else:
+        yield ok("Kafka's version", f"older than 4.3 (no broker has the setting {_SINCE_4_3})")
+    limit = min(int(entries["transaction.max.timeout.ms"].value) for entries in configs.values())
     asked = int(options["transaction.timeout.ms"])
     if asked > limit:
-        yield Finding(
-            Level.FAILURE,
+        yield failure(
             "transaction.timeout.ms",
             f"{asked} is above the broker's transaction.max.timeout.ms of {limit}: no transaction can begin",
             f"{_lower_timeout(settings, limit)}, or raise the broker's limit",
@@ -228,50 +217,27 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
     return f"it is twice the lease: set OUTBOX_RELAY__LEASE_SECONDS to {limit // 2000} or less"
 
 
-def _brokers(admin: Admin, metadata: Any) -> Iterator[Finding]:
-    """Warn of brokers that can lose the end of a transaction (KAFKA-20734)."""
-    resources = [ConfigResource(ConfigResource.Type.BROKER, str(broker)) for broker in sorted(metadata.brokers)]
-    with admin.explaining():
-        answers = admin.describe_configs(resources, request_timeout=_SECONDS)
-        newer = [resource.name for resource, answer in answers.items() if _SINCE_4_3 in answer.result()]
-    if newer:
-        yield Finding(
-            Level.WARNING,
-            "Kafka's version",
-            f"broker {', '.join(sorted(newer))} is 4.3 or newer (it has the setting {_SINCE_4_3}; which release it is, "
-            "brokers do not tell): 4.3.1 and 4.4.0 can lose the markers of a transaction when a broker restarts "
-            "(KAFKA-20734), and readers in read_committed then wait for its end for good",
-            "run 4.2.1, or a release whose notes name KAFKA-20734 as fixed; where it has happened, the lane stops, and "
-            "`outbox relay reconcile` names the partition",
-        )
-    else:
-        yield Finding(Level.OK, "Kafka's version", f"older than 4.3 (no broker has the setting {_SINCE_4_3})")
-
-
 def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
     copies = min(len(partition.replicas) for partition in topic.partitions.values())
     required = int(config("min.insync.replicas"))
     said = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
     if copies == 1 or required == 1:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             f"topic {name}",
             f"{said}: an acknowledged event is on one disk only",
             "replication factor 3 and min.insync.replicas=2",
             "replication factor 3" if copies == 1 else "min.insync.replicas=2",
         )
     elif required >= copies:
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             f"topic {name}",
             f"{said}: one broker that is away stops publishing",
             "min.insync.replicas one below the replication factor",
         )
     else:
-        yield Finding(Level.OK, f"topic {name}", said)
+        yield ok(f"topic {name}", said)
     if config("unclean.leader.election.enable") == "true":
-        yield Finding(
-            Level.FAILURE,
+        yield failure(
             f"topic {name}",
             "unclean.leader.election.enable=true: acknowledged events can be lost",
             "set it to false",
@@ -279,8 +245,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
         )
     policy = config("cleanup.policy")
     if "compact" in policy and not name.endswith(".relay.state"):
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             f"topic {name}",
             f"cleanup.policy={policy}: of the events of a key only the last is kept",
             "fine for snapshots of state, not for events",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from typing import Final
 
 from psycopg.conninfo import conninfo_to_dict
 
+from outbox._app.settings import is_loopback
+from outbox._clients.checks import Finding, warning
 from relay.config import Settings
-from relay.operations.findings import Finding, Level
 
 _ENCRYPTED: Final = frozenset({"ssl", "sasl_ssl"})
 _VERIFYING: Final = frozenset({"verify-ca", "verify-full"})
@@ -21,8 +21,7 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
     servers = [server.rpartition(":")[0] for server in settings.require_kafka().split(",")]
     if protocol not in _ENCRYPTED and not all(map(_is_local, servers)):
         passwords = protocol == "sasl_plaintext"
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "Kafka, TLS",
             f"security.protocol is {protocol}: {'the credentials and ' if passwords else ''}all events can be read "
             "on the way to the brokers",
@@ -34,8 +33,7 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
     mode = str(given.get("sslmode") or "prefer")
     if mode not in _VERIFYING and not all(map(_is_local, hosts)):
         asked = "is not set, and libpq's default is prefer" if "sslmode" not in given else f"is {mode}"
-        yield Finding(
-            Level.WARNING,
+        yield warning(
             "Postgres, TLS",
             f"sslmode {asked}: a server that is not verified, or without TLS, gets the password and the events",
             "add ?sslmode=verify-full&sslrootcert=system to the URL, or name your authority's file",
@@ -45,9 +43,4 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
 def _is_local(host: str) -> bool:
     """Return whether a host is this machine: a socket, localhost, or a loopback address."""
     name = host.strip().strip("[]")
-    if not name or name.startswith(("/", "@")) or name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return not name or name.startswith(("/", "@")) or is_loopback(f"{name}:0")

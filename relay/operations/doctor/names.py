@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import psycopg
 
-from relay.database import unavailable_on_error
-from relay.operations.findings import Finding, Level
+from outbox._clients.checks import Check, Finding, failure, warning
 
 # Defaults and generated columns, constraints, indexes, triggers, rules and policies. pg_depend has no rows for what
 # initdb has made.
@@ -54,13 +54,17 @@ SELECT quote_ident(nspname) FROM pg_namespace
  ORDER BY 1"""
 
 
-def check_calls(connection: psycopg.Connection[Any], schema: str) -> Iterator[Finding]:
+def checks(connection: psycopg.Connection[Any], schema: str, all_schemas: str | None) -> Iterator[Check]:
+    """Return the check of what a schema's tables call, and one named ``all_schemas`` of where everybody may create."""
+    yield Check("names", lambda: connection.execute(_CALLED, {"schema": schema}).fetchall(), partial(_calls, schema))
+    if all_schemas is not None:
+        yield Check(all_schemas, lambda: connection.execute(_OPEN).fetchall(), _open_schemas)
+
+
+def _calls(schema: str, rows: Iterable[tuple[str, str, str, str, bool]]) -> Iterator[Finding]:
     """Name the functions and operators outside of pg_catalog that tables of a schema call: as everybody who writes."""
-    with unavailable_on_error("looking at what the tables depend on"):
-        rows = connection.execute(_CALLED, {"schema": schema}).fetchall()
     for table, part, called, owner, others in rows:
-        yield Finding(
-            Level.FAILURE if others else Level.WARNING,
+        yield (failure if others else warning)(
             f"{schema}.{table}",
             f"its {part} calls {called}, which belongs to {owner} and is not in pg_catalog: it runs with the "
             "rights of whoever writes here",
@@ -69,13 +73,10 @@ def check_calls(connection: psycopg.Connection[Any], schema: str) -> Iterator[Fi
         )
 
 
-def check_open_schemas(connection: psycopg.Connection[Any]) -> Iterator[Finding]:
+def _open_schemas(rows: Iterable[tuple[str]]) -> Iterator[Finding]:
     """Name the schemas in which everybody may create, as in ``public`` up to Postgres 14 and after an upgrade."""
-    with unavailable_on_error("looking at the rights on schemas"):
-        names = [name for (name,) in connection.execute(_OPEN)]
-    for name in names:
-        yield Finding(
-            Level.WARNING,
+    for (name,) in rows:
+        yield warning(
             f"schema {name}",
             "every role may create in it, and so plant functions that others call in place of Postgres's: services, "
             "effects of jobs and people whose search path has it. The outbox's own sessions do not look there",

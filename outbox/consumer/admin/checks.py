@@ -1,0 +1,78 @@
+"""The checks of `outbox doctor` of the consumers' tables: losses that halt a group, and ids that are kept for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from outbox._clients.checks import Check, Finding, failure, ok
+
+_GROUPS: Final = """
+SELECT grp, strategy, array(SELECT DISTINCT topic FROM {offsets} AS o WHERE o.grp = g.grp ORDER BY topic)
+  FROM {groups} AS g ORDER BY grp"""
+_TOPICS: Final = "SELECT DISTINCT topic FROM {offsets} ORDER BY topic"
+_OPEN_LOSSES: Final = """
+SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
+# Counted only up to the number shown as "more than".
+_WITHOUT_TIME: Final = """
+SELECT count(*) FROM (SELECT FROM {processed_messages} WHERE day = date '1970-01-01' LIMIT %s) AS counted"""
+_MANY: Final = 1_000_000
+
+GRANT: Final = "USAGE on the consumers' schema, and SELECT on its tables"
+"""The right that these checks need."""
+
+
+class DeclaredGroup(NamedTuple):
+    """A consumer group: the strategy of its job, None if it is not known, and the topics that it has read."""
+
+    name: str
+    strategy: str | None
+    topics: Sequence[str]
+
+
+def declared_groups(connection: psycopg.Connection[Any], schema: str) -> list[DeclaredGroup]:
+    """Return the groups whose tables are in this database. Raises psycopg.Error."""
+    return [DeclaredGroup(*row) for row in _rows(connection, schema, _GROUPS)]
+
+
+def consumed_topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
+    """Return the topics that groups with tables in this database have read. Raises psycopg.Error."""
+    return [topic for (topic,) in _rows(connection, schema, _TOPICS)]
+
+
+def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> Iterator[Check]:
+    """Return the checks of the consumers' tables in this database."""
+    yield Check("losses", lambda: _rows(connection, schema, _OPEN_LOSSES), _losses, GRANT)
+    yield Check(
+        "remembered ids",
+        lambda: _rows(connection, schema, _WITHOUT_TIME, _MANY + 1)[0][0],
+        lambda without_time: _remembered_ids(without_time, keep_days),
+        GRANT,
+    )
+
+
+def _losses(rows: Sequence[tuple[str, str, int]]) -> Iterator[Finding]:
+    for group, topic, count in rows:
+        yield failure(
+            f"group {group}",
+            f"Kafka lost messages of {count} partition{'s' if count != 1 else ''} of {topic} before the group read "
+            "them: it halts",
+            f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it",
+        )
+
+
+def _remembered_ids(without_time: int, keep_days: int) -> Iterator[Finding]:
+    shown = f"more than {_MANY:,}" if without_time > _MANY else f"{without_time:,}"
+    yield ok(
+        "remembered ids",
+        f"for {keep_days} days; {shown} without a time (no UUIDv7) are kept for ever",
+        "ids that are UUIDv7 can be forgotten" if without_time else "",
+    )
+
+
+def _rows(connection: psycopg.Connection[Any], schema: str, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "processed_messages")}
+    return connection.execute(sql.SQL(statement).format(**names), values or None).fetchall()

@@ -1,0 +1,79 @@
+"""Run checks one by one: a check that fails does not stop the others, and a missing right is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import psycopg
+import sqlalchemy as sa
+from confluent_kafka import KafkaError, KafkaException
+from psycopg import errors, sql
+
+from outbox._clients.checks import Check, Finding, Level, failure, warning
+from outbox.errors import OutboxError
+from relay.database import unavailable_on_error
+from relay.kafka.client import text_of
+
+_DENIED: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "grant DESCRIBE_CONFIGS on the topic",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "grant DESCRIBE_CONFIGS on the cluster",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "grant DESCRIBE on the group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "grant DESCRIBE on the transactional ids",
+}
+
+Rows = list[tuple[Any, ...]]
+
+
+def asking(
+    connection: psycopg.Connection[Any], names: Mapping[str, sql.Composable]
+) -> Callable[..., Callable[[], Rows]]:
+    """Return what makes a check's query of a statement in which these names stand, and of the values bound to it."""
+
+    def ask(statement: str, **values: Any) -> Callable[[], Rows]:
+        return lambda: connection.execute(sql.SQL(statement).format(**names), values or None).fetchall()
+
+    return ask
+
+
+def run(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Yield the findings of the checks, up to an essential one that fails."""
+    for check in checks:
+        failed = False
+        for finding in _findings(check):
+            failed = failed or finding.level is Level.FAILURE
+            yield finding
+        if failed and check.essential:
+            return
+
+
+def _findings(check: Check) -> Iterator[Finding]:
+    """Yield a check's findings. If it fails, yield a finding about that instead of the rest of them.
+
+    A right that these credentials lack is a warning, because a relay may not need it: the check was not made.
+    """
+    try:
+        with unavailable_on_error(f"looking at {check.about}"):
+            yield from check.judge(check.query())
+    except KafkaException as error:
+        if denied := _DENIED.get(error.args[0].code()):
+            found = f"these credentials may not read the settings, so they were not looked at ({text_of(error)})"
+            yield warning(check.about, found, f"{denied}, or run this with other credentials")
+        else:
+            yield failure(check.about, text_of(error), check.do or "see the brokers' logs")
+    except (OutboxError, psycopg.Error) as error:
+        if denied := _denied(error):
+            found = f"this role may not look at it, so it was not looked at: {denied}"
+            yield warning(check.about, found, f"{check.grant or 'grant it'}, or run this as the tables' owner")
+        else:
+            yield failure(check.about, str(error), check.do)
+
+
+def _denied(error: BaseException | None) -> str | None:
+    """Return what Postgres denied, if a missing right is the cause of an error."""
+    while error is not None:
+        found = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+        if isinstance(found, errors.InsufficientPrivilege):
+            return str(found).strip().partition("\n")[0]
+        error = error.__cause__
+    return None
