@@ -35,13 +35,12 @@ from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
-from relay.polling.session import Read, Session
+from relay.polling.session import Read, Session, TurnPlan
 from relay.polling.sweep import Sweep
-from relay.settle.settlement import UnsettledBatch, lanes_text
+from relay.settle.settlement import Settling, UnsettledBatch, by_lane, lanes_text
 from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0
-_BUSY_SECONDS: Final = 1.0
 _LANE_BYTES: Final = 1 << 20
 # If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
@@ -64,7 +63,6 @@ class _Lane:
     due_next: bool = True
     reading_due: bool = False
     row_bytes: float = 0.0
-    busy_until: float = 0.0
     found: Sequence[int] = ()
     """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
     late: Sequence[int] = ()
@@ -97,7 +95,6 @@ class LaneReader:
         self._lanes: dict[int, _Lane] = {}
         self._looked_at = -_LOOK_SECONDS
         self._ends_at = -_LOOK_SECONDS
-        self._counts = False
         self._crowded = False
         self._rotation = 0
         self._first = 0
@@ -161,31 +158,34 @@ class LaneReader:
         """Return the marks of these lanes."""
         return {lane: self._marks.above(lane) for lane in lanes}
 
-    def is_busy(self, lane: int) -> bool:
-        """Return whether the lane has had events recently."""
-        return time.monotonic() < self._lanes[lane].busy_until
-
-    def note_busy(self, lanes: Collection[int]) -> None:
-        """Record that the lanes may have events."""
-        until = time.monotonic() + _BUSY_SECONDS
-        for lane in lanes:
-            self._lanes[lane].busy_until = until
-
     # What to read
 
-    def turn_lanes(self, limits: Mapping[int, int]) -> list[int]:
+    def plan(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]], settling: Settling) -> TurnPlan:
+        """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
+        limits = self._turn_limits(limits)
+        self.look_first(in_hand)
+        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
+
+    def plan_ahead(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> TurnPlan | None:
+        """Return what to read while ``in_hand`` is published; None if the next turn has to read the failures."""
+        if self.must_look():
+            return None
+        limits = self._turn_limits(limits)
+        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), ahead=True)
+
+    def _turn_limits(self, limits: Mapping[int, int]) -> dict[int, int]:
         """Return the lanes to read now: all, or, while events are huge, as many as a turn has room for, in rotation."""
         lanes = sorted(limits)
         most = max(self._turn_bytes // _LANE_BYTES, 1)
-        if not self._crowded or len(lanes) <= most:
-            return lanes
-        start = self._rotation % len(lanes)
-        self._rotation += most
-        # Pending rows are settled with their lane's turn.
-        return sorted((lanes + lanes)[start : start + most])
+        if self._crowded and len(lanes) > most:
+            start = self._rotation % len(lanes)
+            self._rotation += most
+            # Pending rows are settled with their lane's turn.
+            lanes = sorted((lanes + lanes)[start : start + most])
+        return {lane: limits[lane] for lane in lanes}
 
-    def reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
-        """Return the statements that read these lanes; ``in_hand`` are events that must not be read again."""
+    def _reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
+        """Return the statements that read these lanes."""
         lanes = list(limits)
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
@@ -275,14 +275,15 @@ class LaneReader:
 
     # What the results say
 
-    def collect(self, reads: Sequence[Read]) -> list[Claim]:
-        """Return the events that statements have read, and update the marks.
+    def collect(self, plan: TurnPlan, counts: Sequence[Any]) -> Mapping[int, Sequence[Claim]]:
+        """Return the events that a turn has read, by lane, and update the marks.
 
-        Without the events of lanes in which a key has been freed: they are read again, from a lower mark.
+        Without the events of lanes in which a key has been freed: they are read again, from a lower mark. ``counts``
+        are the number of failures of each lane, and the sum of their ids, as they were after the read.
         """
         claims: list[Claim] = []
         first: set[int] = set()
-        for read in reads:
+        for read in plan.reads:
             if read.late is not None or read.due is not None:
                 claims += self._collect_first(read, first)
                 continue
@@ -301,12 +302,15 @@ class LaneReader:
                 lowest[row.lane] = row.position
             for lane in read.lanes:
                 # Rows must not wait below the mark for a failure that is not known.
-                complete = self._counts or not self._lanes[lane].failures
+                complete = plan.looks or not self._lanes[lane].failures
                 if complete and lane not in first and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
         freed = self._freed(claims)
-        return [claim for claim in claims if claim.lane not in freed] if freed else claims
+        batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
+        self._note_counts(counts)
+        self._note_sizes(batches)
+        return batches
 
     def _freed(self, claims: Sequence[Claim]) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -334,9 +338,7 @@ class LaneReader:
             first.add(lane)
         return read.rows
 
-    def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
-        """Record the sizes of a turn's events, and which lanes had some."""
-        self.note_busy(batches)
+    def _note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
         total = 0
         for lane, batch in batches.items():
             size = sum(claim.size for claim in batch)
@@ -381,10 +383,9 @@ class LaneReader:
             self._session.free()
             return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}
 
-    def looks(self) -> Collection[int]:
+    def _looks(self) -> Collection[int]:
         """Return the lanes whose failures have to be counted in this turn."""
-        self._counts = self.must_look()
-        if not self._counts:
+        if not self.must_look():
             return ()
         self._looked_at = time.monotonic()
         for lane, found in self._sweep.take(self._lanes).items():
@@ -421,9 +422,8 @@ class LaneReader:
                 if last is not None:
                     self._marks.settled(lane, last)
 
-    def note_counts(self, rows: Sequence[Any] | None) -> None:
-        """Record the number of failures of each lane, and the sum of their ids, as they were after the read."""
-        for lane, count, total in rows or ():
+    def _note_counts(self, rows: Sequence[Any]) -> None:
+        for lane, count, total in rows:
             state = self._lanes.get(lane)
             if state is None:
                 continue

@@ -129,7 +129,7 @@ def no_halving() -> None:
 
 def freed_keys_overtake() -> None:
     """Newer events of a key that was freed a moment ago go out before those that waited below the mark."""
-    LaneReader._freed = lambda _self, _claims, _due: set()  # type: ignore[method-assign]
+    LaneReader._freed = lambda _self, _claims: set()  # type: ignore[method-assign]
 
 
 def quick_marks() -> None:
