@@ -151,11 +151,15 @@ class PollingSource:
         self.reader.drop(lane)
         self._discard_ahead()
 
-    def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending, and return the lowest unpublished events of these lanes."""
+    def fetch(self, limits: Mapping[int, int], *, unsettled: bool = False) -> Fetched:
+        """Settle what is pending, and return the lowest unpublished events of these lanes.
+
+        ``unsettled``: the caller settles these lanes before it publishes anything, on this connection. Behind a pooler
+        that would prove nothing about what was read.
+        """
         failed = self.session.finish_settling()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            turn = self._run(self._plan(limits), limits)
+            turn = self._run(self._plan(limits), limits, settles=self.session.pooled or not unsettled)
         failed |= turn.failed
         batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
         if batches:
@@ -266,12 +270,12 @@ class PollingSource:
         settling = self.settlement.latest(limits) if self._overlaps else Settling.FIRST
         return self.reader.plan(limits, self._in_hand(), settling)
 
-    def _run(self, plan: TurnPlan, limits: Mapping[int, int]) -> _Turn:
+    def _run(self, plan: TurnPlan, limits: Mapping[int, int], *, settles: bool) -> _Turn:
         """Read, and settle the turn before, unless the plan allows to do that later."""
         with self.session.turn(limits):
             batches = self.reader.collect(plan, self.session.read(plan))
             turn = self._decided(plan, batches, limits)
-            if turn.settling is not Settling.FIRST or not turn.settled:
+            if turn.settling is not Settling.FIRST or not turn.settled or not settles:
                 return turn
             failpoint("batch.settling")
             with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
