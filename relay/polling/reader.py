@@ -22,20 +22,20 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
-from relay.core.ports import Claim, Kind
+from relay.core.ports import Batches, Claim, Kind
 from relay.database import unavailable_on_error
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
-from relay.polling.session import Read, Session, TurnPlan
+from relay.polling.session import Collected, Read, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.settle.settlement import Settling, UnsettledBatch, by_lane, lanes_text
 from relay.settle.statements import array
@@ -111,7 +111,7 @@ class LaneReader:
         """Forget a lane."""
         self._lanes.pop(lane, None)
 
-    def close(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def close(self, in_hand: Batches) -> None:
         """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
         self._sweep.close()
         if self._server is None:
@@ -160,13 +160,13 @@ class LaneReader:
 
     # What to read
 
-    def plan(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]], settling: Settling) -> TurnPlan:
+    def plan_turn(self, limits: Mapping[int, int], in_hand: Batches, settling: Settling) -> TurnPlan:
         """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
         limits = self._turn_limits(limits)
         self.look_first(in_hand)
         return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
 
-    def plan_ahead(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> TurnPlan | None:
+    def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
         """Return what to read while ``in_hand`` is published; None if the next turn has to read the failures."""
         if self.must_look():
             return None
@@ -184,7 +184,7 @@ class LaneReader:
             lanes = sorted((lanes + lanes)[start : start + most])
         return {lane: limits[lane] for lane in lanes}
 
-    def _reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
+    def _reads(self, limits: Mapping[int, int], in_hand: Batches) -> list[Read]:
         """Return the statements that read these lanes."""
         lanes = list(limits)
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
@@ -192,13 +192,16 @@ class LaneReader:
         pending = array([claim.position for claims in in_hand.values() for claim in claims])
         many = sum(map(len, in_hand.values())) > _MANY
         share = max(self._turn_bytes // max(len(lanes) if self._crowded else 4, 1), 1)
-        common: dict[str, Any] = {"pending": pending, "max_bytes": share}
-        if some := bool(self.left_out):
-            common["left_types"] = [kind for kind, _ in self.left_out]
-            common["left_copies"] = [copy for _, copy in self.left_out]
-            common["copy"] = DEAD_LETTER
-        common["turn_bytes"] = self._turn_bytes
-        reads = self._late_reads(limits, in_hand, share, marks, common)
+        some = bool(self.left_out)
+        common: dict[str, Any] = {
+            "pending": pending,
+            "max_bytes": share,
+            "turn_bytes": self._turn_bytes,
+            "copy": DEAD_LETTER,
+            "left_types": [kind for kind, _ in self.left_out],
+            "left_copies": [copy for _, copy in self.left_out],
+        }
+        reads = self._late_reads(limits, in_hand, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._first, lane))
@@ -216,7 +219,7 @@ class LaneReader:
             state = self._lanes[lane]
             if not state.failures:
                 continue
-            values = {"lane": lane, "copy": DEAD_LETTER, **common}
+            values = {"lane": lane, **common}
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
@@ -229,12 +232,7 @@ class LaneReader:
         return reads
 
     def _late_reads(
-        self,
-        limits: Mapping[int, int],
-        in_hand: Mapping[int, Sequence[Claim]],
-        share: int,
-        marks: Marks,
-        common: Mapping[str, Any],
+        self, limits: Mapping[int, int], in_hand: Batches, marks: Marks, common: Mapping[str, Any]
     ) -> list[Read]:
         """Return the statements that read late events; starts a sweep of the other lanes if it is time."""
         swept: dict[int, int] = {}
@@ -245,15 +243,8 @@ class LaneReader:
                 if marks.above[lane] > LOWEST and not state.found:
                     swept[lane] = marks.above[lane]
                 continue
-            values = {
-                **common,
-                "lane": lane,
-                "late": array(state.late),
-                "limit": self._rows(lane, limits[lane], share),
-                "left_types": [kind for kind, _ in self.left_out],
-                "left_copies": [copy for _, copy in self.left_out],
-                "copy": DEAD_LETTER,
-            }
+            values = {**common, "lane": lane, "late": array(state.late)}
+            values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
             # Those in hand are not read now, but again if they could not be published.
             late = set(state.late)
             last = not any(claim.position in late for claim in in_hand.get(lane, ()))
@@ -266,7 +257,7 @@ class LaneReader:
         size = self._lanes[lane].row_bytes
         return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
 
-    def worth_reading_ahead(self, batches: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
+    def _worth_reading_ahead(self, batches: Batches, limits: Mapping[int, int]) -> bool:
         """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
         return any(
             2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
@@ -275,8 +266,8 @@ class LaneReader:
 
     # What the results say
 
-    def collect(self, plan: TurnPlan, counts: Sequence[Any]) -> Mapping[int, Sequence[Claim]]:
-        """Return the events that a turn has read, by lane, and update the marks.
+    def collected(self, plan: TurnPlan, counts: Sequence[Any], limits: Mapping[int, int]) -> Collected:
+        """Return the events that a turn has read, and update the marks. ``limits`` are those of all lanes.
 
         Without the events of lanes in which a key has been freed: they are read again, from a lower mark. ``counts``
         are the number of failures of each lane, and the sum of their ids, as they were after the read.
@@ -310,7 +301,7 @@ class LaneReader:
         batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
         self._note_counts(counts)
         self._note_sizes(batches)
-        return batches
+        return Collected(batches, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, claims: Sequence[Claim]) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -338,7 +329,7 @@ class LaneReader:
             first.add(lane)
         return read.rows
 
-    def _note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
+    def _note_sizes(self, batches: Batches) -> None:
         total = 0
         for lane, batch in batches.items():
             size = sum(claim.size for claim in batch)
@@ -396,7 +387,7 @@ class LaneReader:
         """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
-    def look_first(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def look_first(self, in_hand: Batches) -> None:
         """Read failures of lanes where they are not known: they decide which statement reads the lane.
 
         While events wait, also read the lanes' last ids, to which the marks may rise. ``in_hand`` as for ``close``.
@@ -464,12 +455,12 @@ class LaneReader:
             state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
             state.found = ()
 
-    def _rows_of(self, query: sql.Composed, **values: Any) -> list[Any]:
+    def _rows_of(self, query: LiteralString | sql.Composed, **values: Any) -> list[Any]:
         return self._session.connection.execute(query, values).fetchall()
 
     def _take_kept(self) -> None:
         """Take over the marks that the source before has left, where they hold on this server."""
-        kept, server = self._kept, Server(*self._session.connection.execute(SERVER).fetchall()[0])
+        kept, server = self._kept, Server(*self._rows_of(SERVER)[0])
         lanes, kept.lanes = kept.lanes, {}
         if kept.server is None or not kept.server.has_become(server) or not kept.left_out <= self.left_out:
             return
@@ -483,7 +474,7 @@ class LaneReader:
                 # They count once the look that follows has found the same failures.
                 state.failures, state.known, state.late = left.failures, False, left.late
 
-    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Batches) -> None:
         for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
             self._marks.keep(lane, mark)
         if self._server is not None and not self.left_out and marks.is_due:
@@ -495,13 +486,11 @@ class LaneReader:
             marks.keep(self._server.system_identifier, [one for one in kept if one.mark > LOWEST])
 
     def _draw_xid(self) -> int:
-        row = self._session.connection.execute(DRAW_XID).fetchone()
-        assert row is not None
-        self._server = Server(*row[1:])
-        return int(row[0])
+        ((xid, *server),) = self._rows_of(DRAW_XID)
+        self._server = Server(*server)
+        return int(xid)
 
     def _xmin(self) -> int:
         assert self._server is not None
-        row = self._session.connection.execute(XMIN, {"wal_position": self._server.wal_position}).fetchone()
-        assert row is not None
-        return int(row[0])
+        ((xmin,),) = self._rows_of(XMIN, wal_position=self._server.wal_position)
+        return int(xmin)

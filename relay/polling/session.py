@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, LiteralString
+from typing import Any, LiteralString, NamedTuple
 
 import orjson
 import psycopg
@@ -17,7 +17,7 @@ from psycopg.types.json import set_json_loads
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Claim
+from relay.core.ports import Batches, Claim
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
@@ -56,12 +56,19 @@ class TurnPlan:
     """
 
     limits: Mapping[int, int]
-    in_hand: Mapping[int, Sequence[Claim]]
+    in_hand: Batches
     reads: Sequence[Read]
     looks: Collection[int] = ()
     settling: Settling = Settling.FIRST
     ahead: bool = False
     stale: bool = False
+
+
+class Collected(NamedTuple):
+    """What a turn has. ``backlog``: there are more events, and no failures: the next turn is worth reading ahead."""
+
+    batches: Batches
+    backlog: bool
 
 
 class Session:
@@ -169,7 +176,7 @@ class Session:
     # Reading
 
     @contextmanager
-    def turn(self, limits: Collection[int]) -> Iterator[None]:
+    def one_session(self, limits: Collection[int]) -> Iterator[None]:
         """Read and settle in one session of the server, so that a crash in between is noticed.
 
         This connection is one. Behind a pooler it takes a transaction, which locks the lanes' rows when it settles,
@@ -185,7 +192,7 @@ class Session:
             self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
 
-    def read(self, plan: TurnPlan) -> Sequence[Any]:
+    def read_turn(self, plan: TurnPlan) -> Sequence[Any]:
         """Receive the rows of a turn, in one round trip, unless they are being read. Returns the counted failures."""
         if plan.ahead:
             self.settlement.background.wait()

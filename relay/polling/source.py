@@ -47,7 +47,7 @@ from relay.failpoints import failpoint
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.queries import Queries
 from relay.polling.reader import LaneReader
-from relay.polling.session import Session, TurnPlan
+from relay.polling.session import Collected, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
 from relay.settle.retries import Failures
@@ -55,22 +55,9 @@ from relay.settle.settlement import RENEW_PART, Settlement, Settling, UnsettledB
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
-# How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
-# come: no other session may be writing.
-_FLUSH_SECONDS: Final = 0.005
-_FLUSH_STEP_SECONDS: Final = 0.0003
-_FLUSH_AGAIN_SECONDS: Final = 1.0
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
 # memory.
 TURN_BYTES: Final = 16 << 20
-
-# Visible rows are in the WAL, but with synchronous_commit = off it may not be flushed. Once the WAL up to this position
-# is flushed, so are all rows that were read before.
-_WRITTEN: Final = """
-SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
-       current_setting('synchronous_standby_names') = ''"""
-
-_FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +117,6 @@ class PollingSource:
         self._overlaps = overlap and not self.session.pooled
         self._step = _CLIENT_STEP_SECONDS
         self._unconfirmed: Collection[int] = ()
-        self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -159,7 +145,7 @@ class PollingSource:
         """
         failed = self.session.finish_settling()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            turn = self._run(self._plan(limits), limits, settles=self.session.pooled or not unsettled)
+            turn = self._run(limits, settles=self.session.pooled or not unsettled)
         failed |= turn.failed
         batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
         if batches:
@@ -267,14 +253,16 @@ class PollingSource:
             self.session.ahead = None
             return ahead
         self.session.free()
-        settling = self.settlement.latest(limits) if self._overlaps else Settling.FIRST
-        return self.reader.plan(limits, self._in_hand(), settling)
+        settling = self.settlement.latest_settling(limits) if self._overlaps else Settling.FIRST
+        return self.reader.plan_turn(limits, self._in_hand(), settling)
 
-    def _run(self, plan: TurnPlan, limits: Mapping[int, int], *, settles: bool) -> _Turn:
+    def _run(self, limits: Mapping[int, int], *, settles: bool) -> _Turn:
         """Read, and settle the turn before, unless the plan allows to do that later."""
-        with self.session.turn(limits):
-            batches = self.reader.collect(plan, self.session.read(plan))
-            turn = self._decided(plan, batches, limits)
+        plan = self._plan(limits)
+        with self.session.one_session(limits):
+            counts = self.session.read_turn(plan)
+            collected = self.reader.collected(plan, counts, limits)
+            turn = self._decided(plan, collected, limits)
             if turn.settling is not Settling.FIRST or not turn.settled or not settles:
                 return turn
             failpoint("batch.settling")
@@ -287,9 +275,9 @@ class PollingSource:
         proven = not self.session.pooled or sent.cursor.rowcount
         return replace(turn, batches=turn.batches if proven else {}, failed=failed)
 
-    def _decided(self, plan: TurnPlan, batches: Batches, limits: Mapping[int, int]) -> _Turn:
+    def _decided(self, plan: TurnPlan, collected: Collected, limits: Mapping[int, int]) -> _Turn:
         """Decide when to settle the turn before, now that it is known what this one has."""
-        backlog = self.reader.worth_reading_ahead(batches, limits)
+        batches, backlog = collected
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         unsettled = {
             lane for lane in self.settlement.unsettled if lane in limits or self.settlement.lanes[lane].own_id is None
@@ -305,38 +293,18 @@ class PollingSource:
                 small = all(
                     len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
-                lost = self._check(batches.keys()) if small else None
+                lost = self.settlement.checked(batches.keys()) if small else None
                 return first if lost is None else _Turn(batches, Settling.MEANWHILE, sorted(unsettled), lost)
             case Settling.BEFORE_COMMIT:
                 return replace(first, settling=Settling.BEFORE_COMMIT)
             case _:
                 assert_never(plan.settling)
 
-    def _in_hand(self) -> dict[int, Sequence[Claim]]:
+    def _in_hand(self) -> Batches:
         """Return the published but unsettled rows, by lane."""
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
-    def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
-        """Return the lanes that another relay has taken; None if Postgres may still lose the rows that were read."""
-        with self._connection.pipeline():
-            written = self._connection.execute(_WRITTEN)
-            holding = self._connection.execute(*self.settlement.still_held(lanes))
-        row = written.fetchone()
-        assert row is not None
-        lsn, flushed, alone = row
-        if not alone:
-            return None
-        began = time.monotonic()
-        if not flushed and began - self._flush_in_vain_at < _FLUSH_AGAIN_SECONDS:
-            return None
-        while not flushed:
-            if time.monotonic() - began >= _FLUSH_SECONDS:
-                self._flush_in_vain_at = began
-                return None
-            time.sleep(_FLUSH_STEP_SECONDS)
-            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
-            flushed = row is not None and row[0]
-        return self.settlement.lost_of(lanes, holding.fetchall())
+    # Reading ahead
 
     def _discard_ahead(self) -> None:
         if self.session.ahead is not None:

@@ -60,6 +60,21 @@ RENEW_PART: Final = 0.7
 _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
 
 
+# How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
+# come: no other session may be writing.
+_FLUSH_SECONDS: Final = 0.005
+_FLUSH_STEP_SECONDS: Final = 0.0003
+_FLUSH_AGAIN_SECONDS: Final = 1.0
+
+# Visible rows are in the WAL, but with synchronous_commit = off it may not be flushed. Once the WAL up to this position
+# is flushed, so are all rows that were read before.
+_WRITTEN: Final = """
+SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
+       current_setting('synchronous_standby_names') = ''"""
+
+_FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
+
+
 @dataclass(frozen=True, slots=True)
 class UnsettledBatch:
     """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction."""
@@ -162,6 +177,7 @@ class Settlement:
         self._connection = connection
         self.background = Background(connection)
         self._behind: Sent | None = None
+        self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
         self._on_settled = on_settled
         self._archive = archive
@@ -294,7 +310,7 @@ class Settlement:
                 self._behind = self._begin(moved, missing)
         return missing
 
-    def latest(self, lanes: Collection[int]) -> Settling:
+    def latest_settling(self, lanes: Collection[int]) -> Settling:
         """Return how late the turn before may be settled when one of these lanes comes next.
 
         MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
@@ -308,6 +324,28 @@ class Settlement:
         if any(held.own_id is not None or held.pending.batch is not None for held in about):
             return Settling.FIRST
         return Settling.FIRST if any(self.prolongs(held.lease.lane) for held in about) else Settling.MEANWHILE
+
+    def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
+        """Return the lanes that another relay has taken; None if Postgres may lose what was read before this."""
+        with self._connection.pipeline():
+            written = self._connection.execute(_WRITTEN)
+            holding = self._connection.execute(*self.still_held(lanes))
+        row = written.fetchone()
+        assert row is not None
+        lsn, flushed, alone = row
+        if not alone:
+            return None
+        began = time.monotonic()
+        if not flushed and began - self._flush_in_vain_at < _FLUSH_AGAIN_SECONDS:
+            return None
+        while not flushed:
+            if time.monotonic() - began >= _FLUSH_SECONDS:
+                self._flush_in_vain_at = began
+                return None
+            time.sleep(_FLUSH_STEP_SECONDS)
+            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
+            flushed = row is not None and row[0]
+        return self.lost_of(lanes, holding.fetchall())
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
