@@ -40,12 +40,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol, assert_never
 
-from outbox._clients.backoff import doubled, jittered
 from outbox.errors import OutboxError, SchemaError
-from relay.core.lease import HeldLanes, Lease
+from relay.core.lane import Backoff, Lane
+from relay.core.lease import HeldLanes
 from relay.core.marker import StateLost
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import (
@@ -111,54 +111,6 @@ class LoopSettings:
     max_backoff_seconds: float = 5.0
 
 
-@dataclass(slots=True)
-class _Backoff:
-    """Waits that double, with jitter, so that not all clients come back at the same moment after an outage."""
-
-    settings: LoopSettings
-    failures: int = 0
-    until: float = 0.0
-    since: float | None = None
-    failed_at: float = 0.0
-
-    def failed(self) -> float:
-        """Record a failure. Returns how long to wait."""
-        delay = doubled(self.failures, self.settings.min_backoff_seconds, self.settings.max_backoff_seconds)
-        self.failures += 1
-        self.failed_at = time.monotonic()
-        self.since = self.since or self.failed_at
-        self.until = time.monotonic() + jittered(delay)
-        return delay
-
-    def succeeded(self) -> bool:
-        """Record a success. Returns whether it is the first after a failure."""
-        first, self.failures, self.until, self.since = self.failures > 0, 0, 0.0, None
-        return first
-
-    def failed_for(self, seconds: float) -> bool:
-        """Return whether the failed attempts since the last success span at least ``seconds``."""
-        return self.since is not None and self.failed_at - self.since >= seconds
-
-    @property
-    def waits(self) -> bool:
-        """Return whether it is too early to try again."""
-        return time.monotonic() < self.until
-
-
-@dataclass(slots=True)
-class _Lane:
-    """The loop's state of one lane.
-
-    ``unsettled``: results that Kafka has acknowledged (without a transaction) and Postgres may not have.
-    """
-
-    lease: Lease
-    backoff: _Backoff
-    joined: bool = False
-    paused: bool = False
-    unsettled: list[Result] = field(default_factory=list)
-
-
 class WorkerLoop:
     """Publishes the lanes that it is given until it is stopped.
 
@@ -189,9 +141,9 @@ class WorkerLoop:
         self._pauses = pauses or CurrentPauses()
         self._source: Source | None = None
         self._publisher: Publisher | None = None
-        self._lanes: dict[int, _Lane] = {}
-        self._backoff = _Backoff(settings)
-        self._sizes = TurnSizes(settings.batch_size)
+        self._lanes: dict[int, Lane] = {}
+        self._backoff = self._new_backoff()
+        self._sizes = TurnSizes(settings.batch_size, self._lanes)
         self.failing_since: float | None = None
         """When the current series of failures began, by time.monotonic(); None after a success."""
         self.turned_at = time.monotonic()
@@ -309,8 +261,9 @@ class WorkerLoop:
             if known is None or known.lease is not lease:
                 # The lease may have expired and been taken again: published events still have to be settled.
                 unsettled = [] if known is None else known.unsettled
-                self._lanes[lease.lane] = _Lane(lease, _Backoff(self._settings), unsettled=unsettled)
-                self._sizes.hold(lease.lane)
+                if known is not None:
+                    self._sizes.forget(lease.lane)
+                self._lanes[lease.lane] = Lane(lease, self._new_backoff(), unsettled=unsettled)
                 if self._source is not None:
                     self._source.hold(lease)
         if any(self._unsettled_rows(number) for number in self._held.recalled & self._lanes.keys()):
@@ -371,6 +324,9 @@ class WorkerLoop:
             lane.paused = number in lanes and number not in failed
         self._give_up_failed(failed)
         return [number for number in lanes if number not in failed]
+
+    def _new_backoff(self) -> Backoff:
+        return Backoff(self._settings.min_backoff_seconds, self._settings.max_backoff_seconds)
 
     def _ready(self) -> list[int]:
         """Return the lanes that may be published, unless they are paused."""
@@ -506,7 +462,7 @@ class WorkerLoop:
         self._observer.unavailable(list(self._lanes), error, delay)
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
 
-    def _settle_again(self, source: Source, number: int, lane: _Lane) -> None:
+    def _settle_again(self, source: Source, number: int, lane: Lane) -> None:
         """Settle results that another source may not have settled. Rows may be gone already.
 
         If an event can't be settled, those before it are, and the error names it.
@@ -559,8 +515,8 @@ class WorkerLoop:
     def _drop(self, number: int, *, clean: bool, lost: bool) -> None:
         if self._source is not None:
             self._source.drop(number)
+        self._sizes.forget(number)
         del self._lanes[number]
-        self._sizes.drop(number)
         self._held.let_go(number, clean=clean, lost=lost)
 
     def _finish(self) -> None:

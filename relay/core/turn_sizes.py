@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
+from relay.core.lane import Lane
 from relay.core.ports import Batches, BatchRefused, Claim, Failed, Late, Receipt, Refused
 
 # Clean turns after which a size that was halved is doubled again.
@@ -20,58 +21,43 @@ _GROW_AFTER: Final = 8
 _LANES_AT_ONCE: Final = 4
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One lane. ``taken`` is its number of events in the last turn.
+class TurnSizes:
+    """The sizes of a worker's turns. A lane has at most ``batch_size`` events, and shares what others leave.
 
-    ``suspected``: so many of its next events were refused, or may be what was; 0 if none. ``limit``: the size of its
-    next turn while there are some.
+    ``lanes`` are those of the loop, which adds and removes them.
     """
 
-    taken: int = 0
-    suspected: int = 0
-    limit: int = 0
-
-
-class TurnSizes:
-    """The sizes of a worker's turns. A lane has at most ``batch_size`` events, and shares what others leave."""
-
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, lanes: Mapping[int, Lane]) -> None:
         self._batch_size = batch_size
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes = lanes
         self._limit = batch_size
         self._clean = 0
         self._suspects: list[list[int]] = []
         """Lanes with suspected events, in groups that have turns of their own, in rotation."""
         self._suspects_turn = False
 
-    def hold(self, lane: int) -> None:
-        """Start with a lane."""
-        self._lanes[lane] = _Lane()
-
-    def drop(self, lane: int) -> None:
-        """Forget a lane."""
+    def forget(self, lane: int) -> None:
+        """Forget what is suspected of a lane, before its record goes."""
         self._clear([lane])
-        del self._lanes[lane]
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
         """Record how many events these lanes had in a turn."""
         for number in lanes & self._lanes.keys():
-            self._lanes[number].taken = len(batches.get(number, ()))
+            self._lanes[number].size.taken = len(batches.get(number, ()))
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
         """Return the lanes of this turn, out of those that are ready, with the most events of each."""
-        good = [number for number in ready if not self._lanes[number].suspected]
+        good = [number for number in ready if not self._lanes[number].size.suspected]
         group = [] if self._suspects_turn and good else self._next_suspects(ready)
         self._suspects_turn = bool(group)
-        return {number: self._lanes[number].limit for number in group} or self._shares(good)
+        return {number: self._lanes[number].size.limit for number in group} or self._shares(good)
 
     def _next_suspects(self, ready: Collection[int]) -> list[int]:
         for number, group in enumerate(self._suspects):
             if here := [lane for lane in group if lane in ready]:
                 self._suspects.append(self._suspects.pop(number))
                 # First what comes before the likeliest events of a group, then these together.
-                return [lane for lane in here if self._lanes[lane].suspected > 1] or here
+                return [lane for lane in here if self._lanes[lane].size.suspected > 1] or here
         return []
 
     def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
@@ -84,10 +70,10 @@ class TurnSizes:
             return {}
         most = self._limit * _LANES_AT_ONCE
         even = max(min(self._limit, most // len(numbers)), 1)
-        full = [number for number in numbers if self._lanes[number].taken >= even]
+        full = [number for number in numbers if self._lanes[number].size.taken >= even]
         if not full:
             return dict.fromkeys(numbers, even)
-        left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
+        left = most - sum(self._lanes[number].size.taken for number in numbers if self._lanes[number].size.taken < even)
         more = max(min(self._limit, left // len(full)), even)
         return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
 
@@ -106,7 +92,7 @@ class TurnSizes:
             self._clean, self._limit = 0, half
             return
         for number in batches:
-            self._lanes[number].limit = half
+            self._lanes[number].size.limit = half
 
     def _isolated(self, batches: Batches, failed: Failed) -> Failed:
         found = {
@@ -127,7 +113,7 @@ class TurnSizes:
         guesses = {
             number: before
             for number in blamed
-            if not self._lanes[number].suspected
+            if not self._lanes[number].size.suspected
             and (before := _before(batches[number], failed.likeliest.get(number))) is not None
         }
         # If a guess is wrong, the others are refused again, without these events.
@@ -138,7 +124,7 @@ class TurnSizes:
         """Give these lanes turns of their own, by the number of their events that were refused together."""
         groups = [list(sizes)] if guesses else [part for part in _halves(list(sizes)) if part]
         for number, size in sizes.items():
-            lane = self._lanes[number]
+            lane = self._lanes[number].size
             if guesses:
                 lane.suspected, lane.limit = guesses[number] + 1, guesses[number] or 1
             else:
@@ -148,7 +134,7 @@ class TurnSizes:
     def _clear(self, numbers: Collection[int]) -> None:
         """Let these lanes go with the others again."""
         for number in numbers:
-            self._lanes[number].suspected = 0
+            self._lanes[number].size.suspected = 0
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in numbers])]
 
     def completed(self, lanes: AbstractSet[int]) -> None:
@@ -156,7 +142,7 @@ class TurnSizes:
         if self._suspects_turn:
             alone = len(lanes) == 1
             for number in lanes & self._lanes.keys():
-                lane = self._lanes[number]
+                lane = self._lanes[number].size
                 lane.suspected = max(lane.suspected - lane.taken, 0)
                 lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
                 if not lane.suspected:

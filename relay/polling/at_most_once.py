@@ -75,7 +75,7 @@ class AtMostOnceSource:
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
-        fetched = self._without_held(self._source.fetch(limits))
+        fetched = self._without_held(self._source.fetch(limits, unsettled=True))
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
             settlement.lanes[lane].pending = UnsettledBatch(claims)

@@ -22,26 +22,25 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
-from relay.core.ports import Claim, Kind
+from relay.core.ports import Batches, Claim, Kind
 from relay.database import unavailable_on_error
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
-from relay.polling.session import Read, Session
+from relay.polling.session import Collected, Read, Session, TurnPlan
 from relay.polling.sweep import Sweep
-from relay.settle.settlement import UnsettledBatch, lanes_text
+from relay.settle.settlement import Settling, UnsettledBatch, by_lane, lanes_text
 from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0
-_BUSY_SECONDS: Final = 1.0
 _LANE_BYTES: Final = 1 << 20
 # If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
@@ -64,7 +63,6 @@ class _Lane:
     due_next: bool = True
     reading_due: bool = False
     row_bytes: float = 0.0
-    busy_until: float = 0.0
     found: Sequence[int] = ()
     """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
     late: Sequence[int] = ()
@@ -97,7 +95,6 @@ class LaneReader:
         self._lanes: dict[int, _Lane] = {}
         self._looked_at = -_LOOK_SECONDS
         self._ends_at = -_LOOK_SECONDS
-        self._counts = False
         self._crowded = False
         self._rotation = 0
         self._first = 0
@@ -114,7 +111,7 @@ class LaneReader:
         """Forget a lane."""
         self._lanes.pop(lane, None)
 
-    def close(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def close(self, in_hand: Batches) -> None:
         """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
         self._sweep.close()
         if self._server is None:
@@ -161,44 +158,50 @@ class LaneReader:
         """Return the marks of these lanes."""
         return {lane: self._marks.above(lane) for lane in lanes}
 
-    def is_busy(self, lane: int) -> bool:
-        """Return whether the lane has had events recently."""
-        return time.monotonic() < self._lanes[lane].busy_until
-
-    def note_busy(self, lanes: Collection[int]) -> None:
-        """Record that the lanes may have events."""
-        until = time.monotonic() + _BUSY_SECONDS
-        for lane in lanes:
-            self._lanes[lane].busy_until = until
-
     # What to read
 
-    def turn_lanes(self, limits: Mapping[int, int]) -> list[int]:
+    def plan_turn(self, limits: Mapping[int, int], in_hand: Batches, settling: Settling) -> TurnPlan:
+        """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
+        limits = self._turn_limits(limits)
+        self.look_first(in_hand)
+        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
+
+    def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
+        """Return what to read while ``in_hand`` is published; None if the next turn has to read the failures."""
+        if self.must_look():
+            return None
+        limits = self._turn_limits(limits)
+        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), ahead=True)
+
+    def _turn_limits(self, limits: Mapping[int, int]) -> dict[int, int]:
         """Return the lanes to read now: all, or, while events are huge, as many as a turn has room for, in rotation."""
         lanes = sorted(limits)
         most = max(self._turn_bytes // _LANE_BYTES, 1)
-        if not self._crowded or len(lanes) <= most:
-            return lanes
-        start = self._rotation % len(lanes)
-        self._rotation += most
-        # Pending rows are settled with their lane's turn.
-        return sorted((lanes + lanes)[start : start + most])
+        if self._crowded and len(lanes) > most:
+            start = self._rotation % len(lanes)
+            self._rotation += most
+            # Pending rows are settled with their lane's turn.
+            lanes = sorted((lanes + lanes)[start : start + most])
+        return {lane: limits[lane] for lane in lanes}
 
-    def reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
-        """Return the statements that read these lanes; ``in_hand`` are events that must not be read again."""
+    def _reads(self, limits: Mapping[int, int], in_hand: Batches) -> list[Read]:
+        """Return the statements that read these lanes."""
         lanes = list(limits)
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
         pending = array([claim.position for claims in in_hand.values() for claim in claims])
         many = sum(map(len, in_hand.values())) > _MANY
         share = max(self._turn_bytes // max(len(lanes) if self._crowded else 4, 1), 1)
-        common: dict[str, Any] = {"pending": pending, "max_bytes": share}
-        if some := bool(self.left_out):
-            common["left_types"] = [kind for kind, _ in self.left_out]
-            common["left_copies"] = [copy for _, copy in self.left_out]
-            common["copy"] = DEAD_LETTER
-        common["turn_bytes"] = self._turn_bytes
-        reads = self._late_reads(limits, in_hand, share, marks, common)
+        some = bool(self.left_out)
+        common: dict[str, Any] = {
+            "pending": pending,
+            "max_bytes": share,
+            "turn_bytes": self._turn_bytes,
+            "copy": DEAD_LETTER,
+            "left_types": [kind for kind, _ in self.left_out],
+            "left_copies": [copy for _, copy in self.left_out],
+        }
+        reads = self._late_reads(limits, in_hand, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._first, lane))
@@ -216,7 +219,7 @@ class LaneReader:
             state = self._lanes[lane]
             if not state.failures:
                 continue
-            values = {"lane": lane, "copy": DEAD_LETTER, **common}
+            values = {"lane": lane, **common}
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
@@ -229,12 +232,7 @@ class LaneReader:
         return reads
 
     def _late_reads(
-        self,
-        limits: Mapping[int, int],
-        in_hand: Mapping[int, Sequence[Claim]],
-        share: int,
-        marks: Marks,
-        common: Mapping[str, Any],
+        self, limits: Mapping[int, int], in_hand: Batches, marks: Marks, common: Mapping[str, Any]
     ) -> list[Read]:
         """Return the statements that read late events; starts a sweep of the other lanes if it is time."""
         swept: dict[int, int] = {}
@@ -245,15 +243,8 @@ class LaneReader:
                 if marks.above[lane] > LOWEST and not state.found:
                     swept[lane] = marks.above[lane]
                 continue
-            values = {
-                **common,
-                "lane": lane,
-                "late": array(state.late),
-                "limit": self._rows(lane, limits[lane], share),
-                "left_types": [kind for kind, _ in self.left_out],
-                "left_copies": [copy for _, copy in self.left_out],
-                "copy": DEAD_LETTER,
-            }
+            values = {**common, "lane": lane, "late": array(state.late)}
+            values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
             # Those in hand are not read now, but again if they could not be published.
             late = set(state.late)
             last = not any(claim.position in late for claim in in_hand.get(lane, ()))
@@ -266,7 +257,7 @@ class LaneReader:
         size = self._lanes[lane].row_bytes
         return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
 
-    def worth_reading_ahead(self, batches: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
+    def _worth_reading_ahead(self, batches: Batches, limits: Mapping[int, int]) -> bool:
         """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
         return any(
             2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
@@ -275,14 +266,15 @@ class LaneReader:
 
     # What the results say
 
-    def collect(self, reads: Sequence[Read]) -> list[Claim]:
-        """Return the events that statements have read, and update the marks.
+    def collected(self, plan: TurnPlan, counts: Sequence[Any], limits: Mapping[int, int]) -> Collected:
+        """Return the events that a turn has read, and update the marks. ``limits`` are those of all lanes.
 
-        Without the events of lanes in which a key has been freed: they are read again, from a lower mark.
+        Without the events of lanes in which a key has been freed: they are read again, from a lower mark. ``counts``
+        are the number of failures of each lane, and the sum of their ids, as they were after the read.
         """
         claims: list[Claim] = []
         first: set[int] = set()
-        for read in reads:
+        for read in plan.reads:
             if read.late is not None or read.due is not None:
                 claims += self._collect_first(read, first)
                 continue
@@ -301,12 +293,15 @@ class LaneReader:
                 lowest[row.lane] = row.position
             for lane in read.lanes:
                 # Rows must not wait below the mark for a failure that is not known.
-                complete = self._counts or not self._lanes[lane].failures
+                complete = plan.looks or not self._lanes[lane].failures
                 if complete and lane not in first and lane not in full:
                     self._marks.seen(read.marks, lane, lowest.get(lane))
             claims += rows
         freed = self._freed(claims)
-        return [claim for claim in claims if claim.lane not in freed] if freed else claims
+        batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
+        self._note_counts(counts)
+        self._note_sizes(batches)
+        return Collected(batches, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, claims: Sequence[Claim]) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -334,9 +329,7 @@ class LaneReader:
             first.add(lane)
         return read.rows
 
-    def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
-        """Record the sizes of a turn's events, and which lanes had some."""
-        self.note_busy(batches)
+    def _note_sizes(self, batches: Batches) -> None:
         total = 0
         for lane, batch in batches.items():
             size = sum(claim.size for claim in batch)
@@ -381,10 +374,9 @@ class LaneReader:
             self._session.free()
             return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}
 
-    def looks(self) -> Collection[int]:
+    def _looks(self) -> Collection[int]:
         """Return the lanes whose failures have to be counted in this turn."""
-        self._counts = self.must_look()
-        if not self._counts:
+        if not self.must_look():
             return ()
         self._looked_at = time.monotonic()
         for lane, found in self._sweep.take(self._lanes).items():
@@ -395,7 +387,7 @@ class LaneReader:
         """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
-    def look_first(self, in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def look_first(self, in_hand: Batches) -> None:
         """Read failures of lanes where they are not known: they decide which statement reads the lane.
 
         While events wait, also read the lanes' last ids, to which the marks may rise. ``in_hand`` as for ``close``.
@@ -421,9 +413,8 @@ class LaneReader:
                 if last is not None:
                     self._marks.settled(lane, last)
 
-    def note_counts(self, rows: Sequence[Any] | None) -> None:
-        """Record the number of failures of each lane, and the sum of their ids, as they were after the read."""
-        for lane, count, total in rows or ():
+    def _note_counts(self, rows: Sequence[Any]) -> None:
+        for lane, count, total in rows:
             state = self._lanes.get(lane)
             if state is None:
                 continue
@@ -464,12 +455,12 @@ class LaneReader:
             state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
             state.found = ()
 
-    def _rows_of(self, query: sql.Composed, **values: Any) -> list[Any]:
+    def _rows_of(self, query: LiteralString | sql.Composed, **values: Any) -> list[Any]:
         return self._session.connection.execute(query, values).fetchall()
 
     def _take_kept(self) -> None:
         """Take over the marks that the source before has left, where they hold on this server."""
-        kept, server = self._kept, Server(*self._session.connection.execute(SERVER).fetchall()[0])
+        kept, server = self._kept, Server(*self._rows_of(SERVER)[0])
         lanes, kept.lanes = kept.lanes, {}
         if kept.server is None or not kept.server.has_become(server) or not kept.left_out <= self.left_out:
             return
@@ -483,7 +474,7 @@ class LaneReader:
                 # They count once the look that follows has found the same failures.
                 state.failures, state.known, state.late = left.failures, False, left.late
 
-    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
+    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Batches) -> None:
         for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
             self._marks.keep(lane, mark)
         if self._server is not None and not self.left_out and marks.is_due:
@@ -495,13 +486,11 @@ class LaneReader:
             marks.keep(self._server.system_identifier, [one for one in kept if one.mark > LOWEST])
 
     def _draw_xid(self) -> int:
-        row = self._session.connection.execute(DRAW_XID).fetchone()
-        assert row is not None
-        self._server = Server(*row[1:])
-        return int(row[0])
+        ((xid, *server),) = self._rows_of(DRAW_XID)
+        self._server = Server(*server)
+        return int(xid)
 
     def _xmin(self) -> int:
         assert self._server is not None
-        row = self._session.connection.execute(XMIN, {"wal_position": self._server.wal_position}).fetchone()
-        assert row is not None
-        return int(row[0])
+        ((xmin,),) = self._rows_of(XMIN, wal_position=self._server.wal_position)
+        return int(xmin)

@@ -5,11 +5,10 @@ the settlement of the turn before (see settlement.py), or the read of the next t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, LiteralString
+from typing import Any, LiteralString, NamedTuple
 
 import orjson
 import psycopg
@@ -18,12 +17,12 @@ from psycopg.types.json import set_json_loads
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Claim
+from relay.core.ports import Batches, Claim
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
-from relay.settle.settlement import Settlement, UnsettledBatch
-from relay.settle.statements import KEEP_TO_THE_INDEX
+from relay.settle.settlement import Settlement, Settling, UnsettledBatch
+from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX
 
 
 @dataclass(slots=True)
@@ -48,16 +47,28 @@ class Read:
 
 
 @dataclass(slots=True)
-class ReadAhead:
-    """A read in progress while the turn before, ``in_hand``, is published.
+class TurnPlan:
+    """What a turn reads, and how late the turn before is settled.
 
-    It is the next turn only if all of ``in_hand`` was published: other events come first.
+    ``in_hand`` are events that must not be read again: those that are published and not settled, or with ``ahead`` the
+    turn that is being published while this one is read. Then it is the next turn only if all of them were published:
+    other events come first. ``looks`` are the lanes whose failures are counted with the read.
     """
 
+    limits: Mapping[int, int]
+    in_hand: Batches
     reads: Sequence[Read]
-    lanes: Collection[int]
-    in_hand: Mapping[int, Sequence[Claim]]
+    looks: Collection[int] = ()
+    settling: Settling = Settling.FIRST
+    ahead: bool = False
     stale: bool = False
+
+
+class Collected(NamedTuple):
+    """What a turn has. ``backlog``: there are more events, and no failures: the next turn is worth reading ahead."""
+
+    batches: Batches
+    backlog: bool
 
 
 class Session:
@@ -97,7 +108,7 @@ class Session:
             renew_part=renew_part,
             on_settled=on_settled,
         )
-        self.ahead: ReadAhead | None = None
+        self.ahead: TurnPlan | None = None
         self._failed_behind: dict[int, OutboxError] = {}
 
     # What is in progress
@@ -142,15 +153,13 @@ class Session:
         Returns the reason if the lane is not held; then nothing was done.
         """
         settlement = self.settlement
-        asked_at = time.monotonic()
         with self.transaction(settlement.lanes[lane].lease, doing):
-            cursor = self.connection.cursor()
-            settlement.send(cursor, [lane], in_transaction=True)
-            if cursor.rowcount:
+            sent = settlement.send([lane], in_transaction=True)
+            if sent.cursor.rowcount:
                 more()
         # Not before the commit: a rollback would not renew the lease.
         with unavailable_on_error(doing):
-            return settlement.answered(cursor, [lane], asked_at).get(lane)
+            return settlement.answered(sent).get(lane)
 
     def number(self, query: LiteralString | sql.Composed) -> int:
         """Return the only value of a statement."""
@@ -166,56 +175,64 @@ class Session:
 
     # Reading
 
+    @contextmanager
+    def one_session(self, limits: Collection[int]) -> Iterator[None]:
+        """Read and settle in one session of the server, so that a crash in between is noticed.
+
+        This connection is one. Behind a pooler it takes a transaction, which locks the lanes' rows when it settles,
+        just before its commit. Postgres ends it if it idles for longer than the lease.
+        """
+        if not self.pooled:
+            yield
+            return
+        ttl_ms = min((int(self.settlement.lanes[lane].lease.ttl_seconds * 1000) for lane in limits), default=0)
+        # The settling statement and the commit are sent together.
+        with self.connection.pipeline(), self.connection.transaction():
+            self.connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
+            self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+            yield
+
+    def read_turn(self, plan: TurnPlan) -> Sequence[Any]:
+        """Receive the rows of a turn, in one round trip, unless they are being read. Returns the counted failures."""
+        if plan.ahead:
+            self.settlement.background.wait()
+            return ()
+        return self._read(plan)
+
+    def read_ahead(self, plan: TurnPlan | None) -> None:
+        """Start to read in the background, if there is something. Nothing else may use the connection meanwhile."""
+        if plan is None:
+            return
+        self.ahead = plan
+
+        def read() -> None:
+            self._read(plan)
+
+        self.settlement.background.start(read)
+
+    def _read(self, plan: TurnPlan) -> Sequence[Any]:
+        lost: psycopg.OperationalError | None = None
+        looking: psycopg.Cursor[Any] | None = None
+        with self.connection.pipeline():
+            try:
+                looking = self.send(plan.reads, plan.looks)
+            except psycopg.OperationalError as error:
+                # psycopg logs a warning when an exception leaves a pipeline block, which would happen at every stop.
+                lost = error
+        if lost is not None:
+            raise lost
+        for read in plan.reads:
+            assert read.cursor is not None
+            read.rows = read.cursor.fetchall()
+        return looking.fetchall() if looking is not None else ()
+
     def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
         """Execute reading statements, and one that counts the failures of ``looks``, whose cursor it returns."""
         for read in reads:
             read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
             # A statement that is not prepared gets a custom plan.
             read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
-        if not looks:
-            return None
-        return self.connection.execute(self._queries.failure_sums, {"lanes": list(looks)})
-
-    def read(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
-        """Execute these in one round trip and receive their rows. Returns the counted failures of ``looks``."""
-        with self.connection.pipeline() as pipeline:
-            looking = self.send(reads, looks)
-            pipeline.sync()
-        receive(reads)
-        return looking.fetchall() if looking is not None else None
-
-    def read_pooled(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
-        """Do the same as ``read``, behind a pooler."""
-        # A pipeline saves round trips; SET LOCAL ends with the transaction.
-        with self.connection.pipeline(), self.connection.transaction():
-            self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-            looking = self.send(reads, looks)
-        receive(reads)
-        return looking.fetchall() if looking is not None else None
-
-    def read_ahead(self, ahead: ReadAhead) -> None:
-        """Start to read in the background. Nothing else may use the connection meanwhile."""
-        self.ahead = ahead
-        self.settlement.background.start(lambda: self._read_all(ahead.reads))
-
-    def _read_all(self, reads: Sequence[Read]) -> None:
-        lost: psycopg.OperationalError | None = None
-        with self.connection.pipeline():
-            try:
-                self.send(reads, ())
-            except psycopg.OperationalError as error:
-                # psycopg logs a warning when an exception leaves a pipeline block, which would happen at every stop.
-                lost = error
-        if lost is not None:
-            raise lost
-        receive(reads)
-
-
-def receive(reads: Sequence[Read]) -> None:
-    """Receive the rows of executed statements."""
-    for read in reads:
-        assert read.cursor is not None
-        read.rows = read.cursor.fetchall()
+        return self.connection.execute(self._queries.failure_sums, {"lanes": list(looks)}) if looks else None
 
 
 def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:

@@ -4,21 +4,24 @@ Every read starts from the lowest id that may still be unpublished, not from the
 the rows of a transaction that drew a low id and committed late. Published rows are deleted, so there is no position to
 keep.
 
-A turn takes one round trip: a statement that reads all lanes, and the one that settles the turn before (settlement.py).
-The commit of the latter makes the rows that were read durable, and its result tells which lanes are still held and may
-be published. They are two transactions of one session, so a crash of the server in between is noticed. Behind a pooler
-it is not: there the settling statement checks the rows once more.
+A turn reads all lanes, and then settles the turn before, in one statement (settlement.py). Its commit makes the rows
+that were read durable, and its result tells which lanes are still held and may be published. Both are of one session,
+so a crash of the server in between is noticed. Behind a pooler they are one transaction, which is of one session there.
 
-Postgres works while the relay waits for Kafka (background.py), in one of three ways:
+Postgres works while the relay waits for Kafka (background.py). What is read and when it is settled is a ``TurnPlan``:
 
-- While a backlog is drained, the next turn's rows are read while this turn's are published. They are checked in the
-same way: the settling statement comes after their read. - At-least-once, while two turns are at most a batch, the turn
-before is settled while this one is published. Then another statement after the read checks which leases are valid, and
-that all WAL up to that moment is flushed, so that the rows that were read can't be lost. It waits briefly, because
-commits of other sessions and the WAL writer flush the WAL. If that takes too long, or if a synchronous standby must
-have the WAL as well, the settling statement comes first after all. - Exactly-once, while no backlog is drained, the
-turn before is settled while this one is sent. The Kafka transaction is committed after ``confirm``, when the settling
-statement is done: its result tells which leases are valid, and its commit makes the rows that were read durable.
+| the turn before is settled   | this applies                      | and what makes publishing safe                    |
+|------------------------------|-----------------------------------|---------------------------------------------------|
+| first                        | unless one of the others does     | the settling statement, by its result and commit  |
+| first, and the next turn is  | while a backlog is drained        | the same: that statement comes after the read     |
+| read while this is published |                                   |                                                   |
+| while this is published      | at-least-once, while two turns    | another statement after the read. It checks which |
+|                              | are at most a batch, and no lease | leases are valid, and that all WAL up to that     |
+|                              | has to be renewed                 | moment is flushed, briefly waiting for commits of |
+|                              |                                   | others and the WAL writer. If that takes too long,|
+|                              |                                   | or a standby must have the WAL: settled first     |
+| before this is committed in  | exactly-once, while no backlog is | the Kafka transaction is committed after          |
+| Kafka                        | drained                           | ``confirm``, when the settling statement is done  |
 
 Waiting
     An idle worker runs one long statement on the server. Every few milliseconds it compares snapshots to see whether
@@ -31,44 +34,45 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 import psycopg
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Claim, DatabaseUnavailable, Fetched, Kind, Published, Receipt, Refused
+from relay.core.ports import Batches, Claim, Fetched, Kind, Published, Receipt, Refused
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.queries import Queries
 from relay.polling.reader import LaneReader
-from relay.polling.session import ReadAhead, Session, receive
+from relay.polling.session import Collected, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
 from relay.settle.retries import Failures
-from relay.settle.settlement import RENEW_PART, Settlement, UnsettledBatch, by_lane, lanes_text
+from relay.settle.settlement import RENEW_PART, Settlement, Settling, UnsettledBatch, lanes_text
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
-# How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
-# come: no other session may be writing.
-_FLUSH_SECONDS: Final = 0.005
-_FLUSH_STEP_SECONDS: Final = 0.0003
-_FLUSH_AGAIN_SECONDS: Final = 1.0
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
 # memory.
 TURN_BYTES: Final = 16 << 20
-# Up to this many lanes, a turn's statement settles all of them, whether or not they had events recently.
-_FEW_LANES: Final = 16
 
-# Visible rows are in the WAL, but with synchronous_commit = off it may not be flushed. Once the WAL up to this position
-# is flushed, so are all rows that were read before.
-_WRITTEN: Final = """
-SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
-       current_setting('synchronous_standby_names') = ''"""
 
-_FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a plan has read, and the lanes of which nothing may be published.
+
+    ``settled`` are the lanes that have been settled, or, unless ``settling`` is FIRST, will be while the turn is
+    published. ``backlog``: there are more events.
+    """
+
+    batches: Batches
+    settling: Settling
+    settled: Collection[int]
+    failed: dict[int, OutboxError] = field(default_factory=dict)
+    backlog: bool = False
 
 
 class PollingSource:
@@ -113,7 +117,6 @@ class PollingSource:
         self._overlaps = overlap and not self.session.pooled
         self._step = _CLIENT_STEP_SECONDS
         self._unconfirmed: Collection[int] = ()
-        self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
@@ -134,42 +137,39 @@ class PollingSource:
         self.reader.drop(lane)
         self._discard_ahead()
 
-    def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending, and return the lowest unpublished events of these lanes."""
-        failed_behind = self.session.finish_settling()
-        if self.session.ahead is not None and not self._comes_next(self.session.ahead, limits):
-            self.session.free()
-        ahead, self.session.ahead = self.session.ahead, None
-        lanes = list(ahead.lanes) if ahead is not None else self.reader.turn_lanes(limits)
-        limited = {lane: limits[lane] for lane in lanes}
-        settling: Collection[int] = ()
-        unconfirmed: Collection[int] = ()
-        with unavailable_on_error(f"reading {lanes_text(lanes)}"):
-            if ahead is not None:
-                claims, failed = self._settle_after(ahead, limited)
-            else:
-                self.reader.look_first(self._in_hand())
-                if self._overlaps and self.settlement.overlaps(lanes):
-                    claims, failed, settling = self._read_and_check(limited)
-                elif self._overlaps and self.settlement.precedes_commit(lanes):
-                    claims, failed, unconfirmed = self._read_before_settling(limited)
-                else:
-                    claims, failed = self._read_and_settle(limited)
-        failed = failed_behind | failed
-        batches = {lane: batch for lane, batch in by_lane(claims).items() if lane not in failed}
-        self.reader.note_sizes(batches)
+    def fetch(self, limits: Mapping[int, int], *, unsettled: bool = False) -> Fetched:
+        """Settle what is pending, and return the lowest unpublished events of these lanes.
+
+        ``unsettled``: the caller settles these lanes before it publishes anything, on this connection. Behind a pooler
+        that would prove nothing about what was read.
+        """
+        failed = self.session.finish_settling()
+        with unavailable_on_error(f"reading {lanes_text(limits)}"):
+            turn = self._run(limits, settles=self.session.pooled or not unsettled)
+        failed |= turn.failed
+        batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
         if batches:
             self._step = _CLIENT_STEP_SECONDS
             failpoint("batch.fetched")
-        self._unconfirmed = batches.keys() if unconfirmed else ()
-        if settling or unconfirmed:
-            self.settlement.begin(settling or unconfirmed)
-        elif self._overlaps and self.reader.worth_reading_ahead(batches, limits) and not failed:
-            # Includes lanes that have joined since.
-            with unavailable_on_error("reading ahead"):
-                self._read_ahead({lane: limits[lane] for lane in self.reader.turn_lanes(limits)}, batches)
         retried = self.reader.retried(batches)
-        return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed), retried=retried)
+        self._unconfirmed = ()
+        match turn.settling:
+            case Settling.FIRST:
+                if self._overlaps and turn.backlog and not failed:
+                    with unavailable_on_error("reading ahead"):
+                        # Includes lanes that have joined since.
+                        self.session.read_ahead(self.reader.plan_ahead(limits, batches))
+                return Fetched(batches, failed, retried=retried)
+            case Settling.MEANWHILE:
+                if turn.settled:
+                    self.settlement.begin(turn.settled)
+                return Fetched(batches, failed, settling=turn.settled, retried=retried)
+            case Settling.BEFORE_COMMIT:
+                self._unconfirmed = batches.keys()
+                self.settlement.begin(turn.settled)
+                return Fetched(batches, failed, unconfirmed=True, retried=retried)
+            case _:
+                assert_never(turn.settling)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
         """Wait until the turn before is settled; then the leases are checked and the rows that were read are durable.
@@ -236,7 +236,6 @@ class PollingSource:
             watch = self._queries.watch(self._connection, self.reader.above(lanes), seconds, self._watch_seconds)
             self._connection.execute(watch, prepare=False)
         if time.monotonic() - began < seconds:
-            self.reader.note_busy(lanes)
             return True
         return self.reader.must_look()
 
@@ -247,153 +246,71 @@ class PollingSource:
 
     # One turn
 
-    def _read_and_settle(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
-        lanes = list(limits)
-        in_hand = self._in_hand()
-        reads = self.reader.reads(limits, in_hand)
-        looks = self.reader.looks()
-        settled = [lane for lane in lanes if self._expects(lane)]
-        settled += [lane for lane in self.settlement.unsettled if lane not in set(settled)]
-        if self.session.pooled:
-            looked = self.session.read_pooled(reads, looks)
-            claims = self.reader.collect(reads)
-            # Before the failures of what is settled are removed: they were counted.
-            self.reader.note_counts(looked)
-            found = {claim.lane for claim in claims}
-            settled = [lane for lane in self.settlement.lanes if lane in found or lane in in_hand]
-            failed: dict[int, OutboxError] = {}
-            there = 0
-            if settled:
-                there, failed = self.settlement.settle_and_count(settled, claims)
-            alive = sum(claim.lane not in failed for claim in claims)
-            if alive and there != len(claims):
-                raise self._gone(len(claims) - there, len(claims))
-            return claims, failed
-        asked_at = time.monotonic()
-        settling = self._connection.cursor()
-        with self._connection.pipeline() as pipeline:
-            looking = self.session.send(reads, looks)
-            pipeline.sync()
-            if settled:
-                failpoint("batch.settling")
-                self.settlement.send(settling, settled)
-                pipeline.sync()
-        receive(reads)
-        claims = self.reader.collect(reads)
-        self.reader.note_counts(looking.fetchall() if looking is not None else None)
-        failed = {}
-        if settled:
-            failed = self.settlement.answered(settling, settled, asked_at)
-            failpoint("batch.settled")
-        # Lanes that were not expected to have events.
-        late = {claim.lane for claim in claims} - set(settled)
-        if late:
-            failed |= self.settlement.settle(sorted(late))
-        return claims, failed
+    def _plan(self, limits: Mapping[int, int]) -> TurnPlan:
+        """Return what was read ahead, if it is the next turn of these lanes, or else what to read now."""
+        ahead = self.session.ahead
+        if ahead is not None and self._comes_next(ahead, limits):
+            self.session.ahead = None
+            return ahead
+        self.session.free()
+        settling = self.settlement.latest_settling(limits) if self._overlaps else Settling.FIRST
+        return self.reader.plan_turn(limits, self._in_hand(), settling)
 
-    def _read_and_check(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
-        """Read, and check whether the events may be published before the turn before is settled.
+    def _run(self, limits: Mapping[int, int], *, settles: bool) -> _Turn:
+        """Read, and settle the turn before, unless the plan allows to do that later."""
+        plan = self._plan(limits)
+        with self.session.one_session(limits):
+            counts = self.session.read_turn(plan)
+            collected = self.reader.collected(plan, counts, limits)
+            turn = self._decided(plan, collected, limits)
+            if turn.settling is not Settling.FIRST or not turn.settled or not settles:
+                return turn
+            failpoint("batch.settling")
+            with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
+                sent = self.settlement.send(turn.settled, in_transaction=self.session.pooled)
+        with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
+            failed = self.settlement.answered(sent)
+        failpoint("batch.settled")
+        # Behind a pooler, a transaction that has locked nothing proves nothing by its commit: these are read again.
+        proven = not self.session.pooled or sent.cursor.rowcount
+        return replace(turn, batches=turn.batches if proven else {}, failed=failed)
 
-        Returns the lanes of that turn, to be settled meanwhile. If they may not, it is settled at once, which makes the
-        events durable.
-        """
-        unsettled = self.settlement.unsettled
-        in_hand = self._in_hand()
-        claims = self._read_only(limits, in_hand)
-        batches = by_lane(claims)
-        # A crash may repeat at most a batch of a lane.
-        small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
-        small = small and not self.reader.worth_reading_ahead(batches, limits)
-        if claims and small and (lost := self._check(batches.keys())) is not None:
-            return claims, lost, unsettled
-        settled = sorted(batches.keys() | set(unsettled))
-        return claims, self.settlement.settle(settled), ()
+    def _decided(self, plan: TurnPlan, collected: Collected, limits: Mapping[int, int]) -> _Turn:
+        """Decide when to settle the turn before, now that it is known what this one has."""
+        batches, backlog = collected
+        # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
+        unsettled = {
+            lane for lane in self.settlement.unsettled if lane in limits or self.settlement.lanes[lane].own_id is None
+        }
+        first = _Turn(batches, Settling.FIRST, sorted(batches.keys() | unsettled), backlog=backlog)
+        if backlog or not batches:
+            return first
+        match plan.settling:
+            case Settling.FIRST:
+                return first
+            case Settling.MEANWHILE:
+                # A crash may repeat at most a batch of a lane.
+                small = all(
+                    len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
+                )
+                lost = self.settlement.checked(batches.keys()) if small else None
+                return first if lost is None else _Turn(batches, Settling.MEANWHILE, sorted(unsettled), lost)
+            case Settling.BEFORE_COMMIT:
+                return replace(first, settling=Settling.BEFORE_COMMIT)
+            case _:
+                assert_never(plan.settling)
 
-    def _read_before_settling(
-        self, limits: Mapping[int, int]
-    ) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
-        """Read. Returns also the lanes to settle before these events are committed in Kafka.
-
-        None in a backlog: there the turn before is settled at once, so that the next turn's rows can be read meanwhile.
-        """
-        claims = self._read_only(limits, self._in_hand())
-        batches = by_lane(claims)
-        # A lane that was given up is settled by its marker when it is taken over again.
-        settled = sorted(batches.keys() | (set(self.settlement.unsettled) & limits.keys()))
-        if claims and not self.reader.worth_reading_ahead(batches, limits):
-            return claims, {}, settled
-        return claims, self.settlement.settle(settled), ()
-
-    def _in_hand(self) -> dict[int, Sequence[Claim]]:
+    def _in_hand(self) -> Batches:
         """Return the published but unsettled rows, by lane."""
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
-    def _read_only(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Claim]:
-        reads = self.reader.reads(limits, in_hand)
-        looks = self.reader.looks()
-        looked = self.session.read(reads, looks)
-        claims = self.reader.collect(reads)
-        self.reader.note_counts(looked)
-        return claims
-
-    def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
-        """Return the lanes that another relay has taken; None if Postgres may still lose the rows that were read."""
-        with self._connection.pipeline():
-            written = self._connection.execute(_WRITTEN)
-            holding = self._connection.execute(*self.settlement.still_held(lanes))
-        row = written.fetchone()
-        assert row is not None
-        lsn, flushed, alone = row
-        if not alone:
-            return None
-        began = time.monotonic()
-        if not flushed and began - self._flush_in_vain_at < _FLUSH_AGAIN_SECONDS:
-            return None
-        while not flushed:
-            if time.monotonic() - began >= _FLUSH_SECONDS:
-                self._flush_in_vain_at = began
-                return None
-            time.sleep(_FLUSH_STEP_SECONDS)
-            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
-            flushed = row is not None and row[0]
-        return self.settlement.lost_of(lanes, holding.fetchall())
-
-    def _settle_after(self, ahead: ReadAhead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
-        """Return the events that were read ahead, and settle the turn before: its commit comes after that read."""
-        claims = [claim for claim in self._finish(ahead) if claim.lane in limits]
-        settled = sorted({claim.lane for claim in claims} | set(self.settlement.unsettled))
-        failed: dict[int, OutboxError] = {}
-        if settled:
-            failed = self.settlement.settle(settled)
-        return claims, failed
-
-    def _expects(self, lane: int) -> bool:
-        """Return whether to settle the lane in the same round trip in which it is read."""
-        return (
-            len(self.settlement.lanes) <= _FEW_LANES
-            or bool(self.settlement.lanes[lane].pending)
-            or self.reader.is_busy(lane)
-        )
-
-    def _gone(self, gone: int, read: int) -> DatabaseUnavailable:
-        return DatabaseUnavailable(
-            f"Postgres: {gone} of {read} events that were there a moment ago are gone: it has crashed, or somebody "
-            "deletes events"
-        )
-
     # Reading ahead
-
-    def _read_ahead(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
-        if self.reader.must_look():
-            # The next turn has to read the failures.
-            return
-        self.session.read_ahead(ReadAhead(self.reader.reads(limits, in_hand), list(limits), in_hand))
 
     def _discard_ahead(self) -> None:
         if self.session.ahead is not None:
             self.session.ahead.stale = True
 
-    def _comes_next(self, ahead: ReadAhead, lanes: Collection[int]) -> bool:
+    def _comes_next(self, ahead: TurnPlan, lanes: Mapping[int, int]) -> bool:
         """Return whether the events that were read ahead are the next turn of these lanes, or of some of them.
 
         They are not if a lane is gone or must not be published now, nor if an event of the turn in hand was not
@@ -403,13 +320,9 @@ class PollingSource:
         pending = self.settlement.lanes
         return (
             not ahead.stale
-            and set(ahead.lanes) <= set(lanes)
+            and ahead.limits.keys() <= lanes.keys()
             and all(lane in pending and pending[lane].pending.rows == batch for lane, batch in ahead.in_hand.items())
         )
-
-    def _finish(self, ahead: ReadAhead) -> list[Claim]:
-        self.settlement.background.wait()
-        return self.reader.collect(ahead.reads)
 
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         self.reader.note_settled(lane, pending)

@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -57,6 +58,21 @@ RENEW_PART: Final = 0.7
 
 # The waits before a lane whose row is locked is given up for this turn.
 _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
+
+
+# How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
+# come: no other session may be writing.
+_FLUSH_SECONDS: Final = 0.005
+_FLUSH_STEP_SECONDS: Final = 0.0003
+_FLUSH_AGAIN_SECONDS: Final = 1.0
+
+# Visible rows are in the WAL, but with synchronous_commit = off it may not be flushed. Once the WAL up to this position
+# is flushed, so are all rows that were read before.
+_WRITTEN: Final = """
+SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
+       current_setting('synchronous_standby_names') = ''"""
+
+_FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +133,26 @@ class SettledLane:
     """Whether the current statement looks up only that version."""
 
 
-class _Behind(NamedTuple):
-    """A settlement in progress in the background."""
+class Settling(Enum):
+    """When the turn before is settled. Its result tells which leases are valid, its commit makes durable what was read
+    before it.
+    """
+
+    FIRST = auto()
+    """Before this turn is published."""
+    MEANWHILE = auto()
+    """While this turn is published, if another check after the read succeeds."""
+    BEFORE_COMMIT = auto()
+    """While this turn is sent, before its Kafka transaction is committed."""
+
+
+class Sent(NamedTuple):
+    """A settlement in progress. ``missing`` are lanes that were not held by a statement before."""
 
     cursor: psycopg.Cursor[Any]
     lanes: Collection[int]
     asked_at: float
-    missing: Sequence[int]
+    missing: Sequence[int] = ()
 
 
 class Settlement:
@@ -147,7 +176,8 @@ class Settlement:
     ) -> None:
         self._connection = connection
         self.background = Background(connection)
-        self._behind: _Behind | None = None
+        self._behind: Sent | None = None
+        self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
         self._on_settled = on_settled
         self._archive = archive
@@ -173,7 +203,7 @@ class Settlement:
         lease = self.lanes[lane].lease
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
-    def values(self, lanes: Collection[int], read: Sequence[Claim] = ()) -> dict[str, Any]:
+    def values(self, lanes: Collection[int]) -> dict[str, Any]:
         """Return the statement's parameters for these lanes."""
         held = [self.lanes[lane] for lane in lanes]
         for lane in held:
@@ -199,24 +229,21 @@ class Settlement:
             values["topics"] = [place.topic for place in places]
             values["partitions"] = [place.partition for place in places]
             values["offsets"] = [place.offset for place in places]
-        if read:
-            values["next_lanes"] = array([claim.lane for claim in read])
-            values["next_ids"] = array([claim.position for claim in read])
-            values["next_event_ids"] = array([claim.event_id for claim in read])
         return values
 
-    def send(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], *, in_transaction: bool = False) -> None:
-        """Execute the statement on a cursor, whose result ``answered`` takes.
+    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> Sent:
+        """Execute the statement, whose result ``answered`` takes.
 
-        ``in_transaction``: the caller does more in the same transaction for lanes that are held, so this must find them
-        at once.
+        ``in_transaction``: more depends on this transaction for lanes that are held, so this must find them at once.
         """
+        asked_at = time.monotonic()
         query, values = self._statement(lanes, in_transaction=in_transaction)
-        cursor.execute(query, values, prepare=self._prepared)
+        return Sent(self._connection.execute(query, values, prepare=self._prepared), lanes, asked_at)
 
-    def answered(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
+    def answered(self, sent: Sent) -> dict[int, OutboxError]:
         """Process the result of ``send``. Returns the lanes that were not held, with the reasons."""
-        return self._answered(cursor.fetchall(), lanes, asked_at)
+        missing, moved = self._note(sent)
+        return self._why_not([*missing, *self._ask(moved)])
 
     def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes, in one round trip. Returns those that were not held."""
@@ -234,7 +261,7 @@ class Settlement:
         failpoint("batch.settling")
         self._behind = self._begin(lanes)
 
-    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> _Behind:
+    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> Sent:
         cursor = self._connection.cursor()
         query, values = self._statement(lanes)
         asked_at = time.monotonic()
@@ -243,7 +270,7 @@ class Settlement:
             cursor.execute(query, values, prepare=True)
 
         self.background.start(execute)
-        return _Behind(cursor, lanes, asked_at, missing)
+        return Sent(cursor, lanes, asked_at, missing)
 
     def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
         """Wait until what ``begin`` started is done. Returns the lanes that were not held. Safe to call without
@@ -261,7 +288,7 @@ class Settlement:
         failpoint("batch.settled")
         return failed
 
-    def _end(self, behind: _Behind, deadline: float | None) -> Sequence[int]:
+    def _end(self, behind: Sent, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
@@ -277,35 +304,48 @@ class Settlement:
                     "next batch is not published, and will be read again"
                 )
             self._behind = None
-            missing, moved = self._note(behind.cursor.fetchall(), behind.lanes, behind.asked_at)
+            missing, moved = self._note(behind)
             missing = [*behind.missing, *missing]
             if moved:
                 self._behind = self._begin(moved, missing)
         return missing
 
-    def overlaps(self, lanes: Collection[int]) -> bool:
-        """Return whether turns of these lanes may be published before the turns before them are settled.
+    def latest_settling(self, lanes: Collection[int]) -> Settling:
+        """Return how late the turn before may be settled when one of these lanes comes next.
 
-        Only without transactions: the next marker would imply that rows are settled that may still be there. And not
-        while a lease has to be renewed, which must come before its events are published.
+        MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
+        And not while a lease has to be renewed, which must come before its events are published. BEFORE_COMMIT only
+        with transactions: readers do not see events before the commit.
         """
-        return self._prepared and all(
-            held.own_id is None and held.pending.batch is None and not self.prolongs(held.lease.lane)
-            for held in self._about(lanes)
-        )
-
-    def precedes_commit(self, lanes: Collection[int]) -> bool:
-        """Return whether turns of these lanes may be sent before the turns before them are settled, and committed
-        after.
-
-        Only with transactions: readers do not see events before the commit.
-        """
-        return self._prepared and all(held.own_id is not None for held in self._about(lanes))
-
-    def _about(self, lanes: Collection[int]) -> list[SettledLane]:
-        """Return these lanes and those with something to settle."""
         wanted = set(lanes)
-        return [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
+        about = [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
+        if all(held.own_id is not None for held in about):
+            return Settling.BEFORE_COMMIT
+        if any(held.own_id is not None or held.pending.batch is not None for held in about):
+            return Settling.FIRST
+        return Settling.FIRST if any(self.prolongs(held.lease.lane) for held in about) else Settling.MEANWHILE
+
+    def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
+        """Return the lanes that another relay has taken; None if Postgres may lose what was read before this."""
+        with self._connection.pipeline():
+            written = self._connection.execute(_WRITTEN)
+            holding = self._connection.execute(*self.still_held(lanes))
+        row = written.fetchone()
+        assert row is not None
+        lsn, flushed, alone = row
+        if not alone:
+            return None
+        began = time.monotonic()
+        if not flushed and began - self._flush_in_vain_at < _FLUSH_AGAIN_SECONDS:
+            return None
+        while not flushed:
+            if time.monotonic() - began >= _FLUSH_SECONDS:
+                self._flush_in_vain_at = began
+                return None
+            time.sleep(_FLUSH_STEP_SECONDS)
+            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
+            flushed = row is not None and row[0]
+        return self.lost_of(lanes, holding.fetchall())
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
@@ -324,23 +364,6 @@ class Settlement:
                 self.lanes[lane].version = None
             held |= {row[0] for row in self._connection.execute(*self.still_held(missing)).fetchall()}
         return {lane: self.lost(lane) for lane in missing if lane not in held}
-
-    def settle_and_count(self, lanes: Collection[int], read: Sequence[Claim]) -> tuple[int, dict[int, OutboxError]]:
-        """Settle, and count which events of ``read`` still exist. They can't be lost any more."""
-        asked_at = time.monotonic()
-        failpoint("batch.settling")
-        with unavailable_on_error(f"settling {lanes_text(lanes)}"), self._connection.cursor() as cursor:
-            with self._to_the_index(lanes):
-                if read:
-                    # Not by version: the count must come with the first result.
-                    self._look_for_all(lanes)
-                    cursor.execute(self.statements.settle_and_count, self.values(lanes, read))
-                else:
-                    self.send(cursor, lanes)
-            rows = cursor.fetchall()
-            failed = self._answered(rows, lanes, asked_at)
-        failpoint("batch.settled")
-        return rows[0][3] if read and rows else 0, failed
 
     def lost(self, lane: int) -> LaneLost:
         """Return the error for a lane that another relay has taken."""
@@ -375,26 +398,17 @@ class Settlement:
         self, lanes: Collection[int], *, in_transaction: bool = False
     ) -> tuple[sql.Composed, dict[str, Any]]:
         by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
-        self._look_for_all(lanes, by_version=by_version)
-        return self.statements.settle_by_version if by_version else self.statements.settle, self.values(lanes)
-
-    def _look_for_all(self, lanes: Collection[int], *, by_version: bool = False) -> None:
         for lane in lanes:
             self.lanes[lane].by_version = by_version
-
-    def _answered(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
-        missing, moved = self._note(rows, lanes, asked_at)
-        return self._why_not([*missing, *self._ask(moved)])
+        return self.statements.settle_by_version if by_version else self.statements.settle, self.values(lanes)
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
         not_held: list[int] = []
         while lanes:
-            asked_at = time.monotonic()
-            with self._connection.cursor() as cursor:
-                with self._to_the_index(lanes):
-                    self.send(cursor, lanes)
-                missing, lanes = self._note(cursor.fetchall(), lanes, asked_at)
+            with self._to_the_index(lanes):
+                sent = self.send(lanes)
+            missing, lanes = self._note(sent)
             not_held += missing
         return not_held
 
@@ -406,21 +420,22 @@ class Settlement:
             failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
         return failed
 
-    def _note(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> tuple[list[int], list[int]]:
+    def _note(self, sent: Sent) -> tuple[list[int], list[int]]:
         """Record the lanes that were held. Returns those that were not, and those whose rows have moved.
 
         The latter are looked up by their numbers next: a row moves when the control loop renews a lease, for example. A
         locked row counts as moved at first, too.
         """
+        rows = sent.cursor.fetchall()
         for row in rows:
             settled = self.lanes[row[0]]
             settled.version = row[2]
             settled.confirmed = True
             if settled.written:
-                settled.lease.renewed(asked_at)
+                settled.lease.renewed(sent.asked_at)
             self._forget_pending(settled)
         held = {row[0] for row in rows}
-        missing = [lane for lane in lanes if lane not in held]
+        missing = [lane for lane in sent.lanes if lane not in held]
         moved = [lane for lane in missing if self.lanes[lane].by_version]
         for lane in moved:
             self.lanes[lane].version = None

@@ -101,15 +101,6 @@ _HELD: Final = """
 SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text
   FROM held LEFT JOIN written ON written.lane = held.lane"""
 
-# The number of just-read events that still exist. For connections on which a crash of the server goes unnoticed.
-_THERE: Final = """
-SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text,
-       (SELECT count(*) FROM unnest(%(next_lanes)s::smallint[], %(next_ids)s::bigint[], %(next_event_ids)s::uuid[])
-                             AS n(lane, id, event_id)
-         CROSS JOIN LATERAL (SELECT FROM {events} AS e
-                              WHERE e.lane = n.lane AND e.id = n.id AND e.event_id = n.event_id LIMIT 1) AS e)
-  FROM held LEFT JOIN written ON written.lane = held.lane"""
-
 _STILL_HELD: Final = """
 SELECT l.lane FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(versions)s::tid[]) AS m(lane, epoch, version)
@@ -174,7 +165,6 @@ class SettlingStatements:
         settling: LiteralString = _SETTLING + (_ARCHIVED if archive else "")
         self.settle = query(settling + _HELD)
         self.settle_by_version = query(settling + _HELD, by_version=True)
-        self.settle_and_count = query(settling + _THERE)
         self.still_held = query(_STILL_HELD)
         self.still_held_by_version = query(_STILL_HELD, by_version=True)
         self.why = query(_WHY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -100,9 +99,8 @@ class StreamReader:
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
         named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        asked_at = time.monotonic()
         going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
-        settling, checking = self._connection.cursor(), self._connection.cursor()
+        checking, sent = self._connection.cursor(), None
         with self._connection.pipeline() as pipeline:
             if named:
                 values = {
@@ -118,14 +116,14 @@ class StreamReader:
                 pipeline.sync()
             if settled:
                 failpoint("batch.settling")
-                self._settlement.send(settling, settled)
+                sent = self._settlement.send(settled)
                 pipeline.sync()
         found = self._rows.fetchall() if named else []
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_of(checked, checking.fetchall())
-        if settled:
-            failed |= self._settlement.answered(settling, settled, asked_at)
+        if sent is not None:
+            failed |= self._settlement.answered(sent)
             failpoint("batch.settled")
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}

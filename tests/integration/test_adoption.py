@@ -9,8 +9,6 @@ from takeover_support import Tables
 
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import PUBLISHED, LaneLost, Receipt, Unavailable
-from relay.polling import session
-from relay.settle.settlement import Settlement
 
 
 class OnlyLane(Tables):
@@ -143,29 +141,6 @@ def test_a_stale_epoch_adopts_nothing(lane):
     assert identity is None
     assert isinstance(lost[0], LaneLost)
     assert lane.left() == ["a"]
-
-
-def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane, monkeypatch):
-    """Behind a pooler Postgres may crash in between, and the connection live on."""
-    monkeypatch.setattr(session, "begin_session", lambda _: False)
-    source = lane.take()
-    lane.add("a", "b")
-    real = Settlement.settle_and_count
-
-    def crash(self, lanes, read):
-        lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'b'")
-        return real(self, lanes, read)
-
-    monkeypatch.setattr(Settlement, "settle_and_count", crash)
-    with pytest.raises(Unavailable, match="1 of 2 events"):
-        source.fetch(10)
-    monkeypatch.setattr(Settlement, "settle_and_count", real)
-    # The same with a batch to settle before.
-    source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
-    lane.add("b")
-    monkeypatch.setattr(Settlement, "settle_and_count", crash)
-    with pytest.raises(Unavailable, match="1 of 1 events"):
-        source.fetch(10)
 
 
 def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):

@@ -26,6 +26,23 @@ def test_at_most_once_the_rows_are_gone_before_they_are_given_out(lane):
     assert source.fetch(10) == []
 
 
+def test_at_most_once_one_commit_deletes_what_was_read_and_checks_the_lease(lane, monkeypatch):
+    source = lane.deleting_source()
+    settlement = source.source._source.settlement
+    sent, send = [], settlement.send
+
+    def count(*lanes, **options):
+        sent.append(lanes)
+        return send(*lanes, **options)
+
+    monkeypatch.setattr(settlement, "send", count)
+    lane.add("a1")
+    assert [name(claim) for claim in source.fetch(10)] == ["a1"]
+    assert len(sent) == 1
+    assert source.fetch(10) == []
+    assert len(sent) == 1
+
+
 def test_at_most_once_nothing_is_deleted_of_topics_that_can_not_be_written_to_or_looked_up(lane):
     answers = [False, BrokerUnavailable("Kafka, asking for its topics: away"), True]
 

@@ -21,7 +21,6 @@ from relay.core.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Re
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
-from relay.polling import source as polling
 from relay.polling.source import PollingSource
 from relay.settle import settlement
 from relay.settle.retries import FailurePolicy, Failures
@@ -117,7 +116,7 @@ def ids(batches: Batches) -> list[int]:
 @pytest.fixture
 def box(outbox_postgres, request, monkeypatch):
     # Something else in the server may be writing: the WAL writer flushes that some time later.
-    monkeypatch.setattr(polling, "_FLUSH_SECONDS", 30.0)
+    monkeypatch.setattr(settlement, "_FLUSH_SECONDS", 30.0)
     box = Box(outbox_postgres, archive=getattr(request, "param", False))
     yield box
     box.close()
@@ -340,7 +339,7 @@ def test_exactly_once_the_turn_before_is_settled_before_the_next_one_is_seen(box
 
 @pytest.fixture
 def large(outbox_postgres, monkeypatch) -> Iterator[Box]:
-    monkeypatch.setattr(polling, "_FLUSH_SECONDS", 30.0)
+    monkeypatch.setattr(settlement, "_FLUSH_SECONDS", 30.0)
     box = Box(outbox_postgres, lanes=MANY)
     yield box
     box.close()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from outbox.errors import OutboxError, SchemaError
+from relay.core import lane as core_lane
 from relay.core import loop
 from relay.core.lease import HeldLanes, Lease
 from relay.core.loop import LoopSettings, WorkerLoop
@@ -78,7 +79,8 @@ class Stop(threading.Event):
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
+    for module in (loop, core_lane):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

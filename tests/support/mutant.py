@@ -18,7 +18,6 @@ from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched
 from relay.core.turn_sizes import TurnSizes
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader
-from relay.polling import source as polling
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.settle import settlement, statements
@@ -73,8 +72,8 @@ def no_flush_barrier() -> None:
     """What was read is published without waiting until Postgres can't lose it: settling commits asynchronously."""
     statements.SYNCHRONOUS = "set_config('synchronous_commit', 'off', true)"  # type: ignore[misc]
     flushed = "pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()"
-    assert flushed in polling._WRITTEN
-    polling._WRITTEN = polling._WRITTEN.replace(flushed, "true")  # type: ignore[misc]
+    assert flushed in settlement._WRITTEN
+    settlement._WRITTEN = settlement._WRITTEN.replace(flushed, "true")  # type: ignore[misc]
 
 
 def settle_before_ack() -> None:
@@ -129,7 +128,7 @@ def no_halving() -> None:
 
 def freed_keys_overtake() -> None:
     """Newer events of a key that was freed a moment ago go out before those that waited below the mark."""
-    LaneReader._freed = lambda _self, _claims, _due: set()  # type: ignore[method-assign]
+    LaneReader._freed = lambda _self, _claims: set()  # type: ignore[method-assign]
 
 
 def quick_marks() -> None:

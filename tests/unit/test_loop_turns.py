@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from loop_fakes import SETTINGS, OneSource, Step, World, all_of, clock, in_order, spread
+from loop_fakes import SETTINGS, OneSource, Step, World, all_of, claim, clock, in_order, spread
 
+from relay.core.lease import Lease
 from relay.core.ports import (
     PUBLISHED,
     Batches,
@@ -376,3 +377,16 @@ def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
     assert world.table.left_out[:2] == [frozenset(), frozenset({("Invoice", False)})]
     # What was acknowledged beside them is not sent again.
     assert in_order(world, rows)
+
+
+def test_a_lease_that_is_taken_again_forgets_what_was_suspected():
+    """Or every second turn would be of this lane alone, for no events."""
+    loop = World(spread(2, 4)).loop
+    loop._take_and_let_go()
+    batches = {number: [claim(number, position) for position in range(4)] for number in range(2)}
+    loop._sizes.note_taken(batches.keys(), batches)
+    loop._sizes.narrowed(batches, Failed(BatchRefused("too large"), blamed=[0]))
+    assert loop._sizes.limits([0, 1]) == {0: 2}
+    loop._held.give([Lease(0, 2, 60.0, 0.0)])
+    loop._take_and_let_go()
+    assert [loop._sizes.limits([0, 1]).keys() for _ in range(3)] == [{0, 1}] * 3

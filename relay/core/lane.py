@@ -1,0 +1,73 @@
+"""A lane as its worker's loop knows it: one record, with a slot for each part. No I/O."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from outbox._clients.backoff import doubled, jittered
+from relay.core.lease import Lease
+from relay.core.ports import Result
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Waits that double, with jitter, so that not all clients come back at the same moment after an outage."""
+
+    min_seconds: float
+    max_seconds: float
+    failures: int = 0
+    until: float = 0.0
+    since: float | None = None
+    failed_at: float = 0.0
+
+    def failed(self) -> float:
+        """Record a failure. Returns how long to wait."""
+        delay = doubled(self.failures, self.min_seconds, self.max_seconds)
+        self.failures += 1
+        self.failed_at = time.monotonic()
+        self.since = self.since or self.failed_at
+        self.until = time.monotonic() + jittered(delay)
+        return delay
+
+    def succeeded(self) -> bool:
+        """Record a success. Returns whether it is the first after a failure."""
+        first, self.failures, self.until, self.since = self.failures > 0, 0, 0.0, None
+        return first
+
+    def failed_for(self, seconds: float) -> bool:
+        """Return whether the failed attempts since the last success span at least ``seconds``."""
+        return self.since is not None and self.failed_at - self.since >= seconds
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it is too early to try again."""
+        return time.monotonic() < self.until
+
+
+@dataclass(slots=True)
+class TurnSize:
+    """The slot of turn_sizes.py. ``taken`` is the lane's number of events in the last turn.
+
+    ``suspected``: so many of its next events were refused, or may be what was; 0 if none. ``limit``: the size of its
+    next turn while there are some.
+    """
+
+    taken: int = 0
+    suspected: int = 0
+    limit: int = 0
+
+
+@dataclass(slots=True)
+class Lane:
+    """One lane. A new lease begins a new record.
+
+    ``unsettled``: results that Kafka has acknowledged (without a transaction) and Postgres may not have.
+    """
+
+    lease: Lease
+    backoff: Backoff
+    joined: bool = False
+    paused: bool = False
+    unsettled: list[Result] = field(default_factory=list)
+    size: TurnSize = field(default_factory=TurnSize)
