@@ -57,6 +57,7 @@ from relay.core.ports import (
     Failed,
     Fetched,
     LaneLost,
+    Late,
     Published,
     Publisher,
     Receipt,
@@ -150,6 +151,7 @@ class WorkerLoop:
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
         """Whether there has been a turn without a failure."""
+        self._retries_apart = True
 
     def run(self) -> None:
         """Run until stopped, then let go of all lanes."""
@@ -179,6 +181,8 @@ class WorkerLoop:
         source = self._opened()
         if self._publisher is None:
             self._publisher = self._new_publisher(source)
+        # Before lanes join, which may need a producer; the leases are checked after both.
+        self._publisher.serve()
         self._join(self._publisher)
         ready = self._ready()
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
@@ -188,7 +192,6 @@ class WorkerLoop:
             if quiet:
                 self._succeeded(quiet)
             return False
-        self._publisher.serve()
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
         began = time.monotonic()
@@ -213,11 +216,14 @@ class WorkerLoop:
         """Publish what was read, and settle it. Events that were refused before come last, and fail no others.
 
         They are sent only if the others are published. After a refusal a new producer may fence the relay that has
-        taken a lane meanwhile, and only the next fetch checks the leases. Returns how long publishing took.
+        taken a lane meanwhile, and only the next fetch checks the leases. A topic that answers nothing is recognized
+        beside others that answer: after a late turn of theirs, they go with the others once. Returns how long
+        publishing took.
         """
         seconds = 0.0
         settling = set(fetched.settling)
-        retried = set(fetched.retried)
+        retried = set(fetched.retried) if self._retries_apart else set()
+        self._retries_apart = True
         for again in (False, True):
             # The others may have led to lanes being given up.
             batches = {
@@ -230,14 +236,23 @@ class WorkerLoop:
             began = time.monotonic()
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
             seconds += time.monotonic() - began
-            self._conclude(sent, source, batches, fine, settling)
+            late = isinstance(sent, Failed) and isinstance(sent.error, Late)
+            self._retries_apart = not (again and late)
+            self._conclude(sent, source, batches, fine, settling, narrows=self._retries_apart)
             fine, settling = set(), set()
             if publisher is not self._publisher or not isinstance(sent, Completed):
                 break
         return seconds
 
     def _conclude(
-        self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
+        self,
+        sent: Sent,
+        source: Source,
+        batches: Batches,
+        fine: Collection[int],
+        settling: Collection[int],
+        *,
+        narrows: bool,
     ) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
@@ -249,7 +264,8 @@ class WorkerLoop:
                 # Nothing is published, and the source would wait for a statement that has taken too long.
                 raise error
             case Failed():
-                self._settle(source, self._sizes.narrowed(batches, sent), fine, settling)
+                failed = self._sizes.narrowed(batches, sent) if narrows else sent
+                self._settle(source, failed, fine, settling)
             case Completed():
                 self._settle(source, sent, fine, settling)
             case _:

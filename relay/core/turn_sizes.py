@@ -41,9 +41,15 @@ class TurnSizes:
         self._clear([lane])
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
-        """Record how many events these lanes had in a turn."""
-        for number in lanes & self._lanes.keys():
+        """Record how many events these lanes had in a turn.
+
+        A suspected lane without events goes with the others again: it would hold up the lanes of its group.
+        """
+        known = lanes & self._lanes.keys()
+        for number in known:
             self._lanes[number].size.taken = len(batches.get(number, ()))
+        if self._suspects_turn:
+            self._clear([number for number in known if not batches.get(number)])
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
         """Return the lanes of this turn, out of those that are ready, with the most events of each."""

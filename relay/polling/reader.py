@@ -60,7 +60,7 @@ class _Lane:
     unsure: set[int] = field(default_factory=set)
     """Ids of events of which it is not known whether they are among the failures; while ``known``."""
     due: int = 1
-    due_next: bool = True
+    due_next: bool = False
     reading_due: bool = False
     row_bytes: float = 0.0
     found: Sequence[int] = ()
@@ -477,6 +477,8 @@ class LaneReader:
     def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Batches) -> None:
         for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
             self._marks.keep(lane, mark)
+            # A row below the mark is not found otherwise while the lane changes hands more often than it is swept.
+            self._sweep.due_at[lane] = 0.0
         if self._server is not None and not self.left_out and marks.is_due:
             kept = [
                 Kept(state.lease, unsettled_above(self._marks.above(lane), in_hand.get(lane, ())), state.failures)

@@ -390,3 +390,41 @@ def test_a_lease_that_is_taken_again_forgets_what_was_suspected():
     loop._held.give([Lease(0, 2, 60.0, 0.0)])
     loop._take_and_let_go()
     assert [loop._sizes.limits([0, 1]).keys() for _ in range(3)] == [{0, 1}] * 3
+
+
+def test_a_suspected_lane_without_events_does_not_hold_up_its_group():
+    """Its topic was paused meanwhile, for example: none of what is suspected comes."""
+    sizes = World(spread(2, 4)).loop
+    sizes._take_and_let_go()
+    turn_sizes = sizes._sizes
+    batches = {number: [claim(number, position) for position in range(4)] for number in range(2)}
+    turn_sizes.note_taken(batches.keys(), batches)
+    turn_sizes.narrowed(batches, Failed(BatchRefused("too large"), blamed=[0, 1], likeliest={0: 3, 1: 0}))
+    read: set[int] = set()
+    for _ in range(4):
+        limits = turn_sizes.limits([0, 1])
+        turn_sizes.note_taken(limits.keys(), {1: batches[1]} if 1 in limits else {})
+        read |= limits.keys()
+    assert 1 in read
+
+
+def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time(monkeypatch):
+    """By itself, a topic that is silent can't be told from a slow broker; and it does not make the turns smaller."""
+    rows = spread(2, 60)
+    real = OneSource.fetch
+
+    def fetch(self: OneSource, limits: Any) -> Any:
+        fetched = real(self, limits)
+        return replace(fetched, retried=[0] if 0 in fetched.batches else [])
+
+    monkeypatch.setattr(OneSource, "fetch", fetch)
+
+    def publish(batches: Batches) -> Sent:
+        return Failed(Late("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)
+
+    world = World(rows, settings=replace(SETTINGS, batch_size=16))
+    world.broker.script = [publish] * 3
+    world.run()
+    assert [turn.keys() for turn in world.broker.turns[:3]] == [{1}, {0}, {0, 1}]
+    assert [len(turn[0]) for turn in world.broker.turns[1:3]] == [16, 16]
+    assert in_order(world, rows)
