@@ -208,8 +208,8 @@ def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Find
                 f"the next event gets the id {next_id}, and {schema}.{table} has ids up to {highest}: "
                 "TRUNCATE … RESTART IDENTITY, a sequence that was set back, or a copy that left it out. Ids are given "
                 "twice, and running relays pass lower ones by",
-                f"stop the relays; ALTER TABLE {name} ALTER COLUMN id RESTART WITH {highest + 1}; "
-                f"UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL; start them again",  # noqa: S608  shown
+                f"stop the relays; ALTER TABLE {name} ALTER COLUMN id RESTART WITH {highest + 1}; "  # noqa: S608  shown
+                f"UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL; start them again",
             )
             return
 
