@@ -19,7 +19,7 @@ ROLES = ("outbox_writer", "outbox_relay", "outbox_operator", "outbox_consumer")
 
 ELSEWHERE = {
     "docs/guides/recipes.md",  # tests/acceptance/test_recipes*.py
-    "docs/operations/runbooks.md",  # tests/acceptance/test_runbooks.py
+    "docs/operations/runbooks.md",  # tests/acceptance/runbooks
 }
 """Pages whose SQL other tests run."""
 

@@ -86,7 +86,7 @@ NOT_INSTALLED = {"airflow", "mymodule"}
 
 LANGUAGES = {
     *("python", "sh", "crontab", "ini", "dockerfile", "yaml", "toml", "json", "mermaid", "nginx", "text"),  # below
-    "sql",  # tests/integration/test_docs_blocks.py, tests/acceptance/test_runbooks.py, tests/peers/page.py
+    "sql",  # tests/integration/test_docs_blocks.py, tests/acceptance/runbooks, tests/peers/page.py
 }
 
 PLACEHOLDERS = {
