@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from chaos.checker import ANOMALIES, EXACTLY_ONCE, RepeatBound, Verdict, check
+from chaos.checker import ANOMALIES, EXACTLY_ONCE, RepeatBound, check
 from chaos.history import (
     Committed,
     EventIds,
@@ -21,60 +19,28 @@ from chaos.history import (
     event_of,
     partition_of,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-KINDS = {
-    0: Kind("Order", "orders"),
-    1: Kind("Bill", "bills"),
-    2: Kind("Small", "small", dead_letter_topic="dead"),
-    3: Kind("Strict", "strict", blocks=True, dead_letter_topic="dead"),
-}
-LENIENT = RepeatBound(turn_events=100, faults=2, hits=3)
-
-
-def row(number: int, key: str, seq: int, *, kind: int = 0, poisoned: bool = False) -> Committed:
-    return Committed(event_of(0, number), kind, key, seq, b"d%d" % number, poisoned)
-
-
-def message(of: Committed, offset: int, *, topic: str | None = None, partition: int = 0) -> Message:
-    return Message(of.event, topic or KINDS[of.kind].topic, partition, offset, of.key, of.digest)
-
-
-A1, A2, A3 = row(0, "a", 1), row(1, "a", 2), row(2, "a", 3)
-B1 = row(3, "b", 1)
-X1 = row(4, "x", 1, kind=1)
-FAT = row(5, "s", 2, kind=2, poisoned=True)
-S1, S3 = row(6, "s", 1, kind=2), row(7, "s", 3, kind=2)
-STRICT1 = row(8, "t", 1, kind=3, poisoned=True)
-STRICT2 = row(9, "t", 2, kind=3)
-ROWS = [A1, A2, A3, B1, X1, FAT, S1, S3, STRICT1, STRICT2]
-SENT = [A1, B1, A2, X1, S1, A3, S3]
-ROLLED_BACK = event_of(0, 10)
-
-
-def messages(*rows: Committed) -> list[Message]:
-    return [message(each, offset) for offset, each in enumerate(rows)]
-
-
-def history(sent: list[Message] | None = None, **changes: object) -> History:
-    """A sound history, but for what is given."""
-    sound = History(
-        KINDS,
-        ROWS,
-        {0: 11},
-        messages(*SENT) if sent is None else sent,
-        dead=[FAT.event, STRICT1.event],
-        waiting=[STRICT2.event],
-        copies=[message(FAT, 0, topic="dead"), message(STRICT1, 1, topic="dead")],
-    )
-    return replace(sound, **changes)
-
-
-def names(verdict: Verdict) -> set[str]:
-    assert verdict.sound == (not verdict.counts)
-    assert set(verdict.counts) <= set(verdict.examples) <= set(ANOMALIES)
-    return set(verdict.counts)
+from chaos_histories import (
+    A1,
+    A2,
+    A3,
+    B1,
+    FAT,
+    KINDS,
+    LENIENT,
+    ROLLED_BACK,
+    ROWS,
+    S1,
+    S3,
+    SENT,
+    STRICT1,
+    STRICT2,
+    X1,
+    history,
+    message,
+    messages,
+    names,
+    row,
+)
 
 
 def test_a_sound_history():
@@ -197,8 +163,8 @@ def test_digests():
 
 
 # What operators change
-
 MENDED = KINDS | {number: replace(KINDS[number], mended=True) for number in (2, 3)}
+
 # Of two partitions, later three: "a" moves from 0 to 1.
 SPREAD = KINDS | {0: Kind("Order", "orders", partitions=(2, 3))}
 WHOLE_TOPIC = Replay(2, topic="orders")
@@ -383,127 +349,3 @@ def test_what_operators_do_not_explain(case):
 def test_the_end_of_what_was_seen():
     assert sightings((0, A1.event), (7, A2.event)).ends() == {("orders", 0): 8}
     assert Sightings().ends() == {}
-
-
-# Random histories
-
-
-def sound_history(chance: random.Random, *, repeats: bool) -> tuple[list[Committed], list[Message], int]:
-    """Rows, what stands on the topics, and how many events were attempted; at-least-once with what was sent again."""
-    rows: list[Committed] = []
-    seqs: dict[tuple[int, str], int] = {}
-    number = 0
-    for _ in range(chance.randint(4, 40)):
-        if chance.random() < 0.2:
-            number += 1  # rolled back
-        kind, key = chance.randrange(2), chance.choice("abc")
-        seqs[kind, key] = seqs.get((kind, key), 0) + 1
-        rows.append(row(number, key, seqs[kind, key], kind=kind))
-        number += 1
-    logs: dict[tuple[int, int], list[Committed]] = {}
-    for each in rows:
-        logs.setdefault((each.kind, ord(each.key) % 2), []).append(each)
-    sent: list[Message] = []
-    for (_, partition), log in logs.items():
-        if repeats and chance.random() < 0.7:
-            # A turn is sent again from its beginning.
-            begin = chance.randrange(len(log))
-            end = chance.randint(begin, len(log))
-            log[end:end] = log[begin:end]
-        sent += [message(each, 2 * offset, partition=partition) for offset, each in enumerate(log)]
-    return rows, sent, number + 1
-
-
-def drop(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    gone = chance.choice(sent).event
-    sent[:] = [each for each in sent if each.event != gone]
-    return "lost"
-
-
-def duplicate(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    again = chance.choice(sent)
-    last = max(each.offset for each in sent if each[1:3] == again[1:3])
-    sent.append(again._replace(offset=last + 1))
-    return "duplicated"
-
-
-def swap(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    """Two events of one key change places."""
-    by_key: dict[tuple[str, str], list[int]] = {}
-    for index, each in enumerate(sent):
-        by_key.setdefault((each.topic, each.key), []).append(index)
-    pairs = [indices for indices in by_key.values() if len(indices) > 1]
-    if not pairs:
-        return drop(rows, sent, chance)
-    first, second = sorted(chance.sample(chance.choice(pairs), 2))
-    one, other = sent[first], sent[second]
-    sent[first], sent[second] = other._replace(offset=one.offset), one._replace(offset=other.offset)
-    return "reordered"
-
-
-def alter(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    index = chance.randrange(len(sent))
-    sent[index] = sent[index]._replace(digest=b"other")
-    return "corrupted"
-
-
-def move(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    """One message of a key that has several goes to a partition that the key does not have."""
-    keys = [(each.topic, each.key) for each in sent]
-    several = [index for index, key in enumerate(keys) if keys.count(key) > 1]
-    if not several:
-        return drop(rows, sent, chance)
-    sent.append(sent.pop(chance.choice(several))._replace(partition=7, offset=0))
-    return "wrong_partition"
-
-
-def reroute(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    moved = sent.pop(chance.randrange(len(sent)))
-    sent.append(moved._replace(topic="bills" if moved.topic == "orders" else "orders", partition=7))
-    return "misrouted"
-
-
-def uncommit(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    """Postgres forgets a row in a crash."""
-    rows.remove(chance.choice(rows))
-    return "aborted"
-
-
-def invent(rows: list[Committed], sent: list[Message], chance: random.Random) -> str:
-    sent.append(Message(event_of(0, 10**6), "orders", 5, 0, "z", b"d"))
-    return "invented"
-
-
-MUTATIONS: list[Callable[..., str]] = [drop, duplicate, swap, alter, move, reroute, uncommit, invent]
-
-
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_a_random_sound_history_passes(chance, repeats):
-    rows, sent, attempted = sound_history(chance, repeats=repeats)
-    bound = RepeatBound(turn_events=1000, faults=1, hits=1) if repeats else EXACTLY_ONCE
-    seen = Sightings()
-    for each in sent[: chance.randint(0, len(sent))]:
-        seen.add((each.topic, each.partition), each.offset, each.event)
-    verdict = check(History(KINDS, rows, {0: attempted}, sent, seen=seen), bound)
-    assert verdict.sound, verdict
-    assert verdict.repeats == len(sent) - len(rows)
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-@given(chance=st.randoms(use_true_random=False))
-def test_a_random_history_with_one_mutation_is_caught(mutation, chance):
-    rows, sent, attempted = sound_history(chance, repeats=False)
-    expected = mutation(rows, sent, chance)
-    assert names(check(History(KINDS, rows, {0: attempted}, sent), EXACTLY_ONCE)) == {expected}
-
-
-@given(chance=st.randoms(use_true_random=False))
-def test_a_message_that_changes_between_two_readers_is_caught(chance):
-    rows, sent, attempted = sound_history(chance, repeats=False)
-    seen = Sightings()
-    changed = chance.randrange(len(sent))
-    for index, each in enumerate(sent):
-        offset = each.offset + 1 if index == changed else each.offset
-        seen.add((each.topic, each.partition), offset, each.event)
-    verdict = check(History(KINDS, rows, {0: attempted}, sent, seen=seen), EXACTLY_ONCE)
-    assert verdict.counts == {"unstable": 1}
