@@ -151,7 +151,7 @@ def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, re
         admin.execute("TRUNCATE outbox.failures")
     assert plan["Actual Rows"] == (1 if "due" in name else 1000)
     assert not [node for node in nodes(plan) if node.get("Relation Name") == "events" and "Seq" in node["Node Type"]]
-    # Nor is each failure compared with each event, which took 15 s: each event with the types that are left out, at most.
+    # Nor is each failure compared with each event, which took 15 s; an event is with the types that are left out.
     assert sum(node.get("Rows Removed by Join Filter", 0) for node in nodes(plan)) < 5000, plan
     by_key = [node for node in nodes(plan) if node.get("Index Name") == "failures_key_hash"]
     assert by_key, plan
