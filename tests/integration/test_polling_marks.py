@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from blocked_lane import WAITING, Blocked, blocked, quick_marks
+from blocked_lane import WAITING, Blocked, blocked, quick_marks, waiting
 from polling_support import settle, table, taken
 
 from relay.core.ports import Claim, Receipt, Refused
 from relay.polling import row_marks
 from relay.polling.kept_marks import Server
 
-__all__ = ["blocked", "quick_marks"]
+__all__ = ["blocked", "quick_marks", "waiting"]
 
 
 def test_a_new_source_reads_on_from_the_marks(blocked):
@@ -87,9 +87,9 @@ def test_leaving_out_more_keeps_the_marks_and_leaving_out_less_does_not(blocked)
     assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
 
 
-def test_marks_are_not_kept_over_another_holder(blocked, outbox_postgres):
+def test_marks_are_not_kept_over_another_holder(blocked):
     blocked.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
-    blocked.replace_source(taken(table(outbox_postgres, "another")))
+    blocked.replace_source(taken(table(blocked.database, "another")))
     assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
 
 

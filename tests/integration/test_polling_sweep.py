@@ -8,8 +8,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from blocked_lane import WAITING, blocked, quick_marks
-from polling_support import lanes, settle
+from blocked_lane import WAITING, blocked, quick_marks, waiting
+from polling_support import settle
 from support import wait_until
 
 from outbox._clients.search_path import PinnedConnection
@@ -18,7 +18,7 @@ from relay.polling import reader, sweep
 from relay.polling.queries import Queries
 from relay.polling.sweep import Sweep
 
-__all__ = ["blocked", "lanes", "quick_marks"]
+__all__ = ["blocked", "quick_marks", "waiting"]
 
 
 def test_no_turn_reads_what_is_swept(blocked):

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from one_lane import OneLane
-from polling_support import lanes, table, taken
+from polling_support import add, table, taken
 from support import wait_until
 
+from outbox._app import migrate as db
 from outbox._clients.search_path import PinnedConnection
+from outbox.testing.fixtures import Database, token
 from relay.core.lease import Lease
 from relay.core.ports import Claim, Receipt, Refused
 from relay.database import Connector
@@ -19,9 +21,6 @@ from relay.polling import low_water_mark, row_marks, sweep
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.settle.retries import FailurePolicy, Failures
-
-__all__ = ["lanes"]
-
 
 WAITING = 200_000
 
@@ -36,26 +35,24 @@ def quick_marks(monkeypatch):
     monkeypatch.setattr(row_marks, "_SECONDS", 3600.0)
 
 
+def _not_due() -> Failures:
+    """Return a book of failures whose events are tried again after the test."""
+    return Failures("outbox", FailurePolicy(1000, 3600.0, 3600.0), Router())
+
+
 class Blocked:
     """A lane whose first event is refused, with 200,000 later events of its key. Counts what turns read."""
 
-    def __init__(self, database, lease: Lease) -> None:
+    def __init__(self, database: Database) -> None:
         self.database = database
-        self.lease = lease
+        self.lease = taken(table(database, "me"))
         self.kept = KeptMarks()
         self.admin = database.connect(autocommit=True)
-        self.admin.execute("ALTER TABLE outbox.events SET (autovacuum_enabled = off)")
-        self.admin.execute("ANALYZE outbox.events")
-        self.admin.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 1000")
         self.killed: list[OneLane] = []
         self.gate = threading.Event()
         self.gate.set()
         self.lane = self.new_source()
-        self.write("blocked", 1)
-        (first,) = self.lane.fetch(10)
-        self.lane.settle(Receipt([(first, Refused("bad"))]))
-        self.write("blocked", WAITING)
-        self.first = first.position
+        self.first = self.number("SELECT min(id) FROM outbox.events")
         self.last = self.number("SELECT max(id) FROM outbox.events")
         while self.mark < self.last:
             assert self.lane.fetch(10) == []
@@ -78,8 +75,7 @@ class Blocked:
                 self.gate.wait()
             return connect()
 
-        failures = Failures("outbox", FailurePolicy(1000, 3600.0, 3600.0), Router())
-        return OneLane(PollingSource(connected, "outbox", failures, kept=self.kept), self.lease)
+        return OneLane(PollingSource(connected, "outbox", _not_due(), kept=self.kept), self.lease)
 
     def replace_source(self, lease: Lease | None = None) -> None:
         """As the loop does after a failure."""
@@ -158,8 +154,36 @@ class Blocked:
             lane.close()
 
 
+@pytest.fixture(scope="module")
+def waiting(outbox_postgres_server, _outbox_template) -> Iterator[str]:
+    """A database to copy: to write so many events takes longer than most tests of them."""
+    name = f"waiting_{token()}"
+    with Database(outbox_postgres_server.create_database(name, template=_outbox_template), name) as database:
+        db.change_lanes(database.url, 1)
+        admin = database.connect(autocommit=True)
+        admin.execute("ALTER TABLE outbox.events SET (autovacuum_enabled = off)")
+        admin.execute("ANALYZE outbox.events")
+        admin.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 1000")
+        add(database, "blocked")
+        lane = OneLane(
+            PollingSource(Connector(database.url, "test"), "outbox", _not_due()), taken(table(database, "me"))
+        )
+        (first,) = lane.fetch(10)
+        lane.settle(Receipt([(first, Refused("bad"))]))
+        lane.close()
+        insert = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"
+        values = "SELECT 'Order', 'blocked', 'T', '{}' FROM generate_series(1, %s)"
+        admin.execute(f"{insert} {values}", (WAITING,))
+        admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    yield name
+    outbox_postgres_server.drop_database(name)
+
+
 @pytest.fixture
-def blocked(outbox_postgres, lanes) -> Iterator[Blocked]:
-    blocked = Blocked(outbox_postgres, taken(lanes))
-    yield blocked
-    blocked.close()
+def blocked(outbox_postgres_server, waiting) -> Iterator[Blocked]:
+    name = f"blocked_{token()}"
+    with Database(outbox_postgres_server.create_database(name, template=waiting), name) as database:
+        blocked = Blocked(database)
+        yield blocked
+        blocked.close()
+    outbox_postgres_server.drop_database(name)
