@@ -87,8 +87,7 @@ def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(outboxed, sou
     assert outboxed.others() == ONCE
 
 
-@pytest.mark.parametrize("source", ["polling", "wal"])
-@pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
 def test_a_relay_that_takes_over_while_events_are_refused(outboxed, outbox_relay, source, how):
     """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
     name = outboxed.kafka.name("outbox")
