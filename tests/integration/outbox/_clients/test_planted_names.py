@@ -15,7 +15,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from page_support import PageRun
-from planted_support import admin, foreign, hostile, outbox
+from planted_support import admin, foreign, hostile, outbox, template
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -28,7 +28,7 @@ from outbox.inbox import once, once_async
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants
 
-__all__ = ["admin", "hostile"]
+__all__ = ["admin", "hostile", "template"]
 
 
 def test_what_is_planted_would_be_called(hostile):

@@ -13,7 +13,7 @@ from direct_sink import Sink as Straight
 from external_support import Sink as Provided
 from external_support import payments
 from inbox_support import Log, apply
-from planted_support import admin, hostile
+from planted_support import admin, hostile, template
 from task_sink import WAYS, Sink, event_id
 
 from outbox.external import Done
@@ -33,7 +33,7 @@ from spark_jobs.job import META
 from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
-__all__ = ["admin", "hostile"]
+__all__ = ["admin", "hostile", "template"]
 
 
 # What consumes.
