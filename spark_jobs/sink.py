@@ -12,8 +12,8 @@ A task applies one range of a partition in one transaction, with these calls in 
                                                       # COMMIT, once the rows are proved complete
 
 For dead letters that are retried ``hold`` takes the place of ``move``, and ``resolve`` that of ``count``.
-``postgres.sink`` implements this for Postgres; tests/integration/test_sink_contract.py is the contract that every
-implementation must pass. ``GroupStore`` is what rounds need in the driver.
+``postgres.sink`` implements this for Postgres; tests/integration/spark_jobs/test_sink_contract.py is the contract that
+every implementation must pass. ``GroupStore`` is what rounds need in the driver.
 
 | the sink promises                                 | because otherwise                                               |
 |---------------------------------------------------|-----------------------------------------------------------------|

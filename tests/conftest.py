@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.testing.fixtures import DatabaseServer, RelayFactory
 
 SUPPORT = Path(__file__).parent / "support"
+KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
 
 # Assertions in what tests share show values too, as those in test files do.
 _scripts = {"class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
@@ -95,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep Python's collector from looking through 3,900 tests again and again: none of them can be rubbish."""
+    """Keep Python's collector from looking through 5,800 tests again and again: none of them can be rubbish."""
     gc.collect()
     gc.freeze()
 
@@ -147,9 +148,9 @@ def group(nodeid: str) -> str:
     path = Path(nodeid.partition("::")[0])
     if path.name == "test_protocol_model.py":
         return nodeid
-    if path.parent.name == "spark":
+    if path.parent == Path("tests/spark"):
         return "spark, to i" if path.name < "test_j" else "spark, from j"
-    if path.name == "test_wheel.py" or path.name.startswith("test_sandbox_"):
+    if path.name == "test_wheel.py" or path.parent in KIT:
         return "kit"
     return str(path)
 

@@ -1,6 +1,6 @@
 """Write the reference pages of settings, commands, metrics, errors and roles from the code: ``make docs-reference``.
 
-``tests/unit/test_reference.py`` fails while a page in the repository is another than what is written here.
+``tests/unit/docs/test_reference.py`` fails while a page in the repository is another than what is written here.
 """
 
 from __future__ import annotations

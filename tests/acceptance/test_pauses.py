@@ -59,8 +59,8 @@ class Place:
         return look_up(self.url, "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")[0][0]
 
 
-# A lane in each way; the two other scopes with each source.
-LANES = [(way, "lane") for way in WAYS]
+# Each pair of source, delivery and scope, not each three of them.
+LANES = [(WAYS[0], "lane"), (WAYS[3], "lane")]
 TOPICS = [(WAYS[0], "topic"), (WAYS[3], "topic")]
 EVERYTHING = [(WAYS[1], "all"), (WAYS[2], "all")]
 
@@ -101,7 +101,7 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         wait_until(lambda: streaming(url), what="the lanes to stream again")
 
 
-@pytest.mark.parametrize(("place", "which"), [*LANES, *TOPICS], indirect=["place"])
+@pytest.mark.parametrize(("place", "which"), [(WAYS[1], "lane"), (WAYS[2], "lane"), *TOPICS], indirect=["place"])
 def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
     """Killed, taken over, stopped in order: whoever has the lanes obeys from its first turn on."""
     url, scope = place.url, scope_named(which, place.topics)

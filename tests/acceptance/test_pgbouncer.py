@@ -32,7 +32,7 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
     """A relay is killed, and then Postgres with commits that were never flushed: what it has lost, Kafka must not have.
 
     The crash comes at any moment of a turn. That rows which vanish between a read and its settling are noticed is for
-    tests/integration/test_adoption.py.
+    tests/integration/relay/settle/test_adoption.py.
     """
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     url = private_postgres.database(server).url

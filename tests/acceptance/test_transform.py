@@ -4,150 +4,27 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
+from confluent_kafka import Message, Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 from confluent_kafka.cimpl import TopicPartition
 from docs_support import blocks
 from support import wait_until
+from transform_support import Place, copied, doubled, place, running
 
-from outbox import ConfigurationError
 from outbox.transform import (
-    DEAD_LETTER,
-    PLACE,
     InputLost,
-    KafkaRefused,
     Record,
     Transformer,
-    TransformFailed,
 )
-from outbox.transform._session import Session
 from relay.kafka.offsets import Offsets, Partition
 
-SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
-KEYS = 200
-# The coordinator's answers while it moves or starts.
-MOVING = {
-    KafkaError._TIMED_OUT,
-    KafkaError._TRANSPORT,
-    KafkaError.NOT_COORDINATOR,
-    KafkaError.COORDINATOR_NOT_AVAILABLE,
-    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-}
-
-
-class Place:
-    """Two topics and a group."""
-
-    def __init__(self, kafka: Any, partitions: int = 4) -> None:
-        self.kafka = kafka
-        self.partitions = partitions
-        self.source = kafka.create_topic(kafka.name("in"), partitions)
-        self.target = kafka.create_topic(kafka.name("out"), partitions)
-        self.group = kafka.name("group")
-        self.options = {"bootstrap.servers": kafka.bootstrap_servers, "topic.metadata.propagation.max.ms": 2_000}
-        self.where: dict[int, tuple[int | None, int | None]] = {}
-        """Partition and offset of each number."""
-
-    def feed(self, numbers: range, *, bad: int | None = None, partition: int | None = None) -> None:
-        producer = Producer({**self.options, "enable.idempotence": True})
-        more = {} if partition is None else {"partition": partition}
-
-        def sent(number: int) -> Callable[[Any, Message], None]:
-            return lambda _error, message: self.where.update({number: (message.partition(), message.offset())})
-
-        for number in numbers:
-            value = b"{" if number == bad else json.dumps({"n": number}).encode()
-            producer.produce(self.source, value, f"k{number % KEYS}".encode(), on_delivery=sent(number), **more)
-            producer.poll(0)
-        assert producer.flush(60) == 0
-
-    def member(self, transform: Callable[[Message], Any], **options: Any) -> Transformer:
-        return Transformer(transform, topics=[self.source], group=self.group, kafka=self.options, **options)
-
-    @contextmanager
-    def process(self, batch: int = 100) -> Iterator[subprocess.Popen[bytes]]:
-        arguments = [self.kafka.bootstrap_servers, self.source, self.target, self.group, str(batch)]
-        process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments])
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-    def position(self) -> int:
-        """How many messages the group has committed; what is undecided does not count."""
-        asked = [TopicPartition(self.source, number) for number in range(self.partitions)]
-        reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
-
-        def known() -> list[TopicPartition]:
-            try:
-                return reader.committed(asked, 10)
-            except KafkaException as error:
-                if error.args[0].code() not in MOVING:
-                    raise
-                return []
-
-        with closing(reader):
-            return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
-
-    def come(self, count: int) -> dict[str, list[int]]:
-        """The numbers of each key that a read_committed reader sees."""
-        found: dict[str, list[int]] = {}
-        for message in self.kafka.consume(self.target, count, timeout=60):
-            found.setdefault(message.key().decode(), []).append(json.loads(message.value())["n"])
-        return found
-
-
-def doubled(count: int) -> dict[str, list[int]]:
-    return {
-        f"k{key}": [2 * number + part for number in range(key, count, KEYS) for part in (0, 1)] for key in range(KEYS)
-    }
-
-
-@pytest.fixture
-def place(outbox_kafka):
-    return Place(outbox_kafka)
-
-
-@contextmanager
-def running(member: Transformer) -> Iterator[threading.Event]:
-    """Run a member in a thread; its error is the test's."""
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            member.run(stop)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield stop
-    finally:
-        stop.set()
-        thread.join(120)
-        assert not thread.is_alive()
-        if errors:
-            raise errors[0]
-
-
-def copied(place: Place) -> Callable[[Message], Iterator[Record]]:
-    def copy(message: Message) -> Iterator[Record]:
-        json.loads(message.value() or b"")
-        yield Record(place.target, message.key(), message.value())
-
-    return copy
+__all__ = ["place"]
 
 
 def test_killed_twice_beside_another_member(place):
@@ -208,30 +85,6 @@ def test_a_member_that_is_expelled_in_a_transaction_is_refused(place):
     assert sum(map(len, place.come(100).values())) == 100
 
 
-def test_a_message_that_can_not_be_transformed_ends_it_and_commits_nothing_of_its_transaction(place):
-    place.feed(range(10), bad=7)
-    member = place.member(copied(place))
-    with pytest.raises(TransformFailed, match="JSONDecodeError") as caught:
-        member.run()
-    assert caught.value.topic == place.source
-    assert place.position() == member.committed
-    ends = Offsets(place.options).stable([Partition(place.target, number) for number in range(place.partitions)])
-    assert member.committed == 0 or sum(ends.values()) >= member.committed
-
-
-def test_or_goes_to_the_dead_letter_topic(place, outbox_kafka):
-    letters = outbox_kafka.create_topic(outbox_kafka.name("dead"), 1)
-    place.feed(range(10), bad=7)
-    with running(place.member(copied(place), dead_letter_topic=letters)):
-        wait_until(lambda: place.position() == 10, 60, "the end")
-    assert sorted(n for numbers in place.come(9).values() for n in numbers) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    [letter] = outbox_kafka.consume(letters, 1)
-    headers = dict(letter.headers())
-    assert (letter.key(), letter.value()) == (b"k7", b"{")
-    assert headers[DEAD_LETTER].startswith(b"JSONDecodeError")
-    assert headers[PLACE].startswith(f"{place.source}-".encode())
-
-
 def test_deleted_input_is_an_error(place):
     place.feed(range(1_000))
     with running(place.member(copied(place), batch=10)) as stop:
@@ -287,83 +140,6 @@ def test_an_added_partition_is_read_from_its_beginning(place, read):
     assert came == {f"k{n}": [n] for n in (range(10, 40) if read else range(20, 40))}
 
 
-def test_a_topic_that_is_not_there(place, outbox_kafka):
-    absent = outbox_kafka.name("absent")
-    with pytest.raises(KafkaRefused, match=f"topic {absent} does not exist"):
-        Transformer(copied(place), topics=[absent], group=place.group, kafka=place.options).run()
-
-
-def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog):
-    """As after the start of brokers."""
-    caplog.set_level("INFO", "outbox")
-    later = outbox_kafka.name("later")
-    member = Transformer(copied(place), topics=[place.source, later], group=place.group, kafka=place.options)
-    with running(member):
-        wait_until(lambda: f"waits for topic {later}" in caplog.text, 60, "it to miss the topic")
-        outbox_kafka.create_topic(later, 1)
-        place.feed(range(10))
-        wait_until(lambda: member.committed == 10, 60, "it to go on")
-
-
-def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
-    """Copies; the message with n = 7 becomes what is wrong, behind a record that is right."""
-
-    def transform(message: Message) -> Iterator[Any]:
-        yield Record(place.target, message.key(), message.value())
-        if json.loads(message.value() or b"")["n"] == 7:
-            yield from wrong
-
-    return transform
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "problem"),
-    [
-        (lambda place: Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
-        (lambda place: Record(place.narrow, b"k", bytes(5_000)), TransformFailed, "too large"),
-        (lambda place: Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
-        (lambda place: Record(place.absent, b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
-        (lambda _: (b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
-        (lambda place: Record(place.target, b"k", 7), TransformFailed, "TypeError"),
-    ],
-    ids=["for this client", "for the topic", "partition", "topic", "no record", "value"],
-)
-def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, problem):
-    """Nothing of the transaction is committed, and the error says which message it was."""
-    place.narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
-    place.absent = outbox_kafka.name("absent")
-    place.feed(range(10))
-    # All in one transaction: it waits for a batch that is full.
-    member = place.member(records(place, wrong(place)), batch=10, batch_seconds=30.0)
-    with pytest.raises(error, match=problem) as caught:
-        member.run()
-    assert (place.position(), member.committed) == (0, 0)
-    if error is TransformFailed:
-        [number] = [n for n, at in place.where.items() if at == (caught.value.partition, caught.value.offset)]
-        assert number == 7
-    mended = place.member(copied(place))
-    with running(mended):
-        wait_until(lambda: place.position() == 10, 60, "the end")
-    assert place.come(10) == {f"k{n}": [n] for n in range(10)}
-
-
-def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place, outbox_kafka):
-    """With the options that a user gives."""
-    place.options = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
-    place.feed(range(3))
-    absent = outbox_kafka.name("absent")
-    member = place.member(lambda message: [Record(absent, message.key(), b"")], transaction_seconds=6.0)
-    stop = threading.Event()
-    too_late = threading.Timer(20.0, stop.set)
-    too_late.start()
-    try:
-        with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
-            member.run(stop)
-    finally:
-        too_late.cancel()
-    assert (place.position(), member.committed) == (0, 0)
-
-
 def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     # How often the coordinator looks for transactions that are too old: every ten seconds by default.
     cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})
@@ -409,26 +185,6 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     assert sum(map(len, come.values())) == 9 + 2 * 4_991
 
 
-@pytest.mark.parametrize(
-    ("options", "kafka"),
-    [
-        ({"topics": []}, {}),
-        ({"group": ""}, {}),
-        ({"batch": 0}, {}),
-        ({"start": "first"}, {}),
-        ({"transaction_seconds": 0}, {}),
-        ({"topics": "orders"}, {}),
-        ({}, {"isolation.level": "read_uncommitted"}),
-        ({}, {"transactional.id": "mine"}),
-        ({}, {"enable.ssl.certificate.verification": "false"}),
-    ],
-)
-def test_what_does_not_fit_is_refused(options, kafka):
-    given: dict[str, Any] = {"topics": ["t"], "group": "g", **options}
-    with pytest.raises(ConfigurationError):
-        Transformer(lambda _: (), kafka={"bootstrap.servers": "x:1", **kafka}, **given)
-
-
 def test_the_guide(place, outbox_kafka):
     """docs/guides/kafka-to-kafka.md, as it is but for the topics' names."""
     first, second = [block for block in blocks("python") if block.page == "docs/guides/kafka-to-kafka.md"]
@@ -470,48 +226,3 @@ def test_the_guide(place, outbox_kafka):
     assert one == again
     assert one.headers[0][0] == "id"
     assert len(one.headers[0][1]) == 36
-
-
-def test_a_partition_that_stands_is_named_since_when_and_why(outbox_kafka, monkeypatch):
-    """Through sessions that begin anew, too; and not any more when it has moved."""
-    place = Place(outbox_kafka, 1)
-    place.feed(range(3))
-    tries: list[int] = []
-    blocked, healthy = threading.Event(), threading.Event()
-    send = Session._send_positions
-
-    def fails(session: Session, positions: list[TopicPartition]) -> None:
-        tries.append(1)
-        if not healthy.is_set():
-            raise KafkaException(KafkaError(KafkaError._FAIL, "no luck"))
-        send(session, positions)
-
-    def transform(message: Message) -> Iterator[Record]:
-        assert blocked.wait(60)
-        yield Record(place.target, message.key(), message.value())
-
-    monkeypatch.setattr(Session, "_send_positions", fails)
-    member = Transformer(transform, topics=[place.source], group=place.group, kafka=place.options)
-    assert member.stalled(0) == []
-    stop = threading.Event()
-    thread = threading.Thread(target=member.run, args=(stop,), daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: member.stalled(0), what="the partition to wait")
-        (first,) = member.stalled(0)
-        assert (first.topic, first.partition, first.offset) == (place.source, 0, 0)
-        assert "no error was reported" in str(first)
-        assert member.stalled(3600) == []
-        blocked.set()
-        wait_until(lambda: len(tries) > 2, what="another session")
-        (later,) = member.stalled(0)
-        assert (later.since, later.why) == (first.since, "no luck")
-        assert str(later).startswith(f"partition 0 of topic {place.source} stands still at offset 0 since 2")
-        healthy.set()
-        wait_until(lambda: member.committed == 3, what="the commit")
-        wait_until(lambda: member.stalled(0) == [], what="the partition to move")
-    finally:
-        healthy.set()
-        blocked.set()
-        stop.set()
-        thread.join(60)

@@ -1,6 +1,7 @@
 """A lost slot heals by itself: killed midway, with a backlog, writers and several relays.
 
-Judged by a read_committed reader and the business rows. When it does not heal: tests/integration/test_slot_healing.py.
+Judged by a read_committed reader and the business rows. When it does not heal:
+tests/integration/relay/operations/test_healing.py.
 """
 
 from __future__ import annotations

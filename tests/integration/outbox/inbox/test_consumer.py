@@ -1,0 +1,176 @@
+"""The inbox's consumer on real servers: what it applies, what stops it, and what becomes of messages that fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer as KafkaConsumer
+from confluent_kafka import TopicPartition
+from inbox_log import _quick, end, keys, log, settings
+from inbox_support import Log, apply
+from support import wait_until
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
+
+from outbox import ConfigurationError, Event, Outbox
+from outbox.consumer.groups import GroupStore
+from outbox.consumer.progress import progress
+from outbox.inbox import Consumer, once
+from relay.cli.app import app
+
+__all__ = ["_quick", "log"]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_each_message_is_applied_once_and_the_position_moves_with_it(log, batch):
+    log.produce(keys(50))
+    with log.consuming(batch=batch) as running:
+        running.wait(lambda: log.count() >= 50, "the effects")
+    log.check()
+    log.produce(keys(30))
+    with log.consuming(batch=batch) as running:
+        running.wait(lambda: log.count() >= 80, "the effects")
+    log.check()
+    with psycopg.connect(log.database.url) as connection:
+        (row,) = progress(connection, "consumer", log.group)
+    assert (row["next_offset"], row["log_end"], row["applied"], row["duplicates"], row["dead"]) == (80, 80, 80, 0, 0)
+    assert row["owner"].startswith("inbox ")
+    [(strategy, ended)] = log.run(
+        "SELECT strategy, ended_at >= taken_at FROM consumer.groups WHERE grp = %s", log.group
+    )
+    assert (strategy, ended) == ("Dedup", True)
+
+
+def test_kafkas_tools_see_the_position_and_it_decides_nothing(log):
+    log.produce(keys(20))
+    with log.consuming() as running:
+        running.wait(lambda: log.count() >= 20, "the effects")
+    reader = KafkaConsumer({"bootstrap.servers": log.servers, "group.id": log.group})
+    place = TopicPartition(log.topic, 0)
+    wait_until(lambda: reader.committed([place], 30)[0].offset == 20, what="the position in Kafka")
+    reader.commit(offsets=[TopicPartition(log.topic, 0, 3)], asynchronous=False)
+    reader.close()
+    log.produce(keys(5))
+    with log.consuming() as running:
+        running.wait(lambda: log.count() >= 25, "the effects")
+    log.check()
+
+
+def test_a_repeat_has_no_effect_wherever_it_is(outbox_postgres, outbox_kafka):
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    ids = log.produce(keys(40, 1), partition=0)
+    written = {key: list(numbers) for key, numbers in log.written.items()}
+    log.produce(["other"] * 10, ids=ids[:10], partition=1)
+    log.produce(["other"] * 5, ids=ids[-5:], partition=0)
+    with log.consuming(batch=16) as running:
+        running.wait(lambda: sum(log.positions().values()) >= 55, "all positions")
+        # With the same name, ``once`` knows what the consumer has applied.
+        with outbox_postgres.connect() as connection:
+            assert not once(connection, {"ce_id": str(ids[3])}, consumer=log.group)
+    applied = log.applied()
+    # Which of the two partitions had an id first is a matter of chance.
+    assert sorted(applied["k0"] + applied["other"]) == sorted(written["k0"])
+    assert log.run("SELECT sum(applied), sum(duplicates) FROM consumer.offsets") == [(40, 15)]
+
+
+def test_without_ids_only_the_positions_count(log):
+    id_ = uuid7()
+    log.produce(keys(30), ids=[None, *[id_] * 29])
+    with log.consuming(dedup=False) as running:
+        running.wait(lambda: log.count() >= 30, "the effects")
+    log.check()
+    assert log.run("SELECT applied, duplicates FROM consumer.offsets") == [(30, 0)]
+    assert log.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+def test_a_position_passes_transactions_markers(log):
+    for _ in range(3):
+        log.produce(keys(10), transactional=True)
+    with log.consuming() as running:
+        running.wait(lambda: log.count() >= 30, "the effects")
+        running.wait(lambda: log.positions()[0] == 33, "the position behind the last marker")
+    log.check()
+    assert end(log) == 33
+
+
+def test_events_that_a_handler_writes_are_committed_with_the_position(log):
+    log.produce(keys(10))
+
+    def handle(connection, message):
+        apply(connection, message)
+        Outbox().add(connection, Event("Invoice", message.key().decode(), "InvoiceSent", {"at": message.offset()}))
+
+    with log.consuming(handle) as running:
+        running.wait(lambda: log.count() >= 10, "the effects")
+    events = log.run("SELECT (payload->>'at')::integer FROM outbox.events ORDER BY id")
+    assert events == [(number,) for number in range(10)]
+
+
+def test_where_a_new_group_begins(log):
+    log.produce(keys(10))
+    with log.consuming(start="latest") as running:
+        running.wait(log.positions, "the claim")
+        log.produce(keys(10))
+        running.wait(lambda: log.count() >= 10, "the effects")
+    assert log.run("SELECT min(at), max(at) FROM effects") == [(10, 19)]
+    # It is new only once.
+    log.produce(keys(10))
+    with log.consuming(start="latest") as running:
+        running.wait(lambda: log.count() >= 20, "the effects")
+    assert log.run("SELECT min(at), max(at) FROM effects") == [(10, 29)]
+
+
+def test_an_operator_sets_the_offsets_of_a_consumer_that_runs(log):
+    log.produce(keys(20))
+    with log.consuming(dedup=False, kafka={"heartbeat.interval.ms": 100}) as running:
+        running.wait(lambda: log.count() >= 20, "the effects")
+        command = ["offsets", "reset", log.group, "--topic", log.topic, "--to", "earliest", "--reason", "again"]
+        found = CliRunner().invoke(app, command, env=settings(log))
+        assert found.exit_code == 0, found.output
+        log.produce(keys(5))
+        running.wait(lambda: log.count() >= 45, "the effects")
+    assert log.run("SELECT count(*), count(DISTINCT at) FROM effects") == [(45, 25)]
+
+
+def test_a_new_topic_is_added_at_once(log):
+    """A partition that another member claims later is no added one, which would begin at 0."""
+    group = GroupStore("consumer", log.group, "one")
+    starts = {(log.topic, 0): ("id", 5), (log.topic, 1): ("id", 7)}
+    with log.database.connect() as connection:
+        for place, begin in (((log.topic, 0), 5), ((log.topic, 1), 7)):
+            with connection.transaction():
+                [claimed] = group.claim(connection, [place], starts).values()
+            assert claimed.next_offset == begin
+        starts[log.topic, 2] = ("id", 9)
+        with connection.transaction():
+            [added] = group.claim(connection, [(log.topic, 2)], starts).values()
+        assert added.next_offset == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"batch": 0}, "batch must be 1 or more"),
+        ({"attempts": 0}, "attempts must be 1 or more"),
+        ({"most_dead": 0}, "most_dead must be"),
+        ({"on_failure": "skip"}, "on_failure must be"),
+        ({"start": "now"}, "start must be"),
+        ({"wait": (2.0, 1.0)}, "wait must be"),
+        ({"idle_seconds": 0}, "idle_seconds must be"),
+        ({"group": ""}, "can't be a name"),
+        ({"topics": "orders"}, "topics: 'orders' must be a list"),
+        ({"topics": []}, "must be a list of at least one"),
+        ({"kafka": {"enable.auto.commit": True}}, r"enable\.auto\.commit=True: the inbox needs False"),
+        ({"kafka": {"auto.offset.reset": "latest"}}, "the inbox needs error"),
+        ({"kafka": {"isolation.level": "read_uncommitted"}}, "the inbox needs read_committed"),
+        ({"kafka": {"group.id": "other"}}, "the inbox needs billing"),
+        ({"kafka": {"enable.ssl.certificate.verification": False}}, "would turn off the verification"),
+        ({"kafka": {"ssl.endpoint.identification.algorithm": "none"}}, "would turn off the verification"),
+    ],
+)
+def test_what_is_refused(options, problem):
+    given: dict[str, Any] = {"topics": ["orders"], "group": "billing", "kafka": {}, **options}
+    with pytest.raises(ConfigurationError, match=problem):
+        Consumer("postgresql://", given.pop("topics"), **given)

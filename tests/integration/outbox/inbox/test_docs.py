@@ -1,0 +1,58 @@
+"""docs/guides/inbox.md does what it says: its examples apply each message once."""
+
+from __future__ import annotations
+
+import threading
+
+import psycopg
+from docs_support import blocks
+from inbox_support import Log
+from support import look_up, wait_until
+
+TABLES = """
+CREATE TABLE invoices (id integer GENERATED ALWAYS AS IDENTITY, order_id text);
+CREATE TABLE shipments (id integer GENERATED ALWAYS AS IDENTITY, order_id text)"""
+
+
+def test_the_examples_run(outbox_postgres, outbox_kafka):
+    log = Log(outbox_postgres, outbox_kafka)
+    with psycopg.connect(outbox_postgres.url) as connection:
+        connection.execute(TABLES)
+    ids = log.produce([f"o-{number}" for number in range(20)])
+    log.produce(["repeated"] * 5, ids=ids[:5])
+    loop, faststream, consumer = [block for block in blocks("python") if block.page == "docs/guides/inbox.md"]
+    # That one is only compiled, in tests/unit/docs/test_blocks.py.
+    assert "faststream" in faststream.text
+    orders = [(f"o-{number}",) for number in range(20)]
+
+    def rows(table: str) -> list[tuple[str]]:
+        return look_up(outbox_postgres.url, f"SELECT order_id FROM {table} ORDER BY id")
+
+    namespace = {"url": outbox_postgres.url, "servers": log.servers, "__name__": __name__}
+    moved = "SELECT 1 FROM consumer.offsets WHERE next_offset = 25"
+    polled = iter(range(10_000))
+    namespace["running"] = lambda: len(rows("invoices")) < 20 and next(polled) < 1_000
+    execute(loop, log, namespace)
+    namespace["engine"].dispose()
+    assert rows("invoices") == orders
+
+    def stop() -> None:
+        try:
+            wait_until(lambda: look_up(outbox_postgres.url, moved), 60, "the positions")
+        finally:
+            namespace["consumer"].stop()
+
+    watch = threading.Thread(target=stop)
+    text = consumer.text.replace("consumer.run(handle)", "watch.start()\nconsumer.run(handle)")
+    assert text != consumer.text
+    namespace["watch"] = watch
+    execute(consumer, log, namespace, text)
+    watch.join(60)
+    assert rows("shipments") == orders
+
+
+def execute(block, log: Log, namespace, text: str | None = None) -> None:
+    own = (text or block.text).replace('"order-events"', repr(log.topic))
+    for group in ("billing", "shipping"):
+        own = own.replace(f'"{group}"', repr(f"{group}-{log.group}"))
+    exec(compile("\n" * (block.line - 1) + own, block.page, "exec", dont_inherit=True), namespace)

@@ -1,0 +1,233 @@
+"""Messages that an inbox's handler can't apply: they stop the consumer or become dead letters, and their keys wait."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer as KafkaConsumer
+from inbox_log import _quick, keys, log
+from inbox_support import apply
+from uuid_utils.compat import uuid7
+
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection
+from outbox.inbox import HandlerFailed, Reject, _member
+
+__all__ = ["_quick", "log"]
+
+
+class Poison:
+    """A handler that fails at some numbers of a key, until it is cured."""
+
+    def __init__(self, *numbers: int, key: bytes = b"k1") -> None:
+        self.numbers, self.key = set(numbers), key
+        self.calls: list[tuple[int, int]] = []
+        self.how = self.fail
+
+    def __call__(self, connection: Any, message: Any) -> None:
+        apply(connection, message)
+        n = int(message.value().split(b":")[1].rstrip(b"} "))
+        if message.key() == self.key and n in self.numbers:
+            self.calls.append((message.partition(), n))
+            self.how(connection)
+
+    def fail(self, connection: Any) -> None:
+        raise ValueError("no such order")
+
+    def swallow(self, connection: Any) -> None:
+        try:
+            connection.execute("SELECT 1/0")
+        except psycopg.Error:
+            pass
+
+    def reject(self, connection: Any) -> None:
+        raise Reject("unknown currency")
+
+    def deferred(self, connection: Any) -> None:
+        connection.execute("INSERT INTO late VALUES (1), (1)")
+
+    def interrupt(self, connection: Any) -> None:
+        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+            admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
+        self.numbers.clear()
+
+
+def test_a_failure_stops_the_consumer_before_the_message(log):
+    log.produce(keys(50))
+    poison = Poison(2)
+    with log.consuming(poison, attempts=3, batch=20) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.topic, error.partition, error.offset, error.attempts) == (log.topic, 0, 21, 3)
+    assert isinstance(error.__cause__, ValueError)
+    # What comes before it is applied; nothing behind it.
+    assert log.run("SELECT count(*), max(at) FROM effects") == [(21, 20)]
+    assert log.positions() == {0: 21}
+    poison.numbers.clear()
+    with log.consuming(poison) as running:
+        running.wait(lambda: log.count() >= 50, "the effects")
+    log.check()
+
+
+def test_a_failure_that_passes_is_no_failure(log):
+    log.produce(keys(50))
+    poison = Poison(2)
+
+    def handle(connection, message):
+        if len(poison.calls) == 3:
+            poison.numbers.clear()
+        poison(connection, message)
+
+    with log.consuming(handle, attempts=5) as running:
+        running.wait(lambda: log.count() >= 50, "the effects")
+    log.check()
+
+
+@pytest.mark.parametrize(
+    ("how", "batch"), [("fail", 1), ("fail", 20), ("swallow", 20), ("reject", 20), ("deferred", 20)]
+)
+def test_a_failed_message_is_a_dead_letter_and_its_key_waits_behind_it(log, how, batch):
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("CREATE TABLE late (n integer UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    log.produce(keys(60))
+    poison = Poison(2)
+    poison.how = getattr(poison, how)
+    with log.consuming(poison, on_failure="dead-letter", attempts=2, batch=batch) as running:
+        running.wait(lambda: log.positions().get(0) == 60, "the position")
+        letters = log.letters()
+        assert [letter["message_offset"] for letter in letters] == [21, 31, 41, 51]
+        first, *behind = letters
+        assert first["reason"] == ("rejected" if how == "reject" else "failed")
+        texts = {
+            "fail": "no such order",
+            "swallow": "has caught",
+            "reject": "unknown currency",
+            "deferred": "late_n_key",
+        }
+        assert texts[how] in first["error"]
+        assert first["sqlstate"] == ("23505" if how == "deferred" else None)
+        assert first["attempts"] == len(poison.calls[-2:] if how != "reject" else [1])
+        assert {letter["reason"] for letter in behind} == {"behind"}
+        applied = log.applied()
+        assert applied["k1"] == [0, 1]
+        assert {key: numbers for key, numbers in applied.items() if key != "k1"} == {
+            key: numbers for key, numbers in log.written.items() if key != "k1"
+        }
+        # The message is kept whole.
+        assert bytes(first["message_value"]) == b'{"n": 2}'
+        assert first["message_headers"][0]["key"] == "ce_id"
+        # A retry that fails again changes nothing but its row.
+        desk = DeadLetters(psycopg.connect(log.database.url, autocommit=True), "consumer")
+        desk.retry(Selection(group=log.group, reason=first["reason"]))
+        running.wait(lambda: log.letters()[0]["attempts"] > first["attempts"], "the retry")
+        running.wait(lambda: {letter["state"] for letter in log.letters()} == {"dead"}, "those behind")
+        poison.numbers.clear()
+        log.produce(["k1"])
+        desk.retry(Selection(group=log.group, reason=first["reason"]))
+        running.wait(lambda: log.count() >= 61, "the effects")
+        desk._connection.close()
+    log.check()
+    assert log.letters() == []
+    assert log.run("SELECT next_offset, applied, dead FROM consumer.offsets") in ([(61, 61, 4)], [(61, 61, 5)])
+
+
+def test_what_waits_behind_a_discarded_letter_is_applied(log):
+    log.produce(keys(40))
+    poison = Poison(1)
+    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.positions().get(0) == 40, "the position")
+        with psycopg.connect(log.database.url, autocommit=True) as connection:
+            DeadLetters(connection, "consumer").discard(Selection(reason="failed"), "no order")
+        running.wait(lambda: log.count() >= 39, "those behind it")
+    assert log.applied()["k1"] == [0, 2, 3]
+    assert log.letters() == []
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "dead-letter"])
+def test_a_message_without_an_id(log, on_failure):
+    log.produce(keys(30), ids=[None if number == 17 else uuid7() for number in range(30)])
+    with log.consuming(on_failure=on_failure) as running:
+        if on_failure == "stop":
+            error = running.error()
+            assert isinstance(error, HandlerFailed)
+            assert error.offset == 17
+            assert "has no id" in str(error)
+            assert log.count() == 17
+        else:
+            running.wait(lambda: log.positions().get(0) == 30, "the position")
+            assert [(one["reason"], one["message_offset"]) for one in log.letters()] == [("no-id", 17), ("behind", 27)]
+            assert log.count() == 28
+
+
+def test_a_message_that_may_have_been_forgotten_is_a_dead_letter(log):
+    old = uuid.UUID("01900000-0000-7000-8000-000000000000")
+    with psycopg.connect(log.database.url) as connection:
+        insert = "INSERT INTO consumer.groups (grp, owner, forgotten_before) VALUES (%s, 'test', '2026-01-01')"
+        connection.execute(insert, (log.group,))
+    log.produce(["a", "b", "a"], ids=[uuid7(), old, uuid7()])
+    with log.consuming(on_failure="dead-letter") as running:
+        running.wait(lambda: log.positions().get(0) == 3, "the position")
+        [letter] = log.letters()
+        assert (letter["reason"], letter["message_id"]) == ("too-old", old)
+        # Who retries it says that it was not applied.
+        with psycopg.connect(log.database.url, autocommit=True) as connection:
+            DeadLetters(connection, "consumer").retry(Selection(ids=[letter["id"]]))
+        running.wait(lambda: log.count() >= 3, "the retry")
+    assert log.letters() == []
+
+
+def test_too_many_dead_letters_in_a_row_stop_it(log):
+    log.produce([f"k{number}" for number in range(20)])
+
+    def broken(connection, message):
+        raise KeyError("currency")
+
+    with log.consuming(broken, on_failure="dead-letter", attempts=1, most_dead=5) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert "as the 5 before it: KeyError" in str(error)
+    assert (error.offset, len(log.letters()), log.positions()) == (5, 5, {0: 5})
+
+
+def test_what_waits_behind_a_failure_is_not_read_into_memory(log, monkeypatch):
+    paused: list[int] = []
+
+    class Pausing(KafkaConsumer):
+        def pause(self, partitions):
+            paused.append(self.position(partitions)[0].offset)
+            super().pause(partitions)
+
+    monkeypatch.setattr(_member.confluent_kafka, "Consumer", Pausing)
+    monkeypatch.setattr(_member, "_TAKEN", 20)
+    monkeypatch.setattr(_member, "_MOST_QUEUED", 100)
+    log.produce(keys(1000))
+    poison = Poison(0, key=b"k0")
+
+    def handle(connection, message):
+        if paused:
+            poison.numbers.clear()
+        poison(connection, message)
+
+    with log.consuming(handle, attempts=1000) as running:
+        running.wait(lambda: log.count() >= 1000, "the effects")
+    assert 100 <= paused[0] <= 120
+    log.check()
+
+
+def test_a_handler_can_not_commit(log):
+    log.produce(keys(5))
+    with log.consuming(lambda connection, message: connection.commit(), attempts=1) as running:
+        assert "Explicit commit() forbidden" in str(running.error())
+    assert log.positions() == {0: 0}
+
+
+def test_a_session_that_postgres_ends_is_nobodys_fault(log):
+    log.produce(keys(50))
+    poison = Poison(2)
+    poison.how = poison.interrupt
+    with log.consuming(poison, attempts=1) as running:
+        running.wait(lambda: log.count() >= 50, "the effects")
+    assert len(poison.calls) == 1
+    log.check()

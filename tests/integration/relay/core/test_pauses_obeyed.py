@@ -1,0 +1,181 @@
+"""Pauses, read by a relay: from its first turn on, confirmed when its turn in flight has ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from counting import Counting
+from loop_fakes import Broker, Watcher, all_of
+from pause_rig import LANE, ORDERS, Rig, url, without_the_rules_of_loop_fakes
+from pause_support import pause, read, resume
+from polling_support import add, source, table, taken
+from support import look_up, wait_until
+
+from relay.core.lease import HeldLanes
+from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.pauses import ALL, CurrentPauses, Pauses
+from relay.database import Connector
+from relay.kafka.routing import Router
+from relay.lanes import LaneTable
+from relay.polling import low_water_mark, reader
+from relay.polling.source import PollingSource
+from relay.settle.retries import FailurePolicy, Failures
+from relay.supervisor import Supervisor
+from relay.wal.lane_hash import lane_of
+
+__all__ = ["url", "without_the_rules_of_loop_fakes"]
+
+
+# What relays read
+def test_a_relay_reads_them_with_its_census_and_with_the_lanes_it_takes(outbox_postgres, url):
+    relay = table(outbox_postgres, "me")
+    relay.beat()
+    assert relay.pauses is None
+    relay.distribution()
+    assert relay.pauses == Pauses()
+    pause(url, LANE, ORDERS, wait=False)
+    taken_now = relay.acquire(1)
+    numbers = {scope: one.number for scope, one in read(url).items()}
+    known = relay.pauses
+    assert known is not None
+    assert len(taken_now) == 1
+    assert (known.lanes, known.topics, known.every_lane) == ({1}, {"order-events"}, False)
+    assert known.numbers == {numbers[LANE], numbers[ORDERS]}
+    resume(url, LANE, ORDERS)
+    pause(url, ALL, wait=False)
+    relay.distribution()
+    assert relay.pauses.holds(3)
+    assert relay.pauses.lanes == set()
+
+
+def test_a_pause_between_the_census_and_the_taking_holds_from_the_first_turn_on(outbox_postgres, url, monkeypatch):
+    add(outbox_postgres, *(f"k{number}" for number in range(40)))
+    census = LaneTable.distribution
+
+    def then_pause(self: LaneTable, next_due: Any) -> Any:
+        found = census(self, next_due)
+        if not read(url):
+            pause(url, LANE, wait=False)
+        return found
+
+    monkeypatch.setattr(LaneTable, "distribution", then_pause)
+    with Rig(url) as rig:
+        wait_until(lambda: rig.lanes() == {0, 2, 3}, what="the other lanes")
+        wait_until(lambda: not read(url)[LANE].unconfirmed, what="it to confirm")
+    assert rig.lanes() == {0, 2, 3}
+
+
+def test_a_relay_confirms_when_its_turn_in_flight_has_ended(outbox_postgres, url):
+    add(outbox_postgres, *(f"k{number}" for number in range(40)))
+    go_on = threading.Event()
+    with Rig(url) as rig:
+
+        def slowly(batches: Any) -> Any:
+            assert go_on.wait(30)
+            return all_of(batches)
+
+        rig.broker.always = slowly
+        wait_until(lambda: rig.broker.turns, what="a turn")
+        pause(url, ALL, wait=False)
+        wait_until(lambda: rig.pauses.now.every_lane, what="the control loop to know")
+        time.sleep(1.2)
+        assert read(url)[ALL].unconfirmed == ("me",)
+        go_on.set()
+        wait_until(lambda: not read(url)[ALL].unconfirmed, what="it to confirm")
+        # What was in flight is settled, and not left for later.
+        settled = {lane for turn in rig.broker.turns for lane in turn}
+        rows = {row[0] for row in look_up(url, "SELECT DISTINCT lane FROM outbox.events")}
+        assert not settled & rows
+
+
+def test_an_idle_relay_sends_no_statement_more(url):
+    """One of the control loop a tick; and of the worker's loop none while all is paused."""
+    with Counting(url) as counting, Rig(counting.url) as rig:
+        wait_until(lambda: rig.supervisor.health().ready, what="the relay to be ready")
+        settled = counting.executed
+        seconds = 4.0
+        time.sleep(seconds)
+        idle = counting.executed - settled
+        pause(url, ALL, wait=False)
+        wait_until(lambda: not read(url)[ALL].unconfirmed, what="it to confirm")
+        before = counting.executed
+        time.sleep(seconds)
+        # A census a second, perhaps a renewal and a beat in between.
+        assert counting.executed - before <= seconds + 3
+        assert idle > seconds + 3
+        assert rig.supervisor.health().ready
+        assert rig.supervisor.health().paused_lanes == [0, 1, 2, 3]
+
+
+def test_a_tick_is_one_statement(url):
+    """Of the control loop. The worker's loop does not run here: its statements would be counted too."""
+    with Counting(url) as counting:
+        supervisor = Supervisor(Rig(counting.url, lease_seconds=600.0).supervisor._components)
+        for _ in range(8):
+            supervisor._tick()
+        before = counting.executed
+        supervisor._tick()
+        assert counting.executed - before == 1
+        supervisor._disconnect()
+
+
+def test_what_is_left_out_is_not_visited_by_each_read(outbox_postgres, url, monkeypatch):
+    """A topic may be paused for hours: the low-water mark passes its events by, and goes back when it is resumed."""
+    from outbox._app import migrate as db
+
+    db.change_lanes(url, 1)
+    monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(reader, "_LOOK_SECONDS", 0.0)
+    add(outbox_postgres, *(f"k{number}" for number in range(40)))
+    with source(outbox_postgres, taken(table(outbox_postgres, "me"))) as one:
+        polling = one.source
+        polling.leave_out(frozenset({("Order", False)}))
+        last = look_up(url, "SELECT max(id) FROM outbox.events")[0][0]
+
+        def passed() -> bool:
+            assert polling.fetch({0: 100}).batches == {}
+            return bool(polling.reader.above([0])[0] == last)
+
+        wait_until(passed, what="the mark to rise")
+        polling.leave_out(frozenset())
+        assert len(polling.fetch({0: 100}).batches[0]) == 40
+
+
+def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):
+    """The loop alone, over a real source: a lane is paused and resumed between turns."""
+    add(outbox_postgres, *(f"k{number}" for number in range(40)))
+    held, current, broker = HeldLanes(), CurrentPauses(), Broker()
+    held.give(table(outbox_postgres, "me").acquire(4))
+    failures = Failures("outbox", FailurePolicy(), Router())
+    loop = WorkerLoop(
+        lambda: PollingSource(Connector(url, "worker"), "outbox", failures),
+        broker.publisher,  # type: ignore[arg-type]
+        held=held,
+        stop=threading.Event(),
+        observer=Watcher(),
+        settings=LoopSettings(batch_size=3),
+        pauses=current,
+    )
+    try:
+        assert loop._turn()
+        before = len(broker.turns)
+        current.now = Pauses(numbers=frozenset({1}), lanes=frozenset({1}))
+        while loop._turn():
+            pass
+        assert all(1 not in turn for turn in broker.turns[before:])
+        assert current.obeyed is current.now
+        # What was sent of it is settled all the same.
+        sent = sum(len(turn.get(1, ())) for turn in broker.turns)
+        kept = look_up(url, "SELECT count(*) FROM outbox.events WHERE lane = 1")[0][0]
+        total = sum(lane_of("Order", f"k{number}", 4) == 1 for number in range(40))
+        assert (kept + sent, kept > 0) == (total, True)
+        current.now = Pauses()
+        while loop._turn():
+            pass
+        assert len(broker.log) == len(set(broker.log)) == 40
+    finally:
+        loop._finish()
+        loop._close()

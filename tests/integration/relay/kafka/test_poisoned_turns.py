@@ -1,0 +1,125 @@
+"""What an event costs that the broker refuses, exactly-once with 256 lanes: counted, never by the clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from poisoned_relay import ATTEMPTS, KEYS, SIZES, Costs, Outboxed, relaying
+from support import wait_until
+from wal_support import to_wal
+
+FIRST, _, LAST = SIZES
+ONCE = Counter({f"k{n:05}": 1 for n in range(4000)})
+
+
+@pytest.fixture
+def outboxed(outbox_postgres, outbox_kafka):
+    return Outboxed(outbox_postgres.url, outbox_kafka)
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    costs = Costs()
+    costs.install(monkeypatch)
+    return costs
+
+
+@pytest.mark.parametrize("source", ["polling", "wal"])
+def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source):
+    settings = outboxed.settings("exactly-once", source=source)
+    outboxed.write(2000)
+    with relaying(settings):
+        wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
+        before = Counter(costs)
+        outboxed.write_all()
+
+        def dead() -> bool:
+            # Others have events in nearly all turns in which they are tried again.
+            outboxed.write(256, first=4000 + len(written))
+            written.extend(range(256))
+            return sorted(outboxed.dead()) == KEYS
+
+        written: list[int] = []
+        wait_until(dead, 120, "the dead letters")
+        wait_until(lambda: outboxed.waits() == 0, 120, "all events")
+        costs.subtract(before)
+        spent = Counter(costs)
+    print(f"{source}: {dict(spent)}")
+    assert sorted(outboxed.dead()) == KEYS
+    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert outboxed.others() == ONCE + Counter(f"k{n:05}" for n in range(4000, 4000 + len(written)))
+    # The others fail with it when it is met first. Then it is tried alone: once for each attempt, and once more if
+    # two of a partition were in one request.
+    assert spent["refused with others"] <= len(KEYS)
+    assert spent["refused"] <= (ATTEMPTS + 2) * len(KEYS)
+    # Each costs one producer, and no join: but for commits that were not clean.
+    assert spent["refused and unusable"] == 0
+    assert spent["closed"] == spent["unusable"]
+    assert spent["joins"] <= spent["unusable"]
+    assert spent["producers"] <= spent["refused"] + 2 * spent["unusable"]
+
+
+@pytest.mark.parametrize("source", ["polling", "wal"])
+def test_at_least_once_publishes_all_others_in_order(outboxed, source):
+    settings = outboxed.settings("at-least-once", source=source)
+    with relaying(settings):
+        outboxed.write(2000)
+        outboxed.write_all()
+        wait_until(lambda: outboxed.waits() == 0, 120, "all events")
+    assert sorted(outboxed.dead()) == KEYS
+    assert {key: tuple(dict.fromkeys(sizes)) for key, sizes in outboxed.sizes().items()} == dict.fromkeys(
+        KEYS, (FIRST, LAST)
+    )
+    assert outboxed.others().keys() == ONCE.keys()
+
+
+@pytest.mark.parametrize("source", ["polling", "wal"])
+def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(outboxed, source):
+    settings = outboxed.settings("exactly-once", source=source, on_failure="block")
+    with relaying(settings):
+        outboxed.write(2000)
+        outboxed.write_all()
+        wait_until(lambda: outboxed.waits() == len(KEYS) == len(outboxed.dead()), 120, "all others")
+    assert sorted(outboxed.dead()) == KEYS
+    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST,))
+    assert outboxed.others() == ONCE
+
+
+@pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
+def test_a_relay_that_takes_over_while_events_are_refused(outboxed, outbox_relay, source, how):
+    """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
+    name = outboxed.kafka.name("outbox")
+    settings = {
+        "name": name,
+        "delivery": "exactly-once",
+        "source": source,
+        "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
+        "relay__lease_seconds": 1.5,
+        "failures": json.dumps(
+            {"on_failure": "skip", "max_attempts": 12, "min_backoff_seconds": 0.1, "max_backoff_seconds": 0.2}
+        ),
+    }
+    if source == "wal":
+        to_wal(outboxed.url, settings)
+    outboxed.write(2000)
+    former = outbox_relay(**settings)
+    wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
+    outboxed.write_all()
+    wait_until(
+        lambda: outboxed.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
+    )
+    getattr(former, how)()
+    outbox_relay(**settings)
+    attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
+    [(tried,)] = outboxed.run(attempts)
+    wait_until(
+        lambda: outboxed.waits() == 0 or outboxed.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts"
+    )
+    if how == "pause":
+        former.resume()
+    wait_until(lambda: outboxed.waits() == 0, 120, "all events")
+    assert sorted(outboxed.dead()) == KEYS
+    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert outboxed.others() == ONCE

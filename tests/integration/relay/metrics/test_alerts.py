@@ -1,0 +1,70 @@
+"""The alert rules: tried by promtool, and by a real Prometheus that scrapes a real relay."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import psycopg
+import pytest
+from prometheus import Prometheus, require
+from support import drained, wait_until
+
+from outbox import Event, Outbox
+from outbox.sandbox._ports import free_ports
+
+MONITORING = Path(__file__).parents[4] / "docs" / "operations" / "monitoring"
+
+
+@pytest.mark.parametrize("command", [["check", "rules", "alerts.yaml"], ["test", "rules", "alerts.test.yaml"]])
+def test_promtool_has_nothing_to_say(command):
+    done = subprocess.run([require("promtool"), *command], cwd=MONITORING, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
+    """None while all is well; then for events that are too large, and for a relay that is killed."""
+    url = outbox_postgres.url
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
+    (port,) = free_ports(1)
+    relay = outbox_relay(
+        relay__metrics_address=f"127.0.0.1:{port}",
+        relay__lease_seconds=2,
+        routes=json.dumps({"Small": {"topic": small}}),
+        failures__max_attempts=1,
+    )
+    with Prometheus(tmp_path, [port], MONITORING / "alerts.yaml") as prometheus:
+        wait_until(lambda: prometheus.query("outbox_backlog_events"), what="the first scrape with a backlog")
+        wait_until(lambda: prometheus.firing() == set(), what="the alerts of the start to be over")
+        with psycopg.connect(url) as connection:
+            Outbox().add_many(connection, [Event("Small", f"k{n}", "T", {"n": n}) for n in range(1_000)])
+        drained(url)
+        published = 'outbox_relay_events_total{result="published"}'
+        wait_until(
+            lambda: [one["value"][1] for one in prometheus.query(published)] == ["1000"],
+            what="the events that were published",
+        )
+        assert prometheus.firing() == set()
+        with psycopg.connect(url) as connection:
+            Outbox().add(connection, Event("Small", "k", "T", os.urandom(30_000)))
+        wait_until(
+            lambda: prometheus.firing() == {"OutboxKeyBlocked", "OutboxDeadLetters"}, what="the alerts of a dead letter"
+        )
+        relay.kill()
+        wait_until(lambda: "OutboxNotPublishing" in prometheus.firing(), what="the alert that nobody publishes")
+
+
+def test_every_panel_of_the_dashboards_can_be_asked(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
+    (port,) = free_ports(1)
+    outbox_relay(relay__metrics_address=f"127.0.0.1:{port}")
+    with Prometheus(tmp_path, [port], MONITORING / "alerts.yaml") as prometheus:
+        wait_until(lambda: prometheus.query("outbox_backlog_events"), what="the first scrape with a backlog")
+        asked = 0
+        for file in MONITORING.glob("*.json"):
+            for expression in re.findall(r'"expr": ("(?:[^"\\]|\\.)*")', file.read_text()):
+                prometheus.query(json.loads(expression).replace("$__rate_interval", "1m"))
+                asked += 1
+        assert asked > 10

@@ -1,0 +1,211 @@
+"""`outbox doctor` on real services: what it explains, and what it finds."""
+
+from __future__ import annotations
+
+import orjson
+import psycopg
+import pytest
+from doctor_support import found, settings
+from typer.testing import CliRunner
+
+from outbox._clients.checks import Level
+from relay.cli.app import app
+from relay.config import Delivery, load
+from relay.database import Connector
+from relay.operations.doctor import EXPLAINED, examine
+from relay.operations.doctor import kafka as doctor_kafka
+from relay.operations.doctor.postgres import check_ids
+
+
+@pytest.mark.parametrize("delivery", list(Delivery))
+def test_every_delivery_is_explained(outbox_postgres, outbox_kafka, delivery):
+    name = outbox_kafka.name("outbox")
+    findings = found(settings(outbox_postgres, outbox_kafka, delivery=delivery, name=name))
+    assert findings[f"delivery {delivery}"] == (Level.OK, EXPLAINED[delivery])
+    assert findings["tables"][0] is Level.OK
+    # The embedded broker is alone.
+    assert findings["Kafka brokers"][0] is Level.WARNING
+    # Only exactly-once has one.
+    assert (f"state topic {name}.relay.state" in findings) is (delivery is Delivery.EXACTLY_ONCE)
+
+
+def test_brokers_that_can_lose_the_end_of_a_transaction_are_named(outbox_postgres, outbox_kafka, monkeypatch):
+    given = settings(outbox_postgres, outbox_kafka, delivery="exactly-once", name=outbox_kafka.name("outbox"))
+    assert found(given)["Kafka's version"][0] is Level.OK
+    # As if this broker had the setting that tells a newer one.
+    monkeypatch.setattr(doctor_kafka, "_SINCE_4_3", "log.dirs")
+    level, text = found(given)["Kafka's version"]
+    assert level is Level.WARNING
+    assert "KAFKA-20734" in text
+    given = settings(outbox_postgres, outbox_kafka, delivery="at-least-once")
+    assert "Kafka's version" not in found(given)
+
+
+def test_what_would_break_the_promise_is_a_failure(outbox_postgres, outbox_kafka):
+    name = outbox_kafka.name("outbox")
+    state = outbox_kafka.create_topic(f"{name}.relay.state", 2, {"cleanup.policy": "delete"})
+    unclean = outbox_kafka.create_topic(outbox_kafka.name("unclean"), 1, {"unclean.leader.election.enable": "true"})
+    compacted = outbox_kafka.create_topic(outbox_kafka.name("compacted"), 1, {"cleanup.policy": "compact"})
+    missing = outbox_kafka.name("missing")
+    given = settings(
+        outbox_postgres,
+        outbox_kafka,
+        delivery="exactly-once",
+        name=name,
+        routes={"A": unclean, "B": compacted, "C": missing},
+    )
+    given.kafka["transaction.timeout.ms"] = "9000000"
+    findings = [(finding.level, finding.about, finding.found) for finding in examine(given)]
+    failures = {(about, text) for level, about, text in findings if level is Level.FAILURE}
+    assert (f"state topic {state}", "cleanup.policy=delete could lose markers") in failures
+    assert (f"topic {unclean}", "unclean.leader.election.enable=true: acknowledged events can be lost") in failures
+    assert (f"topic {missing}", "does not exist yet (C)") in failures
+    assert any(about == "transaction.timeout.ms" for about, _ in failures)
+    assert any(level is Level.WARNING and about == f"topic {compacted}" for level, about, _ in findings)
+
+
+def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
+            "VALUES ('Order', '1', 'T', now() - interval '10 minutes')"
+        )
+        connection.execute(
+            "INSERT INTO outbox.failures "
+            "VALUES (0, 1, gen_random_uuid(), 'Order', '1', true, 1, 'e', now(), now(), now())"
+        )
+        findings = found(settings(outbox_postgres, outbox_kafka))
+        assert findings["backlog"][0] is Level.WARNING
+        assert findings["failures"] == (Level.WARNING, "1 events wait, 0 dead letters")
+        connection.execute("ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_counters")
+    findings = found(settings(outbox_postgres, outbox_kafka))
+    assert findings["tables"][0] is Level.FAILURE
+    assert "lanes_counters" in findings["tables"][1]
+
+
+def test_a_failure_whose_event_was_deleted_by_hand(outbox_postgres, outbox_kafka):
+    given = settings(outbox_postgres, outbox_kafka)
+    assert "failures without an event" not in found(given)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO outbox.failures "
+            "VALUES (0, 1, gen_random_uuid(), 'Order', '1', true, 1, 'e', now(), now(), 'infinity')"
+        )
+    level, text = found(given)["failures without an event"]
+    assert level is Level.WARNING
+    assert text.startswith("the events of 1 failures were deleted by hand")
+
+
+EVENTS = (
+    "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) "
+    "SELECT 'A', g::text, 'T' FROM generate_series(1, %s) g"
+)
+MOVED = {
+    "events": "",
+    "failures": """
+        INSERT INTO outbox.failures
+        SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 1, '', now(), now(), now() FROM outbox.events""",
+    "dead_letters": """
+        INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at,
+                                         attempts, last_error, first_failed_at)
+        SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, 1, '', now()
+          FROM outbox.events""",
+    "published": """
+        INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at)
+        SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at FROM outbox.events""",
+}
+
+
+@pytest.mark.parametrize("table", MOVED)
+def test_ids_that_would_be_given_again(outbox_postgres, outbox_kafka, table):
+    given = settings(outbox_postgres, outbox_kafka)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute(EVENTS, (100,))
+        if table == "events":
+            # The table was copied, and its sequence was not.
+            connection.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 40")
+        else:
+            connection.execute(MOVED[table])
+            assert "ids of events" not in found(given)
+            connection.execute("TRUNCATE outbox.events RESTART IDENTITY")
+        finding = next(one for one in examine(given) if one.about == "ids of events")
+        assert finding.level is Level.FAILURE
+        following = 40 if table == "events" else 1
+        assert f"the next event gets the id {following}, and outbox.{table} has ids up to 100" in finding.found
+        # What it says to do is what mends it.
+        connection.execute(finding.do.split("; ")[1])
+        assert "ids of events" not in found(given)
+        connection.execute(EVENTS, (1,))
+        assert connection.execute("SELECT max(id) FROM outbox.events").fetchone() == (101,)
+
+
+def test_ids_that_sessions_take_in_blocks(outbox_postgres, outbox_kafka):
+    given = settings(outbox_postgres, outbox_kafka)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.events ALTER COLUMN id SET CACHE 50")
+        finding = next(one for one in examine(given) if one.about == "ids of events, cache")
+        assert (finding.level, "50 ids at once" in finding.found) == (Level.FAILURE, True)
+        connection.execute(finding.do)
+    assert "ids of events, cache" not in found(given)
+
+
+def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setattr(
+        "relay.operations.doctor.postgres._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
+    )
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE slow AS SELECT 1")
+        connection.execute(EVENTS, (1,))
+        connection.execute(MOVED["published"])
+        connection.execute("TRUNCATE outbox.events RESTART IDENTITY")
+        with connection.transaction():
+            # Whoever reads it waits, as for a large one.
+            connection.execute("LOCK TABLE outbox.published IN ACCESS EXCLUSIVE MODE")
+            with Connector(outbox_postgres.url, "test")() as reader:
+                findings = list(check_ids(reader, "outbox"))
+    assert findings == []
+
+
+def test_a_lease_that_is_too_long_for_the_brokers_transactions(outbox_postgres, outbox_kafka):
+    """The broker's limit is 15 minutes unless it is raised."""
+    many = settings(outbox_postgres, outbox_kafka, delivery="exactly-once", relay={"lease_seconds": 451})
+    finding = next(one for one in examine(many) if one.about == "transaction.timeout.ms")
+    assert (finding.level, finding.found) == (
+        Level.FAILURE,
+        "902000 is above the broker's transaction.max.timeout.ms of 900000: no transaction can begin",
+    )
+    assert "set OUTBOX_RELAY__LEASE_SECONDS to 450 or less" in finding.do
+    fits = settings(outbox_postgres, outbox_kafka, delivery="exactly-once", relay={"lease_seconds": 450})
+    assert "transaction.timeout.ms" not in found(fits)
+    given = settings(outbox_postgres, outbox_kafka, delivery="exactly-once", relay={"lease_seconds": 3000})
+    given.kafka["delivery.timeout.ms"] = "400000"
+    finding = next(one for one in examine(given) if one.about == "transaction.timeout.ms")
+    assert "set kafka.delivery.timeout.ms to 300000 or less" in finding.do
+
+
+def test_servers_that_are_away_are_findings_and_not_tracebacks(monkeypatch):
+    monkeypatch.setattr("relay.operations.doctor.kafka._SECONDS", 2.0)
+    given = load(database_url="postgresql://u@127.0.0.1:1/db", kafka={"bootstrap.servers": "127.0.0.1:1"})
+    findings = found(given)
+    assert findings["Postgres"][0] is Level.FAILURE
+    assert findings["Kafka"][0] is Level.FAILURE
+
+
+def test_the_command(outbox_postgres, outbox_kafka):
+    environment = {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+    }
+    runner = CliRunner()
+    said = runner.invoke(app, ["doctor", "--delivery", "exactly-once", "--json"], env=environment)
+    report = orjson.loads(said.stdout)
+    assert report["delivery"] == "exactly-once"
+    # The test's Postgres runs with fsync off, which no doctor can let pass.
+    assert {finding["about"] for finding in report["findings"] if finding["level"] == "failure"} == {"Postgres fsync"}
+    assert said.exit_code == 1
+    assert "at-least-once" in runner.invoke(app, ["doctor"], env=environment).stdout
+    # Long words continue on the next line, and nothing is cut off.
+    narrow = runner.invoke(app, ["doctor"], env={**environment, "COLUMNS": "80"}).stdout
+    assert ("min.insync.replicas=" in narrow, "…" in narrow) == (True, False)
+    assert runner.invoke(app, ["doctor", "--delivery", "twice"], env=environment).exit_code == 2
+    assert runner.invoke(app, ["doctor"], env={}).exit_code == 2

@@ -1,0 +1,190 @@
+"""`outbox doctor` and what is promised: for lanes and groups, and what a slot costs."""
+
+from __future__ import annotations
+
+import re
+
+import psycopg
+import pytest
+from doctor_support import found, groups, settings
+from one_lane import OneLane
+from psycopg import sql
+
+from outbox._app import migrate as db
+from outbox._clients.checks import Level
+from outbox.errors import SchemaError
+from relay.config import Delivery, SourceKind
+from relay.core.lease import Lease
+from relay.core.ports import PUBLISHED, Receipt
+from relay.database import Connector
+from relay.operations.doctor import examine
+from relay.operations.guarantee import Strategy, guarantee
+from relay.operations.wal_setup import Cdc
+from relay.polling.source import PollingSource
+from relay.settle.retries import Failures
+from relay.wal.slot import SlotNames
+
+
+def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outbox_kafka):
+    """Postgres 18: it refuses DELETEs when their publication leaves out a generated column of the key."""
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        if connection.info.server_version < 180000:
+            pytest.skip("Postgres 18 and later refuse such deletes")
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', '1', 'T')"
+        )
+        connection.execute('CREATE PUBLICATION "Others" FOR ALL TABLES')
+        lane = connection.execute("SELECT lane FROM outbox.events").fetchone()[0]
+        polling = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", Failures("outbox", None, None))
+        connection.execute("UPDATE outbox.lanes SET owner = 'me'")
+        source = OneLane(polling, Lease(lane, 0, 30.0, 0.0, owner="me"))
+        # Before anything is published that could not be settled.
+        with pytest.raises(SchemaError, match="a publication of deletes has the outbox's table; see `outbox doctor`"):
+            source.fetch(10)
+        (finding,) = [f for f in examine(settings(outbox_postgres, outbox_kafka)) if f.about == "publication Others"]
+        assert finding.level is Level.FAILURE
+        # What it advises is the way out.
+        connection.execute(finding.do.partition(", or")[0])
+        assert "publication Others" not in found(settings(outbox_postgres, outbox_kafka))
+        source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
+        source.flush()
+        source.close()
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+
+
+def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
+    slot = outbox_kafka.name("slot").lower().replace("-", "_")
+    polling = settings(outbox_postgres, outbox_kafka, wal={"slot": slot})
+    wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
+    about = f"slot {slot}"
+    assert about not in found(polling)
+    assert found(wal)["source"][0] is Level.WARNING
+    assert found(wal)[about][0] is Level.FAILURE
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        cdc = Cdc(connection, SlotNames("outbox", slot, "outbox_relay"))
+        cdc.setup()
+        # Whatever else goes on on this server is in the same WAL.
+        level, text = found(polling)[about]
+        assert (level, re.sub(r"\d+", "N", text)) == (Level.WARNING, "keeps N MiB of WAL, and nobody reads it")
+        cdc.switch(SourceKind.WAL)
+        level, text = found(wal)[about]
+        assert (level, re.sub(r"\d+", "N", text)) == (Level.OK, "whole; N MiB of WAL are kept for it")
+        assert found(polling)["source"][0] is Level.WARNING
+        assert found(wal)[f"{about}, lanes"][0] is Level.WARNING
+        connection.execute("UPDATE outbox.lanes SET streaming = lane <> 2")
+        assert found(wal)[f"{about}, lanes"][1].startswith("lane 2: read from the table")
+        connection.execute("UPDATE outbox.lanes SET streaming = true")
+        assert f"{about}, lanes" not in found(wal)
+        connection.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", (slot,))
+        level, text = found(wal)[about]
+        assert level is Level.FAILURE
+        assert "somebody advanced it" in text
+
+
+@pytest.mark.parametrize("delivery", [Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE])
+def test_the_guarantee_of_the_lanes_and_of_each_group(outbox_postgres, outbox_kafka, delivery):
+    groups(outbox_postgres, sums="Dedup", log="OffsetsOnly", old=None)
+    given = settings(outbox_postgres, outbox_kafka, delivery=delivery, name=outbox_kafka.name("outbox"))
+    promised = {one.about: one for one in examine(given) if one.about.startswith("guarantee")}
+    assert set(promised) == {"guarantee on Kafka", *(f"guarantee of group {group}" for group in ("sums", "log", "old"))}
+    lanes = promised["guarantee on Kafka"]
+    assert lanes.found.startswith(guarantee(delivery, SourceKind.POLLING).found)
+    for group, strategy in (("sums", Strategy.DEDUP), ("log", Strategy.OFFSETS_ONLY)):
+        expected = guarantee(delivery, SourceKind.POLLING, strategy)
+        one = promised[f"guarantee of group {group}"]
+        assert (one.found, one.do) == (f"strategy {strategy}, {expected.found}", expected.do)
+    repeats = delivery is Delivery.AT_LEAST_ONCE
+    assert promised["guarantee of group sums"].level is Level.OK
+    assert promised["guarantee of group log"].level is (Level.WARNING if repeats else Level.OK)
+    assert promised["guarantee of group old"].found.startswith("not known")
+
+
+def test_a_group_that_reads_what_others_write_is_promised_nothing_of_the_relay(outbox_postgres, outbox_kafka):
+    groups(outbox_postgres, sums="Dedup", foreign="Fingerprint")
+    with psycopg.connect(outbox_postgres.url) as connection:
+        for group, topic in (("sums", "order-events"), ("sums", "other"), ("foreign", "others")):
+            connection.execute("INSERT INTO consumer.offsets VALUES (%s, %s, 0, 'id', 0, 1)", (group, topic))
+    findings = found(settings(outbox_postgres, outbox_kafka))
+    assert "exactly-once" in findings["guarantee of group sums"][1]
+    assert findings["guarantee of group foreign"] == (
+        Level.OK,
+        "reads others, which no relay with these settings writes",
+    )
+
+
+def test_lanes_of_both_sources_have_a_line_each(outbox_postgres, outbox_kafka):
+    with psycopg.connect(outbox_postgres.url) as connection:
+        connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 2")
+    findings = found(settings(outbox_postgres, outbox_kafka))
+    for lanes, source in (("lanes 0, 1, 3", SourceKind.POLLING), ("lane 2", SourceKind.WAL)):
+        text = findings[f"guarantee on Kafka, {lanes}"][1]
+        assert text.startswith(guarantee(Delivery.AT_LEAST_ONCE, source).found)
+
+
+def test_what_weakens_the_guarantee_is_named_with_its_setting(outbox_postgres, outbox_kafka):
+    one = outbox_kafka.create_topic(outbox_kafka.name("one"), 1)
+    unclean = outbox_kafka.create_topic(outbox_kafka.name("unclean"), 1, {"unclean.leader.election.enable": "true"})
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        database = sql.Identifier(admin.info.dbname)
+        admin.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit = off").format(database))
+    given = settings(outbox_postgres, outbox_kafka, routes={"A": one, "B": unclean})
+    level, text = found(given)["guarantee on Kafka"]
+    assert level is Level.WARNING
+    for weak in (
+        "Postgres fsync (fsync = on)",
+        "Postgres synchronous_commit (synchronous_commit = on)",
+        "Kafka brokers (three brokers)",
+        f"topic {one} (replication factor 3)",
+        f"topic {unclean} (replication factor 3)",
+    ):
+        assert f"; weakened by {weak}" in text
+
+
+def test_the_sink_may_be_another_database(outbox_postgres, outbox_kafka):
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        other = sql.Identifier(f"{outbox_postgres.name}_sink")
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(other))
+        try:
+            url = outbox_postgres.url.replace(outbox_postgres.name, f"{outbox_postgres.name}_sink")
+            db.upgrade_consumer(url)
+            with psycopg.connect(url) as connection:
+                connection.execute("INSERT INTO consumer.groups (grp, owner, strategy) VALUES ('there', 'me', 'Dedup')")
+            given = settings(outbox_postgres, outbox_kafka)
+            assert "guarantee of group there" not in found(given)
+            assert "guarantee of group there" in {finding.about for finding in examine(given, url)}
+            away = {finding.about: finding.level for finding in examine(given, "postgresql://u@127.0.0.1:1/db")}
+            assert (away["Postgres of the sink"], away["tables"]) == (Level.FAILURE, Level.OK)
+        finally:
+            admin.execute(sql.SQL("DROP DATABASE {}").format(other))
+
+
+def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, outbox_kafka):
+    slot = outbox_kafka.name("slot").lower().replace("-", "_")
+    wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
+    cost, failover = f"slot {slot}, cost", f"slot {slot}, failover"
+    assert {cost, failover}.isdisjoint(found(wal))
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        Cdc(connection, SlotNames("outbox", slot, "outbox_relay")).setup()
+        findings = found(wal)
+        assert findings[cost][0] is Level.OK
+        assert "of WAL are kept for it, of 1.0 GiB (wal.retained_limit_bytes); " in findings[cost][1]
+        # A relay that polls does not need the slot, which costs as much.
+        polling = found(settings(outbox_postgres, outbox_kafka, wal={"slot": slot}))
+        assert (cost in polling, failover in polling) == (True, False)
+        if connection.info.server_version < 170000:
+            assert failover not in findings
+            return
+        assert findings[failover][0] is Level.OK
+        standby = f"{slot}_standby"
+        connection.execute("SELECT pg_create_physical_replication_slot(%s)", (standby,))
+        try:
+            level, text = found(wal)[failover]
+            assert (level, "the standby can lack what is published" in text) == (Level.WARNING, True)
+            assert f"; weakened by {failover} (synchronized_standby_slots)" in found(wal)["guarantee on Kafka"][1]
+        finally:
+            connection.execute("SELECT pg_drop_replication_slot(%s)", (standby,))
+        connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
+        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
+        level, text = found(wal)[failover]
+        assert (level, "made without failover" in text) == (Level.WARNING, True)
+        connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))

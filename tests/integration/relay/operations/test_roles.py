@@ -1,0 +1,165 @@
+"""`outbox db roles`: each kind of role gets what it needs, and a writer can't pose as the relay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from outbox._app import migrate as db
+from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
+from relay.cli.app import app
+from relay.operations.roles import Kind, grants
+
+DOCS = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
+NAMES = [(kind, f"outbox_{kind}") for kind in Kind]
+
+
+def plain(statements: Any) -> set[str]:
+    """Statements without quotation marks and line breaks, to compare."""
+    return {" ".join(statement.replace('"', "").split()) for statement in statements}
+
+
+def block(title: str) -> set[str]:
+    text = DOCS.split(f"```sql\n-- {title}\n")[1].split("```")[0]
+    return plain(statement for statement in text.split(";") if statement.strip())
+
+
+def printed(*kinds: Kind, wal: bool = False) -> set[str]:
+    chosen = [(kind, f"outbox_{kind}") for kind in kinds]
+    return plain(grants(chosen, "outbox", "consumer", wal=wal))
+
+
+def test_the_docs_list_what_the_command_prints():
+    assert block("grants") == printed(Kind.WRITER, Kind.RELAY)
+    assert block("grants of a relay with source=wal") == printed(Kind.RELAY, wal=True) - printed(Kind.RELAY)
+    assert block("grants of the operator") == printed(Kind.OPERATOR)
+
+
+@pytest.fixture
+def roles(outbox_postgres) -> Iterator[Callable[[str], str]]:
+    """Makes roles that may log in, and gives their names."""
+    made: list[str] = []
+    with outbox_postgres.connect(autocommit=True) as admin:
+
+        def make(kind: str) -> str:
+            made.append(f"{kind}_{outbox_postgres.name}")
+            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
+            return made[-1]
+
+        yield make
+        for name in made:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+def run(database: Any, *arguments: str, status: int = 0, **environment: str) -> str:
+    environment = {"OUTBOX_DATABASE_URL": database.url} | environment
+    done = CliRunner().invoke(app, ["db", "roles", *arguments], env=environment)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_postgres, roles):
+    text = run(outbox_postgres)
+    for kind in ("writer", "relay", "operator", "page"):
+        assert f'GRANT USAGE ON SCHEMA "outbox" TO "outbox_{kind}";' in text
+    assert "outbox_consumer" not in text
+    assert "REPLICATION" not in text
+    assert "ALTER ROLE" in run(outbox_postgres, OUTBOX_SOURCE="wal")
+    writer = roles("writer")
+    run(outbox_postgres, f"writer={writer}")
+    with psycopg.connect(outbox_postgres.url, user=writer) as connection:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            Outbox().add(connection, Event("Order", "1", "T"))
+    assert run(outbox_postgres, f"writer={writer}", "--apply").endswith("-- granted\n")
+    with psycopg.connect(outbox_postgres.url, user=writer) as connection:
+        Outbox().add(connection, Event("Order", "1", "T"))
+
+
+@pytest.mark.parametrize("header", [DEAD_LETTER, ATTEMPTS, REPLAY, "outbox-later"])
+def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
+    writer = roles("writer")
+    with outbox_postgres.connect(autocommit=True) as admin:
+        # On the whole table, as somebody may have granted it by hand.
+        admin.execute(
+            sql.SQL("GRANT USAGE ON SCHEMA outbox TO {0}; GRANT INSERT ON outbox.events TO {0}").format(
+                sql.Identifier(writer)
+            )
+        )
+    run(outbox_postgres, f"writer={writer}", "--apply")
+    insert = (
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers{}) VALUES ('A', '1', 'T', {}{})"
+    )
+    headers = f"jsonb_build_object('tenant', 'acme', '{header}', 'x')"
+    with psycopg.connect(outbox_postgres.url, user=writer, autocommit=True) as connection:
+        with pytest.raises(psycopg.errors.CheckViolation, match="events_relay_headers"):
+            connection.execute(insert.format("", headers, ""))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute(insert.format(", from_relay", headers, ", true"))
+        connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
+
+
+def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
+    page, consumer = roles("page"), roles("consumer")
+    db.upgrade_consumer(outbox_postgres.url)
+    run(outbox_postgres, f"page={page}", f"consumer={consumer}", "--apply")
+    with psycopg.connect(outbox_postgres.url, user=page, autocommit=True) as connection:
+        for table in (
+            "events",
+            "lanes",
+            "relays",
+            "failures",
+            "dead_letters",
+            "published",
+            "streams",
+            "audit",
+            "pauses",
+            "scheduled",
+        ):
+            connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier("outbox", table)))
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("outbox", table)))
+    with psycopg.connect(outbox_postgres.url, user=consumer, autocommit=True) as connection:
+        for table in ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations"):
+            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("consumer", table)))
+        connection.execute("SELECT * FROM consumer.audit")
+        for refused in ("DELETE FROM consumer.audit", "SELECT * FROM outbox.events"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(refused)
+
+
+def test_names_that_want_care(outbox_postgres, roles):
+    name = "we\"ird %s %% $x$ ; --'"
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        try:
+            run(outbox_postgres, f"writer={name}", f"relay={name}", "--apply")
+            assert admin.execute("SELECT has_table_privilege(%s, 'outbox.events', 'DELETE')", (name,)).fetchone() == (
+                True,
+            )
+        finally:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown", "status"),
+    [
+        ("writer", "'writer' must be KIND=ROLE, with a kind of writer, relay, operator, page, consumer", 2),
+        ("reader=x", "'reader=x' must be KIND=ROLE", 2),
+        ("writer=", "'' can't be the name of a role", 2),
+        (f"writer={'x' * 64}", "can't be the name of a role", 2),
+        ("writer=$outbox$", "can't be the name of a role", 2),
+        ("writer=nobody_at_all", 'role "nobody_at_all" does not exist; make the role first', 1),
+    ],
+)
+def test_what_can_not_be_granted_is_one_line(outbox_postgres, argument, shown, status):
+    line = run(outbox_postgres, argument, "--apply", status=status)
+    assert shown in line
+    assert re.fullmatch(r"outbox: [^\n]*\n", line)

@@ -1,0 +1,299 @@
+"""Plans of the polling source's hot queries, with statistics, without them and with wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from plans import PLANS, blocks, by_index_only, explain, forget_rows, nodes
+from polling_support import table
+
+from relay.core.marker import Marker
+from relay.core.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused
+from relay.database import Connector
+from relay.kafka.routing import Router
+from relay.polling import session
+from relay.polling.queries import Queries
+from relay.polling.source import PollingSource
+from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.settlement import Settlement, UnsettledBatch
+
+ROWS = 200_000
+DEAD = 5 * ROWS
+"""Ids up to here are those of dead rows. What a test looks up for itself is above them, and found at once."""
+
+
+@pytest.fixture(scope="module")
+def crowded(outbox_postgres_server, _outbox_template):
+    """200,000 live rows, and as many dead ones as 20 lanes of them would have, under an old snapshot."""
+    from outbox.testing.fixtures import Database, token
+
+    name = f"crowded_{token()}"
+    insert = (
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
+        "SELECT 'Order', 'order-' || g %% 5000, 'T', '{\"a\": 1}' FROM generate_series(1, %s) g"
+    )
+    with Database(outbox_postgres_server.create_database(name, template=_outbox_template), name) as database:
+        with database.connect(autocommit=True) as admin, database.connect() as old:
+            admin.execute("ALTER TABLE outbox.events SET (autovacuum_enabled = off)")
+            old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            old.execute("SELECT 1 FROM outbox.lanes").fetchall()
+            # 20 lanes' worth: a lane holds a quarter of the rows.
+            for _ in range(DEAD // ROWS):
+                admin.execute(insert, (ROWS,))
+                admin.execute("DELETE FROM outbox.events")
+            admin.execute(insert, (ROWS,))
+            assert admin.execute("SELECT min(id), max(id) FROM outbox.events").fetchone() == (DEAD + 1, DEAD + ROWS)
+            yield database, admin
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.fixture(scope="module", params=["no statistics", "analyzed when it was empty", "analyzed"])
+def statistics(crowded, request):
+    """What the planner knows. Between two bursts, or under an old snapshot, the table has pages and no rows."""
+    _, admin = crowded
+    if request.param == "analyzed":
+        admin.execute("ANALYZE outbox.events")
+    elif request.param == "analyzed when it was empty":
+        forget_rows(admin, "outbox.events")
+    return crowded
+
+
+def before_the_first(admin: Any) -> int:
+    return admin.execute("SELECT min(id) - 1 FROM outbox.events WHERE id > %s", (DEAD,)).fetchone()[0]
+
+
+def read_values(admin: Any, each: int, **more: Any) -> dict[str, Any]:
+    above = before_the_first(admin)
+    every = "{" + ",".join([str(above)] * 4) + "}"
+    return {
+        "lanes": "{0,1,2,3}",
+        "above": every,
+        "after": every,
+        "limits": "{" + ",".join([str(each)] * 4) + "}",
+        "pending": "{}",
+        "max_bytes": 4 << 20,
+        "turn_bytes": 16 << 20,
+        "left_types": ["Cart"],
+        "left_copies": [False],
+        "copy": "c",
+    } | more
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("name", ["read", "read_some"])
+def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
+    _, admin = statistics
+    plan = explain(admin, getattr(Queries("outbox"), name), read_values(admin, 500), plans=plans, to_the_index=True)
+    assert plan["Actual Rows"] == 2000
+    by_index_only(plan)
+    # From the mark, the dead rows cost nothing: index pages and heap pages of 2,000 rows, read twice.
+    assert blocks(plan) < 12_000, plan
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("name", ["read_skip_blocked", "read_some_skip_blocked"])
+def test_reading_around_failures_follows_the_index_and_stops(statistics, name, plans):
+    _, admin = statistics
+    above = before_the_first(admin)
+    values = read_values(admin, 0, lane=1, above=above, after=above, limit=2000)
+    plan = explain(admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+    assert plan["Actual Rows"] == 2000
+    by_index_only(plan)
+
+
+@pytest.mark.parametrize("plans", PLANS)
+def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics, plans):
+    _, admin = statistics
+    values = read_values(admin, 0, lane=1, window=5000, most=500, upto=1 << 40)
+    values["above"] = before_the_first(admin)
+    plan = explain(admin, Queries("outbox").sweep, values, plans=plans, to_the_index=True)
+    scans = [node for node in nodes(plan) if node.get("Relation Name") == "events"]
+    assert [(scan["Node Type"], scan["Actual Rows"]) for scan in scans] == [("Index Scan", 5000)], scans
+    # Index pages, and heap pages of 5,000 rows of one of four lanes.
+    assert sum(blocks(scan) for scan in scans) < 6000
+
+
+@pytest.mark.parametrize("plans", PLANS)
+def test_late_events_are_read_by_their_ids(statistics, plans):
+    _, admin = statistics
+    query = "SELECT id FROM outbox.events WHERE lane = 1 AND id > %s ORDER BY id OFFSET 20000 LIMIT 500"
+    late = "{" + ",".join(str(id_) for (id_,) in admin.execute(query, (DEAD,))) + "}"
+    values = read_values(admin, 0, lane=1, late=late, limit=2000)
+    plan = explain(admin, Queries("outbox").read_late, values, plans=plans, to_the_index=True)
+    assert plan["Actual Rows"] == 500
+    by_index_only(plan)
+    assert blocks(plan) < 6000, plan
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("name", ["read_skip_blocked", "read_due", "read_some_skip_blocked", "read_some_due"])
+def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, request):
+    """Among thousands of failed events, for each event that is read."""
+    _, admin = statistics
+    admin.execute(
+        "INSERT INTO outbox.failures SELECT 1, %s - g, gen_random_uuid(), 'Order', "
+        "'gone-' || g, true, 1, '', now(), now(), now() - interval '1 hour' FROM generate_series(0, 4999) g",
+        (before_the_first(admin),),
+    )
+    # One that is due and stands behind all of these.
+    admin.execute(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 1, '', now(), "
+        "now(), now() FROM outbox.events WHERE lane = 1 AND id > %s ORDER BY id LIMIT 1",
+        (DEAD,),
+    )
+    if "analyzed" in request.node.callspec.id:
+        admin.execute("ANALYZE outbox.failures")
+    values = read_values(admin, 0, lane=1, above=0, after=0, limit=1000, due=500)
+    try:
+        plan = explain(admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+    finally:
+        admin.execute("TRUNCATE outbox.failures")
+    assert plan["Actual Rows"] == (1 if "due" in name else 1000)
+    assert not [node for node in nodes(plan) if node.get("Relation Name") == "events" and "Seq" in node["Node Type"]]
+    # Nor is each failure compared with each event, which took 15 s; an event is with the types that are left out.
+    assert sum(node.get("Rows Removed by Join Filter", 0) for node in nodes(plan)) < 5000, plan
+    by_key = [node for node in nodes(plan) if node.get("Index Name") == "failures_key_hash"]
+    assert by_key, plan
+    for node in by_key:
+        # A few for each event, and not the 5,000.
+        assert node["Actual Rows"] + node.get("Rows Removed by Filter", 0) <= 1, plan
+
+
+def published_claims(admin: Any, each: int) -> dict[int, list[Claim]]:
+    query = "SELECT id, event_id::text FROM outbox.events WHERE lane = %s AND id > %s ORDER BY id LIMIT %s"
+    return {
+        lane: [
+            Claim(id_, event_id, "Order", "k", "T", "", None, None, lane=lane)
+            for id_, event_id in admin.execute(query, (lane, DEAD, each)).fetchall()
+        ]
+        for lane in range(4)
+    }
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize("each", [1, 500])
+def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, each, archive, plans):
+    database, admin = statistics
+    settlement = Settlement(admin, "outbox", archive=archive)
+    admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    for lease in table(database, "planner").acquire(4):
+        settlement.hold(lease)
+    claims = published_claims(admin, each)
+    for lane, rows in claims.items():
+        settlement.lanes[lane].pending = UnsettledBatch.of(Receipt([(claim, PUBLISHED) for claim in rows]))
+    plan = explain(admin, settlement.statements.settle, settlement.values(range(4)), plans=plans, to_the_index=True)
+    scans = [node for node in nodes(plan) if node["Node Type"].endswith("Scan") and "Actual Rows" in node]
+    assert "Seq Scan" not in {scan["Node Type"] for scan in scans if scan.get("Relation Name") == "events"}, scans
+    by_key = [scan for scan in scans if scan.get("Index Name") == "events_pkey"]
+    assert [round(scan["Actual Rows"] * scan["Actual Loops"]) for scan in by_key] == [sum(map(len, claims.values()))]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, archive, monkeypatch):
+    """Where no setting outlives its transaction: reading, settling, what is refused, and taking a lane over."""
+    monkeypatch.setattr(session, "begin_session", lambda _: False)
+    database, admin = statistics
+    admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    failures = Failures("outbox", FailurePolicy(1000, 600.0, 600.0), Router())
+    source = PollingSource(Connector(database.url, "test"), "outbox", failures, archive=archive)
+    leases = table(database, "pooled").acquire(4)
+    for lease in leases:
+        source.hold(lease)
+
+    def rows_read() -> int:
+        source.connection.execute("SELECT pg_stat_force_next_flush()")
+        query = "SELECT seq_tup_read FROM pg_stat_user_tables WHERE relid = 'outbox.events'::regclass"
+        return admin.execute(query).fetchone()[0]
+
+    before = rows_read()
+    limits = dict.fromkeys(range(4), 500)
+    for _ in range(3):
+        batches = source.fetch(limits).batches
+        assert [len(batch) for batch in batches.values()] == [500] * 4
+        receipts = {lane: [(claim, PUBLISHED) for claim in batch] for lane, batch in batches.items()}
+        receipts[0][-1] = receipts[0][-1][0], Refused("bad")
+        assert source.settle({lane: Receipt(results) for lane, results in receipts.items()}) == {}
+    assert source.flush(range(4)) == {}
+    claims = source.fetch(limits).batches[1]
+    for batch, rows in ((1, ()), (2, claims)):
+        ids = tuple(claim.position for claim in rows), tuple(claim.event_id for claim in rows)
+        identity, _ = source.store.identity(leases)
+        (lease,) = [lease for lease in leases if lease.lane == 1]
+        assert identity is not None
+        source.store.adopt(
+            lease, Marker(batch, lease.epoch, identity.system_identifier, identity.timeline, *ids), "own"
+        )
+    assert rows_read() == before
+    source.close()
+    admin.execute("UPDATE outbox.lanes SET last_batch = NULL, transactional_id = NULL WHERE lane = 1")
+    admin.execute("TRUNCATE outbox.failures")
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("archive", [False, True])
+def test_settling_by_a_marker_finds_its_rows_by_the_primary_key(statistics, archive, plans):
+    _, admin = statistics
+    rows = published_claims(admin, 2000)[1]
+    values = {"lane": 1, "ids": [row.position for row in rows], "event_ids": [row.event_id for row in rows]}
+    plan = explain(admin, Queries("outbox", archive=archive).settle_marker, values, plans=plans, to_the_index=True)
+    scans = [node for node in nodes(plan) if node.get("Relation Name") == "events" and "Scan" in node["Node Type"]]
+    assert "Seq Scan" not in {scan["Node Type"] for scan in scans}, scans
+    by_key = [node for node in nodes(plan) if node.get("Index Name") == "events_pkey"]
+    assert [round(node["Actual Rows"] * node["Actual Loops"]) for node in by_key] == [2000], plan
+
+
+def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
+    """Exactly-once writes each lane's row in each turn, and a session that holds the xmin keeps all versions of it."""
+    admin = outbox_postgres.connect(autocommit=True)
+    control = table(outbox_postgres, "me", 600.0)
+    leases = control.acquire(4)
+    settlement = Settlement(outbox_postgres.connect(autocommit=True), "outbox")
+    for lease in leases:
+        settlement.hold(lease)
+
+    def turns(first: int, count: int) -> None:
+        for batch in range(first, first + count):
+            for lane in settlement.lanes.values():
+                lane.pending = UnsettledBatch(batch=batch)
+            assert settlement.settle(range(4)) == {}
+
+    def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
+        plan = explain(admin, query, values or settlement.values(range(4)), to_the_index=True)
+        scans = [node for node in nodes(plan) if node.get("Relation Name") == "lanes" and "Scan" in node["Node Type"]]
+        assert not [scan for scan in scans if scan["Node Type"] == "Seq Scan"], scans
+        return sum(blocks(scan) for scan in scans)
+
+    turns(1, 1)
+    with outbox_postgres.connect() as old:
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT 1 FROM outbox.lanes").fetchall()
+        turns(2, 2000)
+        # The pages of all versions, and of one.
+        assert lanes_blocks(settlement.statements.settle) > 60
+        assert lanes_blocks(settlement.statements.settle_by_version) <= 16
+        assert lanes_blocks(*settlement.still_held(range(4))) <= 4
+        # Whatever others write meanwhile: it is found again, and no lease or number is lost.
+        admin.execute("UPDATE outbox.lanes SET streaming = NOT streaming")
+        with outbox_postgres.connect() as look:
+            found = look.execute(*settlement.still_held(range(4))).fetchall()
+        assert found == []
+        assert settlement.lost_of(range(4), found) == {}
+        turns(2002, 1)
+        for lane in settlement.lanes.values():
+            lane.lease._until = 0.0
+        assert list(control.renew(leases[:2]).lost) == []
+        turns(2003, 2)
+    assert admin.execute("SELECT DISTINCT last_batch FROM outbox.lanes").fetchall() == [(2004,)]
+    assert all(lease.remaining_seconds > 500 for lease in leases)
+    admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 3")
+    for lane in settlement.lanes.values():
+        lane.pending = UnsettledBatch(batch=2005)
+    assert {lane: type(error) for lane, error in settlement.settle(range(4)).items()} == {3: LaneLost}
+    assert admin.execute("SELECT lane, last_batch FROM outbox.lanes ORDER BY lane").fetchall() == [
+        (0, 2005),
+        (1, 2005),
+        (2, 2005),
+        (3, 2004),
+    ]

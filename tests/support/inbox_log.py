@@ -1,0 +1,38 @@
+"""What the tests of the inbox's consumer share: a log to read, and the consumer's upkeep ten times a second."""
+
+from __future__ import annotations
+
+import pytest
+from confluent_kafka import Consumer as KafkaConsumer
+from confluent_kafka import TopicPartition
+from inbox_support import Log
+
+from outbox.inbox import _member
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
+
+
+@pytest.fixture
+def log(outbox_postgres, outbox_kafka) -> Log:
+    return Log(outbox_postgres, outbox_kafka)
+
+
+def keys(count: int, different: int = 10) -> list[str]:
+    return [f"k{number % different}" for number in range(count)]
+
+
+def end(log: Log, partition: int = 0) -> int:
+    """Where a read_committed reader ends."""
+    reader = KafkaConsumer({"bootstrap.servers": log.servers, "group.id": "look", "isolation.level": "read_committed"})
+    try:
+        return reader.get_watermark_offsets(TopicPartition(log.topic, partition), 30)[1]
+    finally:
+        reader.close()
+
+
+def settings(log: Log) -> dict[str, str]:
+    """What the commands take."""
+    return {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}

@@ -1,0 +1,52 @@
+"""What the tests of the operations page share: pages to be served, dead letters with a secret, the audit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from page_support import PageRun
+
+from outbox import Event, Outbox
+
+SECRET = "s3cret-in-a-payload"
+
+
+@pytest.fixture
+def environment(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+    return outbox_postgres.url
+
+
+@pytest.fixture
+def serve(environment) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**web: Any) -> PageRun:
+            run = PageRun(**web)
+            stack.callback(run.close)
+            return run
+
+        yield start
+
+
+def audit(url: str) -> list[Any]:
+    with psycopg.connect(url) as connection:
+        return connection.execute("SELECT what, who, details FROM outbox.audit ORDER BY id").fetchall()
+
+
+def failure(url: str) -> str:
+    """Write an event and make it a dead letter, as a relay would. Returns its id."""
+    with psycopg.connect(url) as connection:
+        event_id = str(Outbox().add(connection, Event("Order", "o1", "T", {"card": SECRET}, headers={"h": SECRET})))
+        connection.execute(
+            "WITH gone AS (DELETE FROM outbox.events RETURNING *) INSERT INTO outbox.dead_letters (lane, id, event_id, "
+            "aggregate_type, aggregate_id, event_type, payload, headers, created_at, attempts, last_error, "
+            "first_failed_at) SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, headers, "
+            "created_at, 3, 'refused', now() FROM gone"
+        )
+    return event_id

@@ -1,0 +1,140 @@
+"""Two topics and what goes from the one to the other. Fixtures in here are for import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
+from confluent_kafka.cimpl import TopicPartition
+from support import wait_until
+
+from outbox.transform import (
+    Record,
+    Transformer,
+)
+
+SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
+KEYS = 200
+
+# The coordinator's answers while it moves or starts.
+MOVING = {
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+}
+
+
+class Place:
+    """Two topics and a group."""
+
+    def __init__(self, kafka: Any, partitions: int = 4) -> None:
+        self.kafka = kafka
+        self.partitions = partitions
+        self.source = kafka.create_topic(kafka.name("in"), partitions)
+        self.target = kafka.create_topic(kafka.name("out"), partitions)
+        self.group = kafka.name("group")
+        self.options = {"bootstrap.servers": kafka.bootstrap_servers, "topic.metadata.propagation.max.ms": 2_000}
+        self.where: dict[int, tuple[int | None, int | None]] = {}
+        """Partition and offset of each number."""
+
+    def feed(self, numbers: range, *, bad: int | None = None, partition: int | None = None) -> None:
+        producer = Producer({**self.options, "enable.idempotence": True})
+        more = {} if partition is None else {"partition": partition}
+
+        def sent(number: int) -> Callable[[Any, Message], None]:
+            return lambda _error, message: self.where.update({number: (message.partition(), message.offset())})
+
+        for number in numbers:
+            value = b"{" if number == bad else json.dumps({"n": number}).encode()
+            producer.produce(self.source, value, f"k{number % KEYS}".encode(), on_delivery=sent(number), **more)
+            producer.poll(0)
+        assert producer.flush(60) == 0
+
+    def member(self, transform: Callable[[Message], Any], **options: Any) -> Transformer:
+        return Transformer(transform, topics=[self.source], group=self.group, kafka=self.options, **options)
+
+    @contextmanager
+    def process(self, batch: int = 100) -> Iterator[subprocess.Popen[bytes]]:
+        arguments = [self.kafka.bootstrap_servers, self.source, self.target, self.group, str(batch)]
+        process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments])
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def position(self) -> int:
+        """How many messages the group has committed; what is undecided does not count."""
+        asked = [TopicPartition(self.source, number) for number in range(self.partitions)]
+        reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
+
+        def known() -> list[TopicPartition]:
+            try:
+                return reader.committed(asked, 10)
+            except KafkaException as error:
+                if error.args[0].code() not in MOVING:
+                    raise
+                return []
+
+        with closing(reader):
+            return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
+
+    def come(self, count: int) -> dict[str, list[int]]:
+        """The numbers of each key that a read_committed reader sees."""
+        found: dict[str, list[int]] = {}
+        for message in self.kafka.consume(self.target, count, timeout=60):
+            found.setdefault(message.key().decode(), []).append(json.loads(message.value())["n"])
+        return found
+
+
+def doubled(count: int) -> dict[str, list[int]]:
+    return {
+        f"k{key}": [2 * number + part for number in range(key, count, KEYS) for part in (0, 1)] for key in range(KEYS)
+    }
+
+
+@pytest.fixture
+def place(outbox_kafka):
+    return Place(outbox_kafka)
+
+
+@contextmanager
+def running(member: Transformer) -> Iterator[threading.Event]:
+    """Run a member in a thread; its error is the test's."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            member.run(stop)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop.set()
+        thread.join(120)
+        assert not thread.is_alive()
+        if errors:
+            raise errors[0]
+
+
+def copied(place: Place) -> Callable[[Message], Iterator[Record]]:
+    def copy(message: Message) -> Iterator[Record]:
+        json.loads(message.value() or b"")
+        yield Record(place.target, message.key(), message.value())
+
+    return copy

@@ -1,0 +1,206 @@
+"""What the benchmark counts and reports, without servers: a wrong count there would be a wrong claim."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3]))
+
+from benchmarks.consuming import partitions, stage, ways
+from benchmarks.harness import page, report
+from benchmarks.harness.load import pad
+from benchmarks.harness.measure import _STATEMENT, percentile, slope
+from benchmarks.harness.results import Results, Run, at_least, at_most
+from benchmarks.harness.scenarios import ALL
+from benchmarks.harness.scenarios.base import FULL, QUICK, Sizes
+from benchmarks.harness.scenarios.drains import DrainUsual
+from benchmarks.harness.servers import BenchError
+from benchmarks.harness.topic import Appended, Tally
+
+
+def tally(*numbers: int, first: int = 0, count: int = 4) -> Tally:
+    counted = Tally(first, count)
+    for number in numbers:
+        counted.add(f"order-{number % 2}".encode(), b'{"n": %d, "pad": "1"}' % number)
+    return counted
+
+
+def test_all_are_there():
+    counted = tally(1, 0, 3, 2)
+    counted.check()
+    assert (counted.found, counted.lost, counted.repeated, counted.reordered) == (4, 0, 0, 0)
+
+
+def test_one_is_missing():
+    counted = tally(0, 1, 3)
+    assert counted.lost == 1
+    with pytest.raises(BenchError, match="1 of 4 events are missing"):
+        counted.check()
+
+
+def test_one_is_repeated():
+    counted = tally(0, 1, 0, 2, 3)
+    counted.check()
+    assert counted.repeated == 1
+
+
+def test_one_is_out_of_order():
+    counted = tally(2, 1, 0, 3)
+    assert (counted.lost, counted.reordered) == (0, 1)
+    with pytest.raises(BenchError, match="1 are out of order"):
+        counted.check()
+
+
+def test_the_warm_up_is_passed_over():
+    counted = tally(7, 10, 11, 12, 13, first=10)
+    counted.check()
+    assert counted.repeated == 0
+
+
+@pytest.mark.parametrize("value", [None, b"", b"marker"])
+def test_a_message_of_somebody_else(value):
+    with pytest.raises(BenchError, match="no writer here wrote"):
+        Tally(0, 1).add(b"order-0", value)
+
+
+def test_the_rate_leaves_out_what_came_with_the_first_batch():
+    counted = tally(*range(4))
+    assert Appended(counted, 1_000, 3_000, with_first=2).rate == 1.0
+    with pytest.raises(BenchError, match="same millisecond"):
+        _ = Appended(counted, 1_000, 1_000, with_first=4).rate
+
+
+def test_figures():
+    assert [percentile(range(100), part) for part in (0, 0.5, 0.99, 1)] == [0, 50, 99, 99]
+    assert slope([0, 1, 2, 3], [5, 7, 9, 11]) == 2
+
+
+def test_payloads_have_their_size():
+    for size in (128, 740, 200_000):
+        assert abs(len(json.dumps({"n": 123_456, "pad": pad(size)})) - size) <= 1
+
+
+@pytest.mark.parametrize(
+    ("line", "database", "verb"),
+    [
+        (b"2026-11-22 04:00:00.000 UTC [7] db=bench_1 LOG:  statement: BEGIN", b"bench_1", b"BEGIN"),
+        (b"2026-11-22 04:00:00.000 UTC [7] db=bench_1 LOG:  execute <unnamed>: SELECT 1", b"bench_1", b"SELECT"),
+        (b"2026-11-22 04:00:00.000 UTC [7] db=bench_1 LOG:  execute _pg3_0: WITH x AS (", b"bench_1", b"WITH"),
+    ],
+)
+def test_statements_in_the_log(line, database, verb):
+    match = _STATEMENT.search(line)
+    assert match is not None
+    assert match.groups() == (database, verb)
+
+
+def test_other_lines_of_the_log_are_no_statements():
+    detail = b"2026-11-22 04:00:00.000 UTC [7] db=bench_1 DETAIL:  Parameters: $1 = 'execute x: SELECT'"
+    assert _STATEMENT.search(detail) is None
+
+
+def run(way: str, number: int, rate: float, error: str | None = None) -> Run:
+    return Run("drain", way, number, {} if error else {"rate": rate}, error=error)
+
+
+def test_ratios_are_within_a_round():
+    results = Results([run("ours", 1, 10), run("Debezium a", 1, 5), run("ours", 2, 30), run("Debezium a", 2, 10)])
+    assert results.ratio("ours", "Debezium a", "rate") == [2, 3]
+    assert results.ratio("ours", results.best("Debezium", "rate"), "rate") == [2, 3]
+
+
+def test_the_best_is_chosen_in_each_round():
+    runs = [run("Debezium a", 1, 5), run("Debezium b", 1, 6), run("Debezium a", 2, 9), run("Debezium b", 2, 0, "lost")]
+    results = Results(runs)
+    assert results.best("Debezium", "rate") == {1: "Debezium b", 2: "Debezium a"}
+    assert results.best("Debezium", "rate", least=True) == {1: "Debezium a", 2: "Debezium a"}
+
+
+def test_a_failed_round_has_no_ratio():
+    results = Results([run("ours", 1, 10), run("bare", 1, 0, "lost"), run("ours", 2, 10), run("bare", 2, 20)])
+    assert results.ratio("ours", "bare", "rate") == [0.5]
+
+
+def test_targets_go_by_the_median():
+    assert at_least("", [1, 5, 6], 5).reached is True
+    assert at_least("", [1, 4, 6], 5).reached is False
+    assert at_most("", [1, 4, 9], 4).reached is True
+    assert at_most("", [1, 4.1, 9], 4).reached is False
+    assert at_most("", [], 4).reached is None
+    assert at_least("", [1, 4, 6], 5).found == "4.00 (1.00–6.00)"
+
+
+@pytest.mark.parametrize("sizes", [QUICK, Sizes(), FULL], ids=lambda sizes: sizes.name)
+def test_names_are_unique(sizes):
+    assert len({kind.name for kind in ALL}) == len(ALL)
+    for kind in ALL:
+        names = [way.name for way in kind(sizes).ways]
+        assert len(set(names)) == len(names)
+
+
+def test_the_report():
+    scenario = DrainUsual(Sizes())
+    runs = [run(way.name, number, 1000 * number) for number in (1, 2) for way in scenario.ways]
+    runs.append(run(scenario.ways[0].name, 3, 0, "3 of 4 events are missing <b>"))
+    runs[0].series["latency"] = [float(part + 1) for part in range(201)]
+    chapter = report.Chapter(scenario, Results(runs))
+    found = json.loads(report.as_json([chapter], {"commit": "abc"}))["scenarios"][0]
+    assert found["summary"]["ours, polling, at-least-once"]["rate"] == {"median": 1500, "least": 1000, "greatest": 2000}
+    assert [target["reached"] for target in found["targets"] if "best Debezium" in target["what"]] == [False] * 4
+    text = page.render([chapter], {"commit": "<abc>"})
+    body = text[text.index("<body>") : text.index("</html>")]
+    ElementTree.fromstring(body)
+    assert "<b>" not in text
+    assert "://" not in text
+
+
+@pytest.mark.parametrize("events", [1, 4_999, 5_000, 12_345, 30_000])
+def test_what_stands_in_a_consumers_table_is_worked_out(events):
+    numbers = [stage.flat(number)[1] for number in range(events)]
+    latest = {event["order_id"]: event["seq"] for event in numbers}
+    assert stage.ORDERS.expected(events) == (len(latest), sum(latest.values()))
+    assert stage.TOTALS.expected(events) == (events, sum(event["amount_cents"] for event in numbers))
+    lines = [stage.nested(number)[1]["lines"] for number in range(events)]
+    assert stage.DOCUMENTS.expected(events) == (events, sum(map(len, lines)))
+
+
+def test_flat_and_nested_events_are_of_one_size():
+    sizes = [len(json.dumps(event(123_456)[1])) for event in (stage.flat, stage.nested)]
+    assert all(700 < size < 800 for size in sizes), sizes
+
+
+def test_ways_are_chosen_by_name_or_by_what_names_hold():
+    assert [way.name for way in ways.chosen(["append"])] == ["append"]
+    assert [way.name for way in ways.chosen(["nested"])] == ["nested"]
+    assert [way.name for way in ways.chosen(["bezium", "loop"])] == [
+        "loop",
+        "debezium",
+        "debezium, tuned",
+        "debezium, upsert",
+    ]
+    assert ways.chosen([]) == list(ways.ALL)
+    assert ways.chosen(["no such"]) == []
+    assert len({way.name for way in ways.ALL}) == len(ways.ALL)
+
+
+def sampled(*applied: int) -> partitions.Sampled:
+    memory = [{"JVM": 100.0 + number} for number in range(len(applied))]
+    sessions = [{"outbox driver g": 1, "outbox consumer g": number % 3} for number in range(len(applied))]
+    return partitions.Sampled([float(n) for n in range(len(applied))], memory, sessions, list(applied))
+
+
+def test_memory_by_quarter_leaves_out_the_start_and_the_end():
+    found = partitions.quarters(sampled(0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9))
+    assert found == {"JVM": [(102, 102.5, 103), (104, 104.5, 105), (106, 106.5, 107), (108, 108.5, 109)]}
+    assert partitions.grown(found["JVM"]) == 108.5 / 104.5 - 1
+    with pytest.raises(stage.BenchFailed, match="only 2 samples"):
+        partitions.quarters(sampled(0, 1, 2, 3))
+
+
+def test_the_most_sessions_are_those_of_one_moment():
+    assert partitions.most_sessions(sampled(0, 1, 2)) == {"all": 3, "outbox driver g": 1, "outbox consumer g": 2}

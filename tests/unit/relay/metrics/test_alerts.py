@@ -1,0 +1,66 @@
+"""Alert rules and the dashboard name metrics that exist, and each alert leads to a section of the runbooks."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+MONITORING = ROOT / "docs" / "operations" / "monitoring"
+sys.path.insert(0, str(ROOT / "docs" / "reference"))
+
+import generate  # noqa: E402
+
+ALERTS = (MONITORING / "alerts.yaml").read_text()
+RULES = re.findall(r"^      - alert: (\w+)\n(.*?)(?=^      - alert|\Z|^  - name)", ALERTS, re.MULTILINE | re.DOTALL)
+
+
+def series() -> set[str]:
+    """Return every name that a query may have: of a histogram also its parts."""
+    names = generate.metric_names()
+    parts = {
+        f"{name}{end}" for name, kind in names.items() if kind == "histogram" for end in ("_bucket", "_sum", "_count")
+    }
+    return {name for name, kind in names.items() if kind != "histogram"} | parts
+
+
+def unknown(text: str) -> set[str]:
+    return set(re.findall(r"\boutbox_\w+", text)) - series()
+
+
+def test_rules_name_metrics_that_exist():
+    assert len(RULES) == ALERTS.count("- alert:") > 15
+    for name, rule in RULES:
+        (expression,) = re.findall(r"^        expr: (.*?)^        (?:for|labels):", rule, re.MULTILINE | re.DOTALL)
+        assert "outbox_" in expression, name
+        assert not unknown(expression), name
+    assert unknown("sum(outbox_backlog) + outbox_relay_turn_seconds") == {"outbox_backlog", "outbox_relay_turn_seconds"}
+
+
+def test_every_alert_has_a_severity_a_summary_and_a_runbook():
+    pages = (ROOT / "docs" / "operations" / "runbooks.md").read_text()
+    headings = re.findall(r"^## (.+)$", pages, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9]+", "-", heading.lower()).strip("-") for heading in headings}
+    for name, rule in RULES:
+        assert re.search(r"severity: (page|ticket)\}", rule), name
+        assert "summary: " in rule, name
+        (anchor,) = re.findall(r"runbook: runbooks\.md#([\w-]+)", rule)
+        assert anchor in anchors, name
+        assert f"`{name}`" in pages, name
+
+
+@pytest.mark.parametrize("file", sorted(MONITORING.glob("*.json")), ids=lambda path: path.name)
+def test_dashboards_name_metrics_that_exist(file):
+    dashboard = json.loads(file.read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert targets
+    for target in targets:
+        assert "outbox_" in target["expr"]
+        assert not unknown(target["expr"]), target["expr"]
+    for panel in dashboard["panels"]:
+        assert panel["title"]
+        assert panel["type"] == "row" or panel["description"], panel["title"]
