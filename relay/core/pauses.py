@@ -27,7 +27,7 @@ import datetime as dt
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 
 class ScopeKind(StrEnum):
@@ -53,6 +53,8 @@ class Scope:
                 return f"lane {self.name}"
             case ScopeKind.TOPIC:
                 return f"topic {self.name}"
+            case _:
+                assert_never(self.kind)
 
 
 ALL: Final = Scope(ScopeKind.ALL)

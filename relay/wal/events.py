@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 from outbox.errors import SchemaError
 from relay.core.position import WalPosition
 from relay.wal.channel import StreamEvent
 from relay.wal.lane_hash import lane_of
-from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
+from relay.wal.pgoutput import (
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    Message,
+    Origin,
+    Relation,
+    Truncate,
+    Type,
+    Update,
+    Value,
+    decode,
+    insert_head,
+    two_numbers,
+)
 from relay.wal.slot import REPAIR, heartbeat_prefix
 
 # No message begins with it.
@@ -67,9 +82,11 @@ class EventReader:
                 self.end = lsn, None
             case Relation() as relation_:
                 self._relation(relation_)
-            case _:
-                # Types, origins and other messages are not needed, and the publication has only inserts.
+            case Type() | Origin() | Message() | Update() | Delete() | Truncate():
+                # They are not needed, and the publication has only inserts.
                 pass
+            case other:
+                assert_never(other)
 
     def _relation(self, relation: Relation) -> None:
         if relation.oid != self._events_oid:

@@ -64,7 +64,9 @@ class StreamReader:
             each(self._lanes, [number for number in announced if number not in lost], failed, fill)
             for number in lost.keys() & announced.keys():
                 # For example, the lane's row is locked. The announced events come again.
-                self._put_back(self._lanes[number], announced[number])
+                channel = self._lanes[number].channel
+                assert channel is not None
+                channel.put_back(announced[number])
         if batches:
             failpoint("batch.fetched")
         return batches
@@ -167,10 +169,6 @@ class StreamReader:
             gone.append(event.at)
         channel.done(gone)
         return kept
-
-    def _put_back(self, lane: StreamLane, events: Sequence[StreamEvent]) -> None:
-        assert lane.channel is not None
-        lane.channel.put_back(events)
 
     def _note_size(self, lane: StreamLane, asked: int) -> None:
         """Adapt the number of rows of the next turn to the size of these."""

@@ -9,8 +9,10 @@ import psycopg
 
 from outbox.errors import OutboxError
 from relay.core.ports import Claim
+from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.source import PollingSource
+from relay.settle.settlement import lanes_text
 from relay.wal.channel import Channel
 from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
@@ -33,6 +35,7 @@ class TableReader:
         self._lanes = lanes
         self._table = table
         self._connection = table.connection
+        self._settlement = table.settlement
         self._queries = queries
         self._states = states
         self._pauses = pauses
@@ -44,6 +47,12 @@ class TableReader:
         fetched = self._table.fetch({number: limits[number] for number in left})
         failed |= fetched.failed
         batches = dict(fetched.batches)
+        # Only lanes with events were settled. The stream's reader ends for all lanes if one of them is lost.
+        idle = [number for number in left if number not in failed and number not in batches]
+        if idle:
+            with unavailable_on_error(f"looking at {lanes_text(idle)}"):
+                held = self._connection.execute(*self._settlement.still_held(idle)).fetchall()
+                failed |= self._settlement.lost_of(idle, held)
 
         def step(lane: StreamLane, channel: Channel) -> None:
             number = lane.lease.lane

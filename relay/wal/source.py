@@ -84,7 +84,6 @@ class StreamSource:
         self._absent = AbsentLanes(self._lanes, self._table, self._queries, stream)
         self._looked_at = 0.0
         self._fetched_at = 0.0
-        self._troubled: set[int] = set()
         self._paused: Collection[int] = ()
         self._warned_at = time.monotonic()
 
@@ -208,8 +207,13 @@ class StreamSource:
         known = all(lane.channel is not None and lane.channel.running for lane in map(self._lanes.__getitem__, ready))
         if not known:
             self._say_who_is_absent()
-        self._look_for_trouble([number for number in ready if self._lanes[number].streaming])
-        ready = each(self._lanes, ready, failed, self._leave_where_needed)
+        troubled = self._troubled([number for number in ready if self._lanes[number].streaming])
+
+        def leave_where_needed(lane: StreamLane, channel: Channel) -> None:
+            if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane, channel)):
+                self._leave_stream(lane, channel)
+
+        ready = each(self._lanes, ready, failed, leave_where_needed)
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
@@ -230,18 +234,13 @@ class StreamSource:
             self._warned_at = now
             log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))
 
-    def _look_for_trouble(self, numbers: Collection[int]) -> None:
-        """Check from time to time which lanes have failures: an operator may retry a dead letter."""
+    def _troubled(self, numbers: Collection[int]) -> Collection[int]:
+        """Return, from time to time, which lanes have failures: an operator may retry a dead letter."""
         now = time.monotonic()
-        self._troubled = set()
-        if numbers and now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            self._troubled = self._table.reader.look_for_failures(numbers)
-
-    def _leave_where_needed(self, lane: StreamLane, channel: Channel) -> None:
-        """Switch a lane to the table if it has failures, or if the stream has skipped an event of it."""
-        if lane.streaming and (lane.lease.lane in self._troubled or self._skipped_by_stream(lane, channel)):
-            self._leave_stream(lane, channel)
+        if not numbers or now - self._looked_at < _LOOK_SECONDS:
+            return ()
+        self._looked_at = now
+        return self._table.reader.look_for_failures(numbers)
 
     def _skipped_by_stream(self, lane: StreamLane, channel: Channel) -> bool:
         """Return whether the stream has skipped an event of the table, which should never happen.
