@@ -60,7 +60,7 @@ class _Lane:
     unsure: set[int] = field(default_factory=set)
     """Ids of events of which it is not known whether they are among the failures; while ``known``."""
     due: int = 1
-    due_next: bool = False
+    due_next: bool = True
     reading_due: bool = False
     row_bytes: float = 0.0
     found: Sequence[int] = ()

@@ -126,4 +126,5 @@ def test_a_dead_letter_costs_a_turn_nothing_while_an_old_snapshot_keeps_300000_d
             return events()
 
         wait_until(lambda: turn() < 1000, 60, "the mark to rise")
-        assert max(turn() for _ in range(10)) < 1000
+        # Each turn leaves 20 dead rows of its own above the mark, until it rises again.
+        assert max(turn() for _ in range(10)) < 2000
