@@ -30,9 +30,7 @@ def marker_first() -> None:
     def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
         sender = self._senders[self._turn % len(self._senders)]
         sender.producer.begin_transaction()
-        markers = {
-            lane: self._marker(lane, self._joined[lane].batch + 1, claims, claims) for lane, claims in batches.items()
-        }
+        markers = {lane: self._marker(lane, self._joined[lane].batch + 1, claims) for lane, claims in batches.items()}
         self._commit(sender, markers, time.monotonic() + self._delivery_seconds)
         for lane in batches:
             self._joined[lane].batch += 1
@@ -108,11 +106,18 @@ def let_go_unsettled() -> None:
 
 def marker_of_all_claims() -> None:
     """A lane's marker names all events of the turn, those too that were left out of it."""
-    real = TransactionalPublisher._marker
+    publish, real = TransactionalPublisher.publish, TransactionalPublisher._marker
+    turn: dict[int, Sequence[Claim]] = {}
 
-    def marker(self: Any, lane: int, number: int, claims: Sequence[Claim], _sent: Sequence[Claim]) -> Marker:
-        return real(self, lane, number, claims, claims)
+    def noted(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        turn.clear()
+        turn.update(batches)
+        return publish(self, batches, confirm)
 
+    def marker(self: Any, lane: int, number: int, sent: Sequence[Claim]) -> Marker:
+        return real(self, lane, number, turn[lane] if sent else sent)
+
+    TransactionalPublisher.publish = noted  # type: ignore[method-assign]
     TransactionalPublisher._marker = marker  # type: ignore[method-assign]
 
 
