@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-_REPORT: Final = "staged_by string, rows long, size long, rejected messages string, broken string"
+_REPORT: Final = "staged_by string, rows long, size long, rejected string, broken string"
 # Each message is one row here, because the transform has not run yet.
 _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -171,9 +171,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     """Let the driver end its round and exit. spark-submit, its parent, would end it at once."""
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
-            if "submitted.py" in " ".join(child.cmdline()):
-                child.terminate()
-                return
+            # A process that has ended meanwhile has no command line.
+            with suppress(psutil.NoSuchProcess):
+                if "submitted.py" in " ".join(child.cmdline()):
+                    child.terminate()
+                    return
         process.terminate()
 
 

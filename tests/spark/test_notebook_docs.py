@@ -33,7 +33,7 @@ def test_the_examples_run(bench, monkeypatch, tmp_path, capsys):
         for name in ("query", "stream"):
             if name in namespace:
                 namespace[name].stop()
-    assert capsys.readouterr().out == "Waiting for data to arrive 2 2\n"
+    assert capsys.readouterr().out == "2 0 0\n"
     assert bench.rows("SELECT * FROM order_status") == [("o1", "paid")]
     ((readings, total, batch),) = bench.rows(
         "SELECT sum(readings), sum(total), max(batch_id) FROM sensors, consumer.checkpoints WHERE grp = 'sensor-totals'"
