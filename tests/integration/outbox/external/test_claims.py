@@ -71,9 +71,9 @@ def behind_one(sink, request) -> External:
     return payments("http://localhost")
 
 
-def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int = 4) -> list[reservations.Claim]:
+def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int = 4) -> list[reservations.ClaimedCall]:
     """Claim as a caller does: again without a pause while more may be due. Returns the claims."""
-    claims: list[reservations.Claim] = []
+    claims: list[reservations.ClaimedCall] = []
     while len(claims) < most:
         more, stuck = book.claim(connection, most - len(claims), "w", 3600.0, 7200.0)
         assert stuck == 0
@@ -83,7 +83,7 @@ def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int
     return claims
 
 
-def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reservations.Claim) -> None:
+def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reservations.ClaimedCall) -> None:
     change, failed = book.settle(connection, claim, claim.step, Answer("done"), 0.5, lambda _: None)
     assert (change is not None and change.state, failed) == ("confirmed", None)
 
@@ -203,7 +203,7 @@ def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
             "interval '1 hour' WHERE message_id = %s",
             first,
         )
-        claim = reservations.Claim("call", first[0], 1, {}, None, "t", 0, 0, "k")
+        claim = reservations.ClaimedCall("call", first[0], 1, {}, None, "t", 0, 0, "k")
         with one.transaction():
             settle(book, one, claim)
             # What is being settled can't be relied on, but the one after it, which is open, can.
@@ -231,7 +231,7 @@ def test_two_settlements_of_a_key_at_once_release_what_is_behind_both(sink):
             "state = CASE message_offset WHEN 2 THEN 'reserved' ELSE 'calling' END"
         )
         ids = [row[0] for row in sink.rows("SELECT message_id FROM consumer.reservations ORDER BY id")]
-        first, second = (reservations.Claim("call", ids[n], 1, {}, None, "t", 0, n, "k") for n in range(2))
+        first, second = (reservations.ClaimedCall("call", ids[n], 1, {}, None, "t", 0, n, "k") for n in range(2))
         with one.transaction():
             settle(book, one, second)
             waiting = in_thread(lambda: settle(book, other, first))
