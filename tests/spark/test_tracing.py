@@ -110,7 +110,7 @@ def test_a_round_that_fails_is_an_error_with_its_links(bench, spans):
     with pytest.raises(EffectFailed):
         bench.once(replace(bench.job, effect="INSERT INTO nowhere SELECT order_id FROM batch"))
     span = spans.one("process")
-    failed(span, "spark_jobs.errors.EffectFailed", "nowhere", "secret-")
+    failed(span, "outbox.consumer.errors.EffectFailed", "nowhere", "secret-")
     assert sorted(linked(span)) == written
 
 
