@@ -233,7 +233,7 @@ def test_what_is_wrong_is_said_before_anything_starts(bench, start, monkeypatch)
     with pytest.raises(ConfigurationError, match="driver_records"):
         start(job(bench), bench.spark, driver_records=-1)
     monkeypatch.setenv("OUTBOX_CONSUMER__KEEP_DAY", "3")
-    with pytest.raises(ConfigurationError, match="did you mean keep_days"):
+    with pytest.raises(ConfigurationError, match="did you mean OUTBOX_CONSUMER__KEEP_DAYS"):
         start(job(bench), bench.spark)
     monkeypatch.delenv("OUTBOX_CONSUMER__KEEP_DAY")
     monkeypatch.delenv("OUTBOX_DATABASE_URL")
