@@ -52,6 +52,7 @@ import psycopg
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
+from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition
@@ -110,7 +111,10 @@ class Member:
     def run(self) -> None:
         """Consume until it is to stop."""
         self._kafka.subscribe(
-            list(self._settings.topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._revoked
+            list(self._settings.topics),
+            on_assign=raising(self._assigned),
+            on_revoke=raising(self._revoked),
+            on_lost=raising(self._revoked),
         )
         while not self._stopping.is_set():
             self._fetch()

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
+from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
@@ -87,7 +88,10 @@ class Session:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
         self._consumer.subscribe(
-            list(self._plan.topics), on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._revoked
+            list(self._plan.topics),
+            on_assign=raising(self._assigned),
+            on_revoke=raising(self._revoked),
+            on_lost=raising(self._revoked),
         )
         while not self._stop.is_set():
             self._read()

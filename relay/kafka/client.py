@@ -1,9 +1,8 @@
-"""Helpers for librdkafka clients: readers' options, callbacks that keep nothing alive, error texts."""
+"""Helpers for librdkafka clients: readers' options, error texts."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -76,19 +75,3 @@ def partitions_text(numbers: Collection[int]) -> str:
     some = sorted(numbers)
     shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
     return f"partition{'s' if len(some) > 1 else ''} {shown}"
-
-
-def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback for librdkafka that does not keep its object alive.
-
-    The producer refers to its callbacks, and the object to the producer: only Python's garbage collector would free
-    such a cycle, and with it librdkafka's threads and connections.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*values: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*values)
-
-    return call

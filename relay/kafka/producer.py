@@ -15,6 +15,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox._app.choices import HeaderSet
+from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import (
@@ -33,7 +34,7 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of, weak_callback
+from relay.kafka.client import text_of
 from relay.kafka.headers import message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered

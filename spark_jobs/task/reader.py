@@ -24,14 +24,14 @@ import gc
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete
 from outbox._clients.kafka_client import silent_logger
 from outbox._clients.kafka_rules import is_refusal
@@ -179,8 +179,8 @@ class RangeReader:
             self._consumer: Consumer = Consumer(
                 {
                     **complete(settings.librdkafka()),
-                    "stats_cb": _weakly(self._progress),
-                    "error_cb": _weakly(self._hear),
+                    "stats_cb": weak_callback(self._progress),
+                    "error_cb": weak_callback(self._hear),
                 },
                 logger=silent_logger(),
             )
@@ -347,18 +347,6 @@ def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
         [message.value() for message in messages],
         headers_of(messages),
     )
-
-
-def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a callback with a weak reference to its object, which has the client that has the callback."""
-    reference = weakref.WeakMethod(method)
-
-    def call(told: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(told)
-
-    return call
 
 
 class _GarbageCollection:

@@ -70,6 +70,28 @@ def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog):
         wait_until(lambda: member.committed == 10, 60, "it to go on")
 
 
+def test_an_assignment_that_fails_ends_the_session_and_not_the_member(place, monkeypatch, caplog):
+    """As the first commit of a new group's positions does while another member comes or goes."""
+    caplog.set_level("INFO", "outbox")
+    go_on = Session._go_to_committed
+    failed: list[int] = []
+
+    def fails_once(session: Session, partitions: list[TopicPartition]) -> None:
+        if not failed:
+            failed.append(len(partitions))
+            # Kafka has no time to answer.
+            session._consumer.committed(partitions, 0.0)
+        go_on(session, partitions)
+
+    monkeypatch.setattr(Session, "_go_to_committed", fails_once)
+    place.feed(range(10))
+    member = place.member(copied(place))
+    with running(member):
+        wait_until(lambda: member.committed == 10, 60, "it to go on")
+    assert failed == [4]
+    assert f"group {place.group} begins anew: " in caplog.text
+
+
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     """Copies; the message with n = 7 becomes what is wrong, behind a record that is right."""
 

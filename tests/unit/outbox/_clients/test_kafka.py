@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
+from outbox._clients.callbacks import raising
 from outbox._clients.kafka import ConnectionErrors, refused_options
+from outbox._clients.kafka_client import silent_logger
 
 REFUSED = KafkaError(
     KafkaError._AUTHENTICATION,
@@ -88,3 +93,29 @@ def test_an_address_that_can_not_be_resolved_is_a_reason():
         )
     )
     assert errors.reason == "; a connection failed: Failed to resolve 'h:1': Name or service not known"
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        (lambda consumer: consumer.committed([TopicPartition("t", 0)], 0.01), KafkaException),
+        (lambda _: {}["missing"], KeyError),
+    ],
+    ids=["of the client", "of Python"],
+)
+def test_an_error_within_a_callback_arrives_where_the_client_is_polled(step, error):
+    """And can be caught: before Python 3.12 the client itself keeps no type of what C code has raised."""
+
+    def called(_statistics: str) -> None:
+        step(consumer)
+
+    options: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "statistics.interval.ms": 20}
+    consumer = Consumer({**options, "stats_cb": raising(called)}, logger=silent_logger())
+
+    def poll() -> None:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            consumer.poll(0.1)
+
+    with closing(consumer), pytest.raises(error):
+        poll()
