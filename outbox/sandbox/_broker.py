@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import signal
 import subprocess
 import threading
 import uuid
@@ -72,7 +71,7 @@ class Broker:
     runtime    returns the Java program and class path; called only when needed, as it may download them.
     heap       the value of -Xmx.
     detached   it outlives this process.
-    remove     whether its (temporary) directory is removed when we die.
+    remove     the directory that is removed when we die, for a temporary cluster.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Broker:
         runtime: Callable[[], Runtime],
         heap: str,
         detached: bool,
-        remove: bool,
+        remove: Path | None,
     ) -> None:
         self.node = node
         self.directory = directory
@@ -180,8 +179,7 @@ class Broker:
                 log=self.output,
                 env=environment,
                 cwd=self.directory,
-                orphan_signal=signal.SIGKILL,
-                remove=self.directory if self._remove else None,
+                remove=self._remove,
             )
 
     def adopt(self) -> bool:

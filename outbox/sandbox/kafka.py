@@ -265,7 +265,7 @@ class KafkaCluster:
                 runtime=self._runtime,
                 heap=self._heap,
                 detached=self._detached,
-                remove=self._temporary,
+                remove=self.data_dir if self._temporary else None,
             )
             for node in nodes
         ]

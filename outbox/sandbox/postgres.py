@@ -24,7 +24,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.sandbox import _postmaster
-from outbox.sandbox._dirs import blocking_directory, make_directory, temporary_directory, unprivileged_user
+from outbox.sandbox._dirs import blocking_directory, identity, make_directory, temporary_directory, unprivileged_user
 from outbox.sandbox._pgbin import binaries, major_version
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import Detached, Supervised, kill_with_children, patience
@@ -274,9 +274,7 @@ class PostgresServer:
                 capture_output=True,
                 text=True,
                 check=False,
-                user=None if self._user is None else self._user.uid,
-                group=None if self._user is None else self._user.gid,
-                extra_groups=None if self._user is None else [],
+                **identity(self._user),
             )
         except (OSError, subprocess.SubprocessError) as error:
             whom = "" if self._user is None else f" as the user {self._user.name}"

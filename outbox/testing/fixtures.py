@@ -390,7 +390,7 @@ class RelayProcess:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Started:
         # Not the working directory of the tests: this relay must not read an outbox.toml there.
         cwd = self.log_file.parent
-        return Supervised(command, log=self.log_file, env=environment, cwd=cwd, orphan_signal=signal.SIGKILL)
+        return Supervised(command, log=self.log_file, env=environment, cwd=cwd)
 
 
 class RelayFactory:
