@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from outbox.sandbox import jars
@@ -176,11 +175,6 @@ class KafkaCluster:
             if broker.process is not None and not broker.process.wait(max(0.0, deadline - time.monotonic())):
                 kill_with_children(broker.process)
 
-    def restart(self) -> None:
-        """Stop all brokers and start them again: same ports, same data."""
-        self.stop()
-        self.start()
-
     def close(self) -> None:
         """Stop the cluster; a temporary data directory is removed."""
         if self._temporary:
@@ -228,9 +222,7 @@ class KafkaCluster:
             self.close()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- making the nodes

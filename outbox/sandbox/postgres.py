@@ -16,8 +16,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 from urllib.parse import quote
 
 import psycopg
@@ -33,13 +32,6 @@ from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 USER: Final = "postgres"
 """The superuser of every server started here. A schema with this name would be its default schema."""
 
-StopMode = Literal["smart", "fast", "immediate"]
-
-_STOP_SIGNALS: Final[dict[str, signal.Signals]] = {
-    "smart": signal.SIGTERM,
-    "fast": signal.SIGINT,
-    "immediate": signal.SIGQUIT,
-}
 _START_TIMEOUT: Final = 60.0
 _STOP_TIMEOUT: Final = 60.0
 _PORT_ATTEMPTS: Final = 5
@@ -162,19 +154,19 @@ class PostgresServer:
         self._wait_until_ready(port)
         return True
 
-    def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server and keep its data, so that ``start`` goes on with them.
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop the server and keep its data for the next ``start``. Open transactions are rolled back.
 
-        smart waits for clients, fast rolls back their transactions, immediate leaves recovery to the next start.
-        Raises ServiceError when the server does not end within a minute.
+        immediate   leave the rollback to the next start. Raises ServiceError when the server does not end within a
+                    minute.
         """
         if self._process is None:
             return
-        self._process.signal(_STOP_SIGNALS[mode])
+        self._process.signal(signal.SIGQUIT if immediate else signal.SIGINT)
         if not self._process.wait(_STOP_TIMEOUT):
             raise ServiceError(
-                f"Postgres (pid {self._process.pid}) did not stop within {_STOP_TIMEOUT:g} s in mode {mode}; "
-                f"see {self.log}, or use kill()"
+                f"Postgres (pid {self._process.pid}) did not stop within {_STOP_TIMEOUT:g} s; see {self.log}, or use "
+                "kill()"
             )
         self._process = None
 
@@ -184,15 +176,15 @@ class PostgresServer:
             kill_with_children(self._process)
             self._process = None
 
-    def restart(self, mode: StopMode = "fast") -> None:
+    def restart(self) -> None:
         """Stop and start again: same port, same data."""
-        self.stop(mode)
+        self.stop()
         self.start()
 
     def close(self) -> None:
         """Stop the server; a temporary data directory is removed."""
         if self._temporary:
-            self.stop("immediate")
+            self.stop(immediate=True)
             self._cleanup()
         else:
             self.stop()
@@ -210,9 +202,7 @@ class PostgresServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- starting

@@ -96,7 +96,7 @@ class Sandbox:
                 (cluster.kill if purge else cluster.stop)()
             if server.running:
                 self._report("Stopping Postgres …")
-                server.stop("immediate" if purge else "fast")
+                server.stop(immediate=purge)
             if purge:
                 for directory in {self._postgres_dir(), self.directory / "postgres", self.directory / "kafka"}:
                     shutil.rmtree(directory, ignore_errors=True)
