@@ -50,11 +50,11 @@ _DEFAULTS: Final = {
 class PostgresServer:
     """One server: its data in ``data_dir``/pgdata, its log in ``data_dir``/postgres.log.
 
-    data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
+    data_dir   None: a temporary directory, removed by ``close`` (or by leaving the ``with`` block), and a server that
+               ends when this process does, even by kill -9. A given directory is kept, its server outlives this
+               process, and ``start`` finds one that runs already.
     port       on 127.0.0.1; None: a free one, kept across restarts.
     settings   for postgresql.conf; they override ours: wal_level=logical, max_connections=200. fsync is on by default.
-    detached   the server outlives this process, and ``start`` finds one that already runs on data_dir. Otherwise it
-               ends when this process does, even by kill -9.
 
     If we run as root, the server runs as the user ``postgres`` or ``nobody``.
     """
@@ -65,13 +65,10 @@ class PostgresServer:
         *,
         port: int | None = None,
         settings: Mapping[str, str] | None = None,
-        detached: bool = False,
     ) -> None:
         self._user = unprivileged_user()
         self._temporary = data_dir is None
         if data_dir is None:
-            if detached:
-                raise ServiceError("a detached server needs a data_dir of its own: it has to be found again")
             data_dir = temporary_directory("postgres", self._user)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
@@ -81,7 +78,6 @@ class PostgresServer:
         for name, value in self._settings.items():
             if not _SETTING_NAME.fullmatch(name) or "\n" in value:
                 raise ServiceError(f"{name!r} = {value!r} is no setting of postgresql.conf")
-        self._detached = detached
         self._process: Supervised | Detached | None = None
 
     @property
@@ -136,17 +132,14 @@ class PostgresServer:
         raise AssertionError("unreachable")
 
     def attach(self) -> bool:
-        """Find a detached server that runs on data_dir, and wait until it is ready. Returns whether there is one.
+        """Find the server that runs on data_dir, and wait until it is ready. Returns whether there is one.
 
-        Raises StartFailed when there is one that we can't take over: we are not detached, or its port differs from
-        ours.
+        Raises StartFailed when its port is not the requested one.
         """
         found = _postmaster.running_on(self._pgdata)
         if found is None:
             return False
         process, port = found
-        if not self._detached:
-            raise StartFailed(f"a Postgres already runs on {self._pgdata} (pid {process.pid}); stop it first")
         if self._wanted_port not in {None, port}:
             raise StartFailed(f"the Postgres on {self._pgdata} listens on port {port}, not {self._wanted_port}")
         self._process = Detached(process)
@@ -282,16 +275,12 @@ class PostgresServer:
             *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="),
         ]
         begin = self.log.stat().st_size if self.log.exists() else 0
-        if self._detached:
-            self._process = Detached.start(argv, log=self.log, user=self._user)
-        else:
+        if self._temporary:
             self._process = Supervised(
-                argv,
-                log=self.log,
-                user=self._user,
-                orphan_signal=signal.SIGQUIT,
-                remove=self.data_dir if self._temporary else None,
+                argv, log=self.log, user=self._user, orphan_signal=signal.SIGQUIT, remove=self.data_dir
             )
+        else:
+            self._process = Detached.start(argv, log=self.log, user=self._user)
         try:
             self._wait_until_ready(port)
         except BaseException:

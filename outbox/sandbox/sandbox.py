@@ -123,10 +123,10 @@ class Sandbox:
             port: int | None = int(self._port_file.read_text())
         except (FileNotFoundError, ValueError):
             port = None
-        return PostgresServer(self._postgres_dir(), port=port, detached=True)
+        return PostgresServer(self._postgres_dir(), port=port)
 
     def _kafka(self, brokers: int | None) -> KafkaCluster:
-        return KafkaCluster(self.directory / "kafka", brokers=brokers, detached=True)
+        return KafkaCluster(self.directory / "kafka", brokers=brokers)
 
     def _postgres_dir(self) -> Path:
         """Return Postgres's directory: below the sandbox's, or elsewhere if its user can't reach that (as root)."""
