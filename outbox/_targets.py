@@ -51,12 +51,12 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
 
     Raises TargetError for any other object. It names the ``taker``, and for an asynchronous target the other one.
     """
-    found = target
     if isinstance(target, scoped_session):
-        found = target()
-    elif isinstance(target, _classes("psycopg", "Cursor")):
-        found = target.connection
-    if isinstance(found, _sync_classes()):
+        target = target()
+    if isinstance(target, Session | sa.Connection):
+        return target
+    found = target.connection if isinstance(target, _classes("psycopg", "Cursor")) else target
+    if isinstance(found, _classes("psycopg", "Connection")):
         return found  # type: ignore[no-any-return]
     wrappers = *_classes(_SQLALCHEMY_ASYNC, "async_scoped_session"), *_classes("psycopg", "AsyncCursor")
     other = isinstance(target, (*_async_classes(), *wrappers))
@@ -74,7 +74,8 @@ def async_target(
         found = target.connection
     if isinstance(found, _async_classes()):
         return found  # type: ignore[no-any-return]
-    other = isinstance(target, (*_sync_classes(), scoped_session, *_classes("psycopg", "Cursor")))
+    sync = Session, sa.Connection, scoped_session, *_classes("psycopg", "Connection", "Cursor")
+    other = isinstance(target, sync)
     raise _refused(target, f"{taker} takes {_ASYNC}", sync_taker if other else None)
 
 
@@ -82,10 +83,6 @@ def _classes(module: str, *names: str) -> tuple[Any, ...]:
     """Return these classes if their module is imported, else none: then no object of them exists."""
     found = sys.modules.get(module)
     return () if found is None else tuple(getattr(found, name) for name in names)
-
-
-def _sync_classes() -> tuple[Any, ...]:
-    return Session, sa.Connection, *_classes("psycopg", "Connection")
 
 
 def _async_classes() -> tuple[Any, ...]:
