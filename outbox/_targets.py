@@ -82,7 +82,7 @@ def async_target(
 def _classes(module: str, *names: str) -> tuple[Any, ...]:
     """Return these classes if their module is imported, else none: then no object of them exists."""
     found = sys.modules.get(module)
-    return () if found is None else tuple(getattr(found, name) for name in names)
+    return () if found is None else tuple([getattr(found, name) for name in names])  # faster than a generator
 
 
 def _async_classes() -> tuple[Any, ...]:
