@@ -86,12 +86,12 @@ peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place;
 
 # About two hours, on a machine that does nothing else; ARGS="--quick" to see in minutes that it works. WHAT=guarantees:
 # what each guarantee costs here, first for a bare producer and then for relays; a quarter of an hour.
-bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to build/bench.html; a consumer beside JDBC append
+bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to build/bench.json; a consumer beside JDBC append
 	@mkdir -p build
 ifeq ($(WHAT),guarantees)
-	$(BIN)/python benchmarks/relay.py --only guarantees latency drain --ways producer ours --html build/guarantees.html $(ARGS)
+	$(BIN)/python benchmarks/relay.py --only guarantees latency drain --ways producer ours --json build/guarantees.json $(ARGS)
 else
-	$(BIN)/python benchmarks/relay.py --json build/bench.json --html build/bench.html $(ARGS)
+	$(BIN)/python benchmarks/relay.py --json build/bench.json $(ARGS)
 	$(BIN)/python benchmarks/consume.py
 endif
 

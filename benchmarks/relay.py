@@ -1,7 +1,7 @@
 """The relay measured beside Debezium and a bare loop, on a Postgres and a broker of its own.
 
     python benchmarks/relay.py [--only NAME …] [--ways TEXT …] [--rounds N] [--quick | --full]
-                               [--json FILE] [--html FILE] [--set NAME=VALUE …] [--workers N] [--logs DIRECTORY]
+                               [--json FILE] [--set NAME=VALUE …] [--workers N] [--logs DIRECTORY]
 
 Every way of a scenario runs once in each round, in changing order, with a database and a topic of its own. Every event
 is read back: a run that lost one, or has one out of order, is an error. ``--list`` names the scenarios. Only what is
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
 
-from benchmarks.harness import page, report
+from benchmarks.harness import report
 from benchmarks.harness.results import Results, Run
 from benchmarks.harness.scenarios import ALL, Scenario, Sizes
 from benchmarks.harness.scenarios.base import FULL, QUICK
@@ -57,7 +57,7 @@ def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int,
                 )
             )
             console.print(f"{scenario.name} {number}: {way.name}: {shown} [{run.seconds:.0f} s]", markup=False)
-            runs.extend(scenario.split(run))
+            runs.append(run)
     # The order of the ways, not of the first round's turns.
     runs.sort(key=lambda run: run.round)
     servers.release()
@@ -75,7 +75,6 @@ def main() -> int:
     )
     parser.add_argument("--full", action="store_true", help="also the backlog of 5 million; long runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of every relay")
     parser.add_argument("--workers", type=int, help="run every relay with this option of `outbox relay run`")
     parser.add_argument("--logs", type=Path, help="keep the logs there; otherwise only those of failures are kept")
@@ -104,8 +103,6 @@ def main() -> int:
             # Written again after each one: a long run that is ended leaves what it has.
             if options.json:
                 options.json.write_text(report.as_json(chapters, about))
-            if options.html:
-                options.html.write_text(page.render(chapters, about))
     for chapter in chapters:
         report.show(console, chapter)
     failed = [run for chapter in chapters for run in chapter.results.runs if run.error is not None]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         | AsyncpgConnection
     )
 
+_SQLALCHEMY_ASYNC: Final = "sqlalchemy.ext.asyncio"
 _DJANGO: Final = "django.db.connection.connection inside transaction.atomic()"
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
 _ASYNC: Final = (
@@ -54,43 +55,45 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
         target = target()
     if isinstance(target, Session | sa.Connection):
         return target
-    driver = sys.modules.get("psycopg")
-    if driver is not None:
-        if isinstance(target, driver.Cursor):
-            target = target.connection
-        if isinstance(target, driver.Connection):
-            found: psycopg.Connection[Any] = target
-            return found
-    if _is_async(target):
-        raise TargetError(f"{taker} takes {_SYNC}; for the {_shown(target)} given use {async_taker}")
-    raise TargetError(f"{taker} takes {_SYNC}, not the {_shown(target)} given{_in_django(target)}")
+    found = target.connection if isinstance(target, _classes("psycopg", "Cursor")) else target
+    if isinstance(found, _classes("psycopg", "Connection")):
+        return found  # type: ignore[no-any-return]
+    wrappers = *_classes(_SQLALCHEMY_ASYNC, "async_scoped_session"), *_classes("psycopg", "AsyncCursor")
+    other = isinstance(target, (*_async_classes(), *wrappers))
+    raise _refused(target, f"{taker} takes {_SYNC}", async_taker if other else None)
 
 
 def async_target(
     target: Any, taker: str, sync_taker: str
 ) -> AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection:
     """Return the asynchronous session or connection that a target stands for. Raises TargetError as ``sync_target``."""
-    sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
-    found: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection
-    if sqlalchemy_async is not None:
-        if isinstance(target, sqlalchemy_async.async_scoped_session):
-            target = target()
-        if isinstance(target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection):
-            found = target
-            return found
-    driver = sys.modules.get("psycopg")
-    if driver is not None:
-        if isinstance(target, driver.AsyncCursor):
-            target = target.connection
-        if isinstance(target, driver.AsyncConnection):
-            found = target
-            return found
-    if is_asyncpg(target):
-        found = target
-        return found
-    if _is_sync(target):
-        raise TargetError(f"{taker} takes {_ASYNC}; for the {_shown(target)} given use {sync_taker}")
-    raise TargetError(f"{taker} takes {_ASYNC}, not the {_shown(target)} given{_in_django(target)}")
+    found = target
+    if isinstance(target, _classes(_SQLALCHEMY_ASYNC, "async_scoped_session")):
+        found = target()
+    elif isinstance(target, _classes("psycopg", "AsyncCursor")):
+        found = target.connection
+    if isinstance(found, _async_classes()):
+        return found  # type: ignore[no-any-return]
+    sync = Session, sa.Connection, scoped_session, *_classes("psycopg", "Connection", "Cursor")
+    other = isinstance(target, sync)
+    raise _refused(target, f"{taker} takes {_ASYNC}", sync_taker if other else None)
+
+
+def _classes(module: str, *names: str) -> tuple[Any, ...]:
+    """Return these classes if their module is imported, else none: then no object of them exists."""
+    found = sys.modules.get(module)
+    return () if found is None else tuple([getattr(found, name) for name in names])  # faster than a generator
+
+
+def _async_classes() -> tuple[Any, ...]:
+    drivers = *_classes("psycopg", "AsyncConnection"), *_classes("asyncpg", "Connection")
+    return *_classes(_SQLALCHEMY_ASYNC, "AsyncSession", "AsyncConnection"), *drivers
+
+
+def _refused(target: object, takes: str, other: str | None) -> TargetError:
+    if other is not None:
+        return TargetError(f"{takes}; for the {_shown(target)} given use {other}")
+    return TargetError(f"{takes}, not the {_shown(target)} given{_in_django(target)}")
 
 
 def _shown(target: object) -> str:
@@ -109,16 +112,12 @@ def _in_django(target: object) -> str:
 
 def is_sqlalchemy_async(target: object) -> bool:
     """Return whether a target is one of SQLAlchemy's asyncio, which runs synchronous code with ``run_sync``."""
-    sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
-    return sqlalchemy_async is not None and isinstance(
-        target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection
-    )
+    return isinstance(target, _classes(_SQLALCHEMY_ASYNC, "AsyncSession", "AsyncConnection"))
 
 
 def is_asyncpg(target: object) -> bool:
     """Return whether a target is a connection of asyncpg, perhaps one that a pool gave."""
-    driver = sys.modules.get("asyncpg")
-    return driver is not None and isinstance(target, driver.Connection)
+    return isinstance(target, _classes("asyncpg", "Connection"))
 
 
 def session_connection(session: Session) -> sa.Connection:
@@ -190,36 +189,9 @@ def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConne
 def require_asyncpg_transaction(connection: AsyncpgConnection, consequence: str) -> None:
     """Raise TargetError, with the ``consequence``, for an asyncpg connection without a transaction."""
     if not connection.is_in_transaction():
-        raise TargetError(
-            _no_transaction(
-                consequence, "asyncpg commits each statement by itself; open one with connection.transaction()"
-            )
-        )
+        advice = "asyncpg commits each statement by itself; open one with connection.transaction()"
+        raise TargetError(_no_transaction(consequence, advice))
 
 
 def _no_transaction(consequence: str, advice: str) -> str:
     return f"no transaction is open, so {consequence}: {advice}"
-
-
-def _is_sync(target: object) -> bool:
-    driver = sys.modules.get("psycopg")
-    return isinstance(target, Session | scoped_session | sa.Connection) or (
-        driver is not None and isinstance(target, driver.Connection | driver.Cursor)
-    )
-
-
-def _is_async(target: object) -> bool:
-    driver, sqlalchemy_async = sys.modules.get("psycopg"), sys.modules.get("sqlalchemy.ext.asyncio")
-    return (
-        (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor))
-        or (
-            sqlalchemy_async is not None
-            and isinstance(
-                target,
-                sqlalchemy_async.AsyncSession
-                | sqlalchemy_async.async_scoped_session
-                | sqlalchemy_async.AsyncConnection,
-            )
-        )
-        or is_asyncpg(target)
-    )

@@ -20,6 +20,7 @@ import orjson
 import psycopg
 
 from benchmarks.consuming.stage import BenchFailed
+from benchmarks.harness.measure import children, status_of
 from outbox.sandbox.errors import tail
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
@@ -115,32 +116,16 @@ def by_role(pid: int) -> dict[str, float]:
     found = dict.fromkeys(("driver, Python", "driver, JVM", "Python workers"), 0.0)
     below = [(pid, "driver, Python")]
     for one, role in below:
-        found[role] += _resident(one)
+        found[role] += status_of(str(one), "VmRSS:") / 1024
         beneath = "driver, Python" if role == "driver, Python" else "Python workers"
-        below += [(child, "driver, JVM" if _name(child) == "java" else beneath) for child in _children(one)]
+        below += [(child, "driver, JVM" if _is_java(child) else beneath) for child in children(one)]
     return found
 
 
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            children += map(int, task.read_text().split())
-    return children
-
-
-def _name(pid: int) -> str:
+def _is_java(pid: int) -> bool:
     with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
-def _resident(pid: int) -> float:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
+        return Path(f"/proc/{pid}/comm").read_text().strip() == "java"
+    return False
 
 
 def consume(url: str, kafka: str, topic: str, folder: Path, job: str) -> tuple[dict[str, Any], Sampled]:

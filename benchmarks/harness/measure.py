@@ -24,13 +24,20 @@ def percentile(values: Sequence[float], part: float) -> float:
     return values[min(int(len(values) * part), len(values) - 1)]
 
 
+def children(pid: int) -> list[int]:
+    """Return a process's children. Straight from /proc: this runs while a relay is measured."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, listed.read_text().split())
+    return found
+
+
 def _family(pids: Iterable[int]) -> list[int]:
-    """Return the processes and their descendants. Straight from /proc: this runs while a relay is measured."""
+    """Return the processes and their descendants."""
     found = list(pids)
     for pid in found:
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found.extend(int(child) for child in children.read_text().split())
+        found += children(pid)
     return found
 
 
@@ -76,29 +83,32 @@ class Cpu:
         }
 
 
+def status_of(path: str, name: str) -> int:
+    """Return a number of a process's or thread's status below /proc; 0 once it has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        lines = Path("/proc", path, "status").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return 0
+
+
 def _status(pid: int, name: str) -> int:
-    """Return a number of /proc/PID/status, summed over the process and its children."""
-    total = 0
-    for member in _family([pid]):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            lines = Path(f"/proc/{member}/status").read_text().splitlines()
-            total += next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
-    return total
+    """Return a number of the status, summed over the process and its children."""
+    return sum(status_of(str(member), name) for member in _family([pid]))
 
 
 def resident_mb(pid: int) -> float:
     """Return the resident memory of a process and its children."""
-    return _status(pid, "VmRSS") / 1024
+    return _status(pid, "VmRSS:") / 1024
 
 
 def peak_mb(pid: int) -> float:
     """Return the most memory that was ever resident; with children the sum of each one's own peak."""
-    return _status(pid, "VmHWM") / 1024
+    return _status(pid, "VmHWM:") / 1024
 
 
 def threads(pid: int) -> int:
     """Return the number of threads of a process and its children."""
-    return _status(pid, "Threads")
+    return _status(pid, "Threads:")
 
 
 def waits(pid: int) -> int:
@@ -108,8 +118,7 @@ def waits(pid: int) -> int:
         for task in Path(f"/proc/{member}/task").glob("*"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if not (task / "comm").read_text().startswith("rdk:"):
-                    lines = (task / "status").read_text().splitlines()
-                    total += next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt")), 0)
+                    total += status_of(f"{member}/task/{task.name}", "voluntary_ctxt")
     return total
 
 

@@ -13,7 +13,6 @@ class Run:
     """One run of one way in one round.
 
     figures    by the names of the scenario's metrics.
-    series     for plots, by name: lists of numbers.
     repeated   copies of events on Kafka beyond the first.
     error      why there are no figures: an event was lost or out of order, a process failed. None when all is well.
     """
@@ -22,7 +21,6 @@ class Run:
     way: str
     round: int
     figures: dict[str, float] = field(default_factory=dict)
-    series: dict[str, list[float]] = field(default_factory=dict)
     repeated: int = 0
     lost: int = 0
     error: str | None = None
@@ -31,13 +29,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the report. ``digits`` behind the point; ``plotted``: as bars."""
+    """A column of the report, with so many ``digits`` behind the point."""
 
     name: str
     unit: str
     digits: int = 0
-    plotted: bool = False
-    less_is_better: bool = False
 
     def text(self, value: float) -> str:
         """Return the value as people read it."""
@@ -139,11 +135,11 @@ def beside(what: str, values: Sequence[float], digits: int = 2) -> Target:
     return Target(what, "–", Spread.of(values) if values else None, None, digits)
 
 
-RATE: Final = Metric("rate", "events/s", plotted=True)
+RATE: Final = Metric("rate", "events/s")
 PER_CORE: Final = Metric("per_core", "events/s per core")
-P50: Final = Metric("p50", "ms", 1, plotted=True, less_is_better=True)
-P99: Final = Metric("p99", "ms", 1, plotted=True, less_is_better=True)
-PUBLISHER_CPU: Final = Metric("publisher_cpu", "% of a core", 1, less_is_better=True)
-POSTGRES_CPU: Final = Metric("postgres_cpu", "% of a core", 1, less_is_better=True)
-BROKER_CPU: Final = Metric("broker_cpu", "% of a core", 1, less_is_better=True)
+P50: Final = Metric("p50", "ms", 1)
+P99: Final = Metric("p99", "ms", 1)
+PUBLISHER_CPU: Final = Metric("publisher_cpu", "% of a core", 1)
+POSTGRES_CPU: Final = Metric("postgres_cpu", "% of a core", 1)
+BROKER_CPU: Final = Metric("broker_cpu", "% of a core", 1)
 CPU: Final = (PUBLISHER_CPU, POSTGRES_CPU, BROKER_CPU)

@@ -174,4 +174,3 @@ def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run,
     times = sorted((received[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)
-    run.series["latency"] = [round(percentile(times, part / 200), 3) for part in range(201)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -12,16 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import psycopg
-from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
+from outbox.testing.fixtures import Topics
 
 ROOT: Final = Path(__file__).parents[2]
 PARTITIONS: Final = 4
@@ -134,7 +131,6 @@ class Servers:
         self.kept: dict[object, AbstractContextManager[Any]] = {}
         """What runs started and later runs use again."""
         self._kept = contextlib.ExitStack()
-        self._admin: AdminClient | None = None
         self._templates: set[int] = set()
 
     def keep(self, name: object, started: AbstractContextManager[Any]) -> None:
@@ -153,18 +149,9 @@ class Servers:
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._opened:
             self.release()
-
-    @property
-    def admin(self) -> AdminClient:
-        """The client that makes and removes topics."""
-        if self._admin is None:
-            self._admin = AdminClient({"bootstrap.servers": self.kafka.bootstrap_servers, "log_level": 0})
-        return self._admin
 
     @contextlib.contextmanager
     def site(self, name: str, lanes: int = LANES) -> Iterator[Site]:
@@ -172,23 +159,24 @@ class Servers:
 
         The topic's messages carry the broker's time, so that one clock says when each was appended.
         """
-        token = secrets.token_hex(4)
+        topics = Topics(self.kafka.bootstrap_servers)
+        token = topics.token
         folder = self.folder / f"{name}-{token}".replace(" ", "-").replace("/", "-").replace(",", "")
         folder.mkdir(parents=True)
         template = self._template(lanes)
         url = self.postgres.create_database(f"bench_{token}", template)
         site = Site(url, self.kafka.bootstrap_servers, token, folder, self.settings)
         try:
-            self._create_topic(site.topic)
+            topics.create_topic(site.topic, PARTITIONS, {"message.timestamp.type": "LogAppendTime"})
             yield site
         except Exception as error:
             try:
-                self._remove(site)
+                self._remove(site, topics)
             except Exception as another:  # noqa: BLE001 - the first error is the one to be shown
                 error.add_note(f"The site was not removed: {another}")
             raise
         else:
-            self._remove(site)
+            self._remove(site, topics)
 
     def _template(self, lanes: int) -> str:
         """Return the name of a database with the tables for so many lanes, made once."""
@@ -202,18 +190,7 @@ class Servers:
             self._templates.add(lanes)
         return name
 
-    def _create_topic(self, topic: str) -> None:
-        config = {"message.timestamp.type": "LogAppendTime"}
-        new = NewTopic(topic, num_partitions=PARTITIONS, replication_factor=1, config=config)
-        self.admin.create_topics([new], operation_timeout=_SECONDS)[topic].result()
-
-        def ready() -> bool:
-            found = self.admin.list_topics(topic, timeout=_SECONDS).topics[topic]
-            return len(found.partitions) == PARTITIONS and all(p.leader >= 0 for p in found.partitions.values())
-
-        wait_until(ready, f"leaders of {topic}", _SECONDS)
-
-    def _remove(self, site: Site) -> None:
+    def _remove(self, site: Site, topics: Topics) -> None:
         with psycopg.connect(self.postgres.url(), autocommit=True) as connection:
             slots = "SELECT active_pid FROM pg_replication_slots WHERE database = %s AND active"
 
@@ -231,7 +208,4 @@ class Servers:
                 connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
             # What this run left to be written must not fall into the next one.
             connection.execute("CHECKPOINT")
-        names = [name for name in self.admin.list_topics(timeout=_SECONDS).topics if site.token in name]
-        if names:
-            for future in self.admin.delete_topics(names, operation_timeout=_SECONDS).values():
-                future.result()
+        topics.delete()

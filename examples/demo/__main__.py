@@ -4,14 +4,13 @@ A shop commits orders and events to Postgres, a relay publishes them to Kafka, a
 is a process of its own. Midway the Spark driver and the relay are killed (kill -9) and started again. At the end the
 shop's rows are compared with the sink's.
 
-The shop opens when the relay and the Spark job are ready. On a terminal it goes on at a gentle rate after its events,
+The shop opens when the relay and the Spark job are ready. On a terminal it continues at a gentle rate after its events,
 with the operations page open, until Ctrl-C.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 import tempfile
@@ -27,12 +26,13 @@ from typing import Annotated, Final
 
 import typer
 
-from examples.demo.ledger import Figures, Ledger, Reconciliation
-from examples.demo.panel import Panel, open_panel
+from examples.demo.ledger import PARTITIONS, Figures, Ledger, Reconciliation
+from examples.demo.lines import Lines
 from examples.demo.processes import Child, DemoFailed
-from examples.demo.servers import Servers, find_servers, own_database, own_topic
+from examples.demo.servers import Servers, find_servers, own_database
 from outbox._app.console import failing_clearly, print_json
 from outbox.sandbox._process import patience
+from outbox.testing.fixtures import Topics
 from outbox.urls import sqlalchemy_url
 from relay.cli.browser import open_in_browser
 
@@ -54,34 +54,31 @@ def demo(
         bool, typer.Option("--exit", help="Exit after these events, as without a terminal, instead of at Ctrl-C.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live panel.")] = False,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
 ) -> None:
     """Show the whole pipeline on real servers, with a crash of the relay and of the Spark job.
 
-    On a terminal it goes on at 50 events per second until Ctrl-C. Shop and sink are compared at the end.
+    On a terminal it continues at 50 events per second until Ctrl-C. Shop and sink are compared at the end.
     """
-    started = time.monotonic()
     # The stack below ends the processes and drops what the demo created.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    live = sys.stdout.isatty() and not plain and not as_json
-    endless = live and not leave
+    endless = sys.stdout.isatty() and not as_json and not leave
     course = Course(events, rate or None, GENTLE_RATE if endless else None, kill=kill)
     with ExitStack() as stack:
-        panel = stack.enter_context(open_panel(live=live))
-        panel.say("starting Postgres and Kafka")
+        lines = stack.enter_context(Lines())
+        lines.say("starting Postgres and Kafka")
         servers = find_servers()
-        panel.say("creating the tables")
-        run = stack.enter_context(prepare(servers, course, panel))
+        lines.say("creating the tables")
+        run = stack.enter_context(prepare(servers, course, lines))
         if endless:
             link = stack.enter_context(_page(run.environment))
-            panel.say(f"your browser shows {link}" if open_in_browser(link) else f"the page is at {link}")
+            lines.say(f"your browser shows {link}" if open_in_browser(link) else f"the page is at {link}")
             stack.enter_context(_closing_at_ctrl_c(run.close_shop))
-            panel.say("Ctrl-C closes the shop")
+            lines.say("Ctrl-C closes the shop")
         result = run.run()
-        panel.result(result.line(), clean=result.clean, seconds=time.monotonic() - started)
+        lines.say("clean" if result.clean else "NOT CLEAN")
     if as_json:
-        print_json({**result.as_dict(), "seconds": round(time.monotonic() - started, 1)})
+        print_json({**result.as_dict(), "seconds": round(lines.seconds, 1)})
     else:
         typer.echo(result.line())
     if not result.clean:
@@ -154,13 +151,13 @@ class _Kill:
 
 
 @contextmanager
-def prepare(servers: Servers, course: Course, panel: Panel) -> Iterator[Demo]:
+def prepare(servers: Servers, course: Course, lines: Lines) -> Iterator[Demo]:
     """Create a database and a topic for one run, dropped at the end. Its processes end before that."""
-    name = f"demo-{secrets.token_hex(4)}"
-    topic = f"{name}.order-events"
     with ExitStack() as stack:
+        topics = stack.enter_context(Topics(servers.bootstrap))
+        name = f"demo-{topics.token}"
+        topic = topics.create_topic(f"{name}.order-events", PARTITIONS)
         database = stack.enter_context(own_database(servers.url, name.replace("-", "_")))
-        stack.enter_context(own_topic(servers.bootstrap, topic))
         ledger = Ledger(database, servers.bootstrap, topic, ("public", "order_totals"))
         stack.callback(ledger.close)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-demo-")))
@@ -185,7 +182,7 @@ def prepare(servers: Servers, course: Course, panel: Panel) -> Iterator[Demo]:
         spark = Child("spark", consume, environment | java, folder, ready="group taken over")
         for child in (shop, relay, spark):
             stack.callback(child.finish, 30.0)
-        yield Demo(course, panel, ledger, shop, relay, spark, environment)
+        yield Demo(course, lines, ledger, shop, relay, spark, environment)
 
 
 class Demo:
@@ -194,7 +191,7 @@ class Demo:
     def __init__(
         self,
         course: Course,
-        panel: Panel,
+        lines: Lines,
         ledger: Ledger,
         shop: Child,
         relay: Child,
@@ -202,7 +199,7 @@ class Demo:
         environment: Mapping[str, str],
     ) -> None:
         self._events = course.events
-        self._panel = panel
+        self._lines = lines
         self._ledger = ledger
         self._shop = shop
         self._relay = relay
@@ -223,16 +220,15 @@ class Demo:
         # Spark first: it takes the longest to start.
         for child in (self._spark, self._relay):
             child.start()
-        self._panel.say("starting Spark and the relay; the shop opens when both are ready")
+        self._lines.say("starting Spark and the relay; the shop opens when both are ready")
         self._watch(lambda _: self._all_ready)
         self._shop.start()
         self._watch(lambda figures: figures.committed > 0)
-        self._panel.say("the shop is open")
+        self._lines.say("the shop is open")
         self._watch(self._is_over)
-        self._panel.say("every event is applied; ending the processes")
+        self._lines.say("every event is applied; ending the processes")
         for child in (self._relay, self._spark):
             child.finish(30.0)
-        self._panel.update(self._ledger.look(), self._states())
         return self._ledger.reconcile()
 
     def close_shop(self) -> None:
@@ -243,9 +239,6 @@ class Demo:
     def _all_ready(self) -> bool:
         return all(child.state == "running" for child in (self._relay, self._spark))
 
-    def _states(self) -> dict[str, str]:
-        return {child.name: child.shown for child in (self._shop, self._relay, self._spark)}
-
     def _watch(self, done: Callable[[Figures], bool]) -> None:
         """Read the figures, and restart killed processes, until ``done``.
 
@@ -255,10 +248,10 @@ class Demo:
         moved_at, last = time.monotonic(), None
         while True:
             figures = self._ledger.look()
-            self._panel.update(figures, self._states())
+            self._lines.update(figures)
             for child in children:
                 if line := child.restart_if_due():
-                    self._panel.say(line)
+                    self._lines.say(line)
             if done(figures):
                 return
             moving = (figures.committed, figures.published, figures.applied, figures.unread)
@@ -276,7 +269,7 @@ class Demo:
         """
         if self._closing.is_set():
             self._closing.clear()
-            self._panel.say("closing the shop")
+            self._lines.say("closing the shop")
             self._kills = ()
             self._shop.stop()
         # The shop may close early: no more events will follow then.
@@ -285,7 +278,7 @@ class Demo:
         self._kills = [kill for kill in self._kills if kill not in due]
         for kill in due:
             kill.child.crash()
-            self._panel.say(f"kill -9 {kill.child.name}")
+            self._lines.say(f"kill -9 {kill.child.name}")
         if self._shop.running or self._kills or not self._all_ready:
             return False
         # It may have committed since the figures were read.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
-from examples.demo.servers import PARTITIONS
+PARTITIONS: Final = 4
 
 # Business rows on one side, the sink's table on the other. `seq` is how many events an order's transactions committed;
 # the sink counts what it applied, adds up the amounts, and notes every event that did not follow its predecessor.
@@ -71,25 +71,12 @@ class Reconciliation:
         return {**asdict(self), "clean": self.clean}
 
 
-_APPLIED: Final = """
-SELECT sum(events_applied), sum(greatest(last_seq - events_applied, 0)), sum(greatest(events_applied - last_seq, 0)),
-       sum(out_of_order)
-  FROM {sink}"""
-
-# The positions of all groups in the topic, of which the demo has one: a position is the offset to be read next.
-_CONSUMED: Final = """
-SELECT coalesce(sum(next_offset), 0)::bigint, coalesce(sum(duplicates), 0)::bigint
-  FROM consumer.offsets WHERE topic = %s"""
-
-
 @dataclass(frozen=True, slots=True)
 class Figures:
     """The figures at one moment.
 
-    unread      how many messages of the topic the consumer has not read. Like ``published``, it counts a transaction's
-                markers too.
-    duplicates  messages that the consumer dropped, because their events were applied already.
-    lost, applied_twice, out_of_order   of what was applied so far: an order's events are numbered from 1.
+    unread   how many messages of the topic the consumer has not read. Like ``published``, it counts a transaction's
+             markers too.
     """
 
     committed: int
@@ -98,10 +85,6 @@ class Figures:
     backlog: int
     oldest_seconds: float | None
     unread: int
-    duplicates: int
-    lost: int = 0
-    applied_twice: int = 0
-    out_of_order: int = 0
 
 
 class Ledger:
@@ -121,18 +104,17 @@ class Ledger:
         )
 
     def look(self) -> Figures:
-        """Return the figures for the panel. A missing table counts as empty. Raises KafkaException if Kafka is away."""
+        """Return the figures. A missing table counts as empty. Raises KafkaException if Kafka is away."""
         messages, end = self._topic_size()
-        (committed,) = self._sums(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders", 1)
-        applied = self._sums(sql.SQL(_APPLIED).format(sink=self._sink), self._sink.as_string(self._connection), 4)
+        committed = self._sum("seq", sql.Identifier("shop", "orders"))
+        applied = self._sum("events_applied", self._sink)
         row = self._connection.execute(
             "SELECT count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM outbox.events"
         ).fetchone()
         assert row is not None
-        consumed = self._connection.execute(_CONSUMED, (self._topic,)).fetchone()
-        assert consumed is not None
-        read, duplicates = consumed
-        return Figures(committed, messages, applied[0], row[0], row[1], max(0, end - read), duplicates, *applied[1:])
+        # The topic has one group, whose positions are the offsets to be read next.
+        read = self._sum("next_offset", sql.Identifier("consumer", "offsets"))
+        return Figures(committed, messages, applied, row[0], row[1], max(0, end - read))
 
     def reconcile(self) -> Reconciliation:
         """Compare source and sink in one statement over one snapshot. Raises KafkaException if Kafka is away."""
@@ -155,9 +137,11 @@ class Ledger:
             end += high
         return messages, end
 
-    def _sums(self, query: sql.SQL | sql.Composed, table: str, size: int) -> list[int]:
-        exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()
-        if exists is None or exists[0] is None:
-            return [0] * size
-        row = self._connection.execute(query).fetchone()
-        return [int(value or 0) for value in row or [0] * size]
+    def _sum(self, column: str, table: sql.Identifier) -> int:
+        query = sql.SQL("SELECT coalesce(sum({}), 0)::bigint FROM {}").format(sql.Identifier(column), table)
+        try:
+            row = self._connection.execute(query).fetchone()
+        except psycopg.errors.UndefinedTable:
+            return 0
+        assert row is not None
+        return int(row[0])

@@ -40,7 +40,6 @@ class Child:
         self._ready = False
         self._log_start = 0
         self._restart_at: float | None = None
-        self._kills = 0
 
     @property
     def running(self) -> bool:
@@ -56,11 +55,6 @@ class Child:
             return "killed" if self._restart_at is not None else "ended"
         return "running" if self._is_ready() else "starting"
 
-    @property
-    def shown(self) -> str:
-        """Return its state, and how often it was killed."""
-        return f"{self.state}, killed {self._kills}×" if self._kills else self.state
-
     def start(self) -> None:
         """Start it, or start it again."""
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
@@ -70,7 +64,6 @@ class Child:
     def crash(self) -> None:
         """Kill it by SIGKILL; ``restart_if_due`` starts it again."""
         self._kill()
-        self._kills += 1
         self._restart_at = time.monotonic() + RESTART_SECONDS
 
     def restart_if_due(self) -> str | None:

@@ -6,11 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 from outbox.urls import libpq_url, with_database
-
-PARTITIONS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,32 +36,14 @@ def find_servers() -> Servers:
 @contextmanager
 def own_database(url: str, name: str) -> Iterator[str]:
     """Create a database for this run, with the outbox's and the consumers' tables. It is dropped at the end."""
-    import psycopg
-    from psycopg import sql
-
     from outbox._app import migrate
+    from outbox.sandbox.postgres import create_database, drop_database
 
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    create_database(url, name)
     try:
         own = with_database(url, name)
         migrate.upgrade(own)
         migrate.upgrade_consumer(own)
         yield own
     finally:
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
-
-
-@contextmanager
-def own_topic(bootstrap: str, topic: str) -> Iterator[None]:
-    """Create a topic for this run, deleted at its end."""
-    from confluent_kafka.admin import AdminClient
-    from confluent_kafka.cimpl import NewTopic
-
-    admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(topic, num_partitions=PARTITIONS)])[topic].result(30)
-    try:
-        yield
-    finally:
-        admin.delete_topics([topic])[topic].result(30)
+        drop_database(url, name)

@@ -74,8 +74,8 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 
-def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
-    """Upgrade the outbox's tables to this version. Does nothing if they are up to date.
+def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> bool:
+    """Upgrade the outbox's tables to this version. Returns False if they were up to date.
 
     lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it differs from the
     existing number or an argument is invalid, SchemaError when the database refuses.
@@ -84,20 +84,21 @@ def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
     if lanes is not None:
         lane_expression(lanes)
     with _transaction(url) as connection:
-        _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
-        there = connection.execute(sa.select(sa.func.count()).select_from(_lanes(schema))).scalar_one()
+        changed = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
+        there = _count(connection, _lanes(schema))
         if lanes is not None and there != lanes:
             raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
+        return changed
 
 
-def upgrade_consumer(url: str, schema: str = "consumer") -> None:
+def upgrade_consumer(url: str, schema: str = "consumer") -> bool:
     """Upgrade the consumers' tables to this version; they may be in another database than the outbox's.
 
-    Raises as ``upgrade`` does.
+    Returns and raises as ``upgrade`` does.
     """
     check_name(schema)
     with _transaction(url) as connection:
-        _upgrade(CONSUMER, connection, schema)
+        return _upgrade(CONSUMER, connection, schema)
 
 
 def downgrade(
@@ -128,13 +129,14 @@ def downgrade(
         if not drop_rows:
             _lock(connection, schema, history.guarded)
             for name in history.guarded:
-                if _count(connection, schema, name):
+                if _count(connection, sa.table(name, schema=schema)):
                     raise SchemaError(
                         f"{schema}.{name} still has rows, which a downgrade would drop; "
                         + _WAYS_OUT.get(name, "let them drain")
                         + ", or say --drop-rows"
                     )
-        _run(history, connection, schema, "downgrade", revision, create_schema=False)
+        with _migration_errors(schema):
+            command.downgrade(_config(history, schema, connection=connection), revision)
 
 
 def sql(
@@ -161,15 +163,14 @@ def sql(
     if known.index(first) > known.index(last):
         raise ConfigurationError(f"the revision to start from, {first}, comes after {last}; exchange the two")
     output = io.StringIO()
-    config = _config(history, schema, lanes, create_schema=first == "base")
-    config.attributes["output"] = output
+    config = _config(history, schema, lanes, create_schema=first == "base", output=output)
     command.upgrade(config, last if first == "base" else f"{first}:{last}", sql=True)
     return output.getvalue()
 
 
 def revisions(history: History = OUTBOX) -> list[str]:
     """Return the revisions, the oldest first."""
-    script = ScriptDirectory.from_config(_config(history, history.schema, DEFAULT_LANES, create_schema=False))
+    script = ScriptDirectory.from_config(_config(history, history.schema))
     return [revision.revision for revision in script.walk_revisions()][::-1]
 
 
@@ -192,28 +193,25 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
     with _transaction(url) as connection:
         # Writers and relays are locked out from here on: what is read below stays true until the commit.
         _lock(connection, schema, ("events", "lanes", "failures", "dead_letters"))
-        left = _count(connection, schema, "events")
-        if left:
+        if left := _count(connection, sa.table("events", schema=schema)):
             raise SchemaError(f"{left} events are not published yet; stop the writers and let the outbox drain first")
         for name in ("failures", "dead_letters"):
-            left = _count(connection, schema, name)
-            if left:
+            if left := _count(connection, sa.table(name, schema=schema)):
                 raise SchemaError(
                     f"{schema}.{name} has {left} rows, and their keys may move to another lane; "
                     "retry or discard those events first (`outbox dead-letters`)"
                 )
-        _refuse_paused_lanes(connection, schema)
-        streamed = connection.execute(
-            sa.select(sa.func.count()).select_from(table).where(table.c.source == "wal")
-        ).scalar_one()
-        if streamed:
+        pauses = sa.table("pauses", sa.column("scope"), schema=schema)
+        if _count(connection, pauses, pauses.c.scope == "lane"):
+            # These numbers would stand for other keys.
+            raise SchemaError(
+                "lanes are paused by their numbers; end these pauses first (`outbox relay resume --lane N`)"
+            )
+        if _count(connection, table, table.c.source == "wal"):
             raise SchemaError(
                 "the lanes are read from the WAL; run `outbox relay switch polling` first, and back afterwards"
             )
-        held = connection.execute(
-            sa.select(sa.func.count()).select_from(table).where(table.c.lease_until >= sa.func.clock_timestamp())
-        ).scalar_one()
-        if held:
+        if held := _count(connection, table, table.c.lease_until >= sa.func.clock_timestamp()):
             raise SchemaError(f"relays hold {held} lanes; stop them first")
         # Dropping and adding works on every version of Postgres; the table is empty, so nothing is rewritten.
         change = Operations(MigrationContext.configure(connection))
@@ -233,13 +231,6 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         connection.execute(sa.delete(table))
         values = {"epoch": highest + 1, "last_batch": 0 if begun else None}
         connection.execute(sa.insert(table), [{"lane": lane, **values} for lane in range(lanes)])
-
-
-def _refuse_paused_lanes(connection: sa.Connection, schema: str) -> None:
-    """Raise SchemaError if lanes are paused by their numbers: these would stand for other keys."""
-    pauses = sa.table("pauses", sa.column("scope"), schema=schema)
-    if connection.execute(sa.select(sa.func.count()).select_from(pauses).where(pauses.c.scope == "lane")).scalar_one():
-        raise SchemaError("lanes are paused by their numbers; end these pauses first (`outbox relay resume --lane N`)")
 
 
 def grant(url: str, statements: Sequence[str]) -> None:
@@ -316,37 +307,36 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
-def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> None:
-    _refuse_unknown(history, current(connection, schema) or (), schema)
-    there = sa.inspect(connection).has_schema(schema)
-    _run(history, connection, schema, "upgrade", "head", lanes, create_schema=not there)
+def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> bool:
+    """Upgrade to the last revision. Returns whether anything changed."""
+    before = current(connection, schema) or ()
+    _refuse_unknown(history, before, schema)
+    create_schema = not sa.inspect(connection).has_schema(schema)
+    with _migration_errors(schema):
+        command.upgrade(
+            _config(history, schema, lanes, create_schema=create_schema, connection=connection), revision="head"
+        )
+    return current(connection, schema) != before
 
 
-def _run(
-    history: History,
-    connection: sa.Connection,
-    schema: str,
-    direction: str,
-    revision: str,
-    lanes: int = DEFAULT_LANES,
-    *,
-    create_schema: bool,
-) -> None:
-    config = _config(history, schema, lanes, create_schema=create_schema)
-    config.attributes["connection"] = connection
+@contextmanager
+def _migration_errors(schema: str) -> Iterator[None]:
     try:
-        getattr(command, direction)(config, revision)
+        yield
     except CommandError as error:
         raise SchemaError(f"schema {schema}: {error}") from error
 
 
-def _config(history: History, schema: str, lanes: int, *, create_schema: bool) -> Config:
+def _config(
+    history: History, schema: str, lanes: int = DEFAULT_LANES, *, create_schema: bool = False, **attributes: Any
+) -> Config:
+    """Return Alembic's configuration; see migrations/env.py for its attributes."""
     place = folder()
     config = Config()
     config.set_main_option("script_location", str(place).replace("%", "%%"))
     config.set_main_option("path_separator", "newline")
     config.set_main_option("version_locations", str(place / history.folder).replace("%", "%%"))
-    config.attributes.update(schema=_one_name(schema), lanes=lanes, create_schema=create_schema)
+    config.attributes.update(schema=_one_name(schema), lanes=lanes, create_schema=create_schema, **attributes)
     return config
 
 
@@ -405,11 +395,10 @@ def _one_name(schema: str) -> str:
     return sa.sql.quoted_name(schema, None)
 
 
-def _count(connection: sa.Connection, schema: str, name: str) -> int:
-    query = sa.select(sa.func.count()).select_from(sa.table(name, schema=schema))
-    return int(connection.execute(query).scalar_one())
+def _count(connection: sa.Connection, table: sa.TableClause, *conditions: sa.ColumnElement[bool]) -> int:
+    return int(connection.execute(sa.select(sa.func.count()).select_from(table).where(*conditions)).scalar_one())
 
 
-def _lanes(schema: str) -> Any:
+def _lanes(schema: str) -> sa.TableClause:
     names = ("lane", "epoch", "last_batch", "lease_until", "source")
     return sa.table("lanes", *map(sa.column, names), schema=schema)

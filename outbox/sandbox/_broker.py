@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import signal
 import subprocess
 import threading
 import uuid
@@ -69,10 +68,9 @@ class Runtime:
 class Broker:
     """A node that is broker and controller at once, in a directory of its own.
 
-    runtime    returns the Java program and class path; called only when needed, as it may download them.
-    heap       the value of -Xmx.
-    detached   it outlives this process.
-    remove     whether its (temporary) directory is removed when we die.
+    runtime     returns the Java program and class path; called only when needed, as it may download them.
+    heap        the value of -Xmx.
+    temporary   the directory that is removed when we die, together with the broker. None: it outlives this process.
     """
 
     def __init__(
@@ -82,15 +80,13 @@ class Broker:
         *,
         runtime: Callable[[], Runtime],
         heap: str,
-        detached: bool,
-        remove: bool,
+        temporary: Path | None,
     ) -> None:
         self.node = node
         self.directory = directory
         self._runtime = runtime
         self._heap = heap
-        self._detached = detached
-        self._remove = remove
+        self._temporary = temporary
         self._process: Supervised | Detached | None = None
 
     @property
@@ -172,20 +168,15 @@ class Broker:
         ]
         # Variables that a user set for another Kafka do not apply to this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
-        if self._detached:
+        if self._temporary is None:
             self._process = Detached.start(argv, log=self.output, env=environment)
         else:
             self._process = Supervised(
-                argv,
-                log=self.output,
-                env=environment,
-                cwd=self.directory,
-                orphan_signal=signal.SIGKILL,
-                remove=self.directory if self._remove else None,
+                argv, log=self.output, env=environment, cwd=self.directory, remove=self._temporary
             )
 
     def adopt(self) -> bool:
-        """Find the detached process that an earlier command started here. Returns whether there is one."""
+        """Find the process that an earlier command started here. Returns whether there is one."""
         self._process = Detached.find("kafka.Kafka", str(self._properties))
         return self._process is not None
 

@@ -11,11 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any
 
 from outbox.sandbox.errors import ServiceError
-
-TEMPORARY_PREFIX: Final = "outbox-testing-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +23,11 @@ class User:
     name: str
     uid: int
     gid: int
+
+
+def identity(user: User | None) -> dict[str, Any]:
+    """Return the arguments of subprocess that make a program run as ``user``; none for None, our own account."""
+    return {} if user is None else {"user": user.uid, "group": user.gid, "extra_groups": []}
 
 
 def cache_dir() -> Path:
@@ -95,7 +98,7 @@ def temporary_directory(purpose: str, user: User | None) -> Path:
     """Make a new directory for a server that ``user`` runs: in $TMPDIR when that user can reach it."""
     for base in (Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - mkdtemp names it
         if base.is_dir() and blocking_directory(base, user) is None:
-            directory = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{purpose}-", dir=base))
+            directory = Path(tempfile.mkdtemp(prefix=f"outbox-testing-{purpose}-", dir=base))
             if user is not None:
                 directory.chmod(0o711)
             return directory

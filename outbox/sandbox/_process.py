@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from outbox.sandbox._dirs import TEMPORARY_PREFIX, User
+from outbox.sandbox._dirs import User, identity
 from outbox.sandbox.errors import ServiceError, StartFailed
 
 # psutil comes with the extra; `outbox --help` imports this module without it.
@@ -38,11 +38,11 @@ class Process(Protocol):
 class Supervised:
     """A child process that a small supervisor ends when we end, even by kill -9.
 
-    argv, env (None: ours), cwd  as for subprocess.
-    log                          the file that its output is appended to.
-    user                         the account it runs as; None: ours.
-    orphan_signal, orphan_grace  the signal that ends it when we are gone, and the seconds until SIGKILL follows.
-    remove                       a directory that is removed with it in that case.
+    argv, env (None: ours), cwd   as for subprocess.
+    log             the file that its output is appended to.
+    user            the account it runs as; None: ours.
+    orphan_signal   the signal that ends it when we are gone; SIGKILL follows after five seconds.
+    remove          a directory that is removed in that case.
 
     Raises StartFailed when the program can't be executed.
     """
@@ -56,18 +56,15 @@ class Supervised:
         cwd: Path | None = None,
         user: User | None = None,
         orphan_signal: signal.Signals = signal.SIGKILL,
-        orphan_grace: float = 5.0,
         remove: Path | None = None,
     ) -> None:
         spec = {
             "argv": list(argv),
             "log": str(log),
             "cwd": None if cwd is None else str(cwd),
-            "user": None if user is None else [user.uid, user.gid],
+            "identity": identity(user),
             "orphan_signal": int(orphan_signal),
-            "orphan_grace": orphan_grace,
             "remove": None if remove is None else str(remove),
-            "remove_parent_prefix": TEMPORARY_PREFIX,
         }
         # A session of its own: Ctrl-C in a terminal reaches us, and we stop the servers in order. The environment is
         # inherited from the supervisor, never passed on a command line, where everybody could read it.
@@ -163,9 +160,7 @@ class Detached:
                     env=env,
                     cwd="/",
                     start_new_session=True,
-                    user=None if user is None else user.uid,
-                    group=None if user is None else user.gid,
-                    extra_groups=None if user is None else [],
+                    **identity(user),
                 )
         except (OSError, subprocess.SubprocessError) as error:
             raise StartFailed(f"{argv[0]} can't be executed: {error}", log) from error

@@ -40,10 +40,10 @@ def up(
     if export:
         typer.echo(f"export OUTBOX_DATABASE_URL={shlex.quote(state.database_url)}")
         typer.echo(f"export OUTBOX_KAFKA__BOOTSTRAP_SERVERS={shlex.quote(state.bootstrap_servers)}")
-    if not json and not export:
-        _show(state)
     if json:
         print_json(_facts(state))
+    elif not export:
+        _show(state)
 
 
 @app.command()
@@ -81,8 +81,8 @@ def _sandbox() -> Sandbox:
 def _facts(state: SandboxState) -> dict[str, Any]:
     return {
         "running": state.running,
-        "database_url": state.postgres_url,
-        "bootstrap_servers": state.kafka_servers,
+        "database_url": state.database_url or None,
+        "bootstrap_servers": state.bootstrap_servers or None,
         "postgres_running": state.postgres_running,
         "brokers": state.brokers,
         "brokers_running": state.brokers_running,
@@ -92,13 +92,14 @@ def _facts(state: SandboxState) -> dict[str, Any]:
 
 
 def _show(state: SandboxState) -> None:
-    if state.postgres_url is None and state.kafka_servers is None:
+    if not state.database_url and not state.bootstrap_servers:
         typer.echo(f"There is no sandbox in {state.directory}. Start one: outbox sandbox up")
         return
     postgres = "running" if state.postgres_running else "stopped"
-    typer.echo(f"Postgres  {postgres:<12} {state.postgres_url}")
+    typer.echo(f"Postgres  {postgres:<12} {state.database_url}")
     kafka = "running" if state.brokers_running == state.brokers else f"{state.brokers_running} of {state.brokers} run"
-    typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.kafka_servers}")
+    typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.bootstrap_servers}")
+    typer.echo(f"Home      {state.directory}")
     typer.echo(f"Logs      {' '.join(str(log) for log in (state.postgres_log, *state.kafka_logs))}")
     if state.running:
         typer.echo('For a shell: eval "$(outbox sandbox up --export)"')

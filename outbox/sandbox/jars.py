@@ -6,19 +6,26 @@ tested, whatever repository serves them. ``python -m outbox.sandbox.jars lock`` 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import http.client
 import os
+import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from outbox.sandbox import _download
+import stamina
+
 from outbox.sandbox._dirs import cache_dir, locked_file
 from outbox.sandbox.errors import ServiceError
 
@@ -43,9 +50,14 @@ ROOTS: Final[Roots] = {
 }
 
 _WORKERS: Final = 4
+_CHUNK: Final = 1 << 16
+_TIMEOUT: Final = 30.0
+_ATTEMPTS: Final = 6
+_RETRIED_CLIENT_ERRORS: Final = {408, 425, 429}
 
-Progress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes downloaded so far, and its size."""
+
+class _CutShort(Exception):
+    """The response ended before the whole file was received."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,52 +112,31 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
         raise ServiceError(f"jars.lock has no set {set_name!r}, only {', '.join(sorted(jars))}") from None
 
 
-def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
+def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
     """Return the jars of a set (``"kafka"``) as files in the cache, downloading what is missing.
 
-    progress   called with the progress of each file. None: a progress bar on standard error if that is a terminal, else
-               one line at the start and one at the end; nothing if all files are cached.
-    lock       as for ``locked``.
+    lock   as for ``locked``.
 
-    Interrupted downloads are resumed. Two processes can fetch at the same time. Raises ServiceError when the
-    repository stays unreachable, ServiceError when it serves different bytes.
+    Shows the progress of a download on standard error. Two processes can fetch at the same time. Raises ServiceError
+    when the repository stays unreachable, does not have a file, or serves different bytes.
     """
-    jars = locked(set_name, lock)
     directory = cache_dir() / "jars"
-    paths = [directory / f"{jar.sha256[:16]}-{jar.name}" for jar in jars]
-    missing = [(jar, path) for jar, path in zip(jars, paths, strict=True) if not _cached(path, jar)]
-    if not missing:
-        return paths
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ServiceError(f"the cache {directory} can't be made: {error}; set OUTBOX_CACHE to another") from error
-    base = repository()
-    size = sum(jar.size for jar, _ in missing)
-    showing = contextlib.nullcontext(progress) if progress else _download.display(set_name, len(missing), size)
-    with showing as report, ThreadPoolExecutor(_WORKERS, thread_name_prefix="jars") as pool:
-        cancelled = threading.Event()
-
-        def unless_cancelled(name: str, here: int, size: int) -> None:
-            if cancelled.is_set():
-                raise CancelledError
-            report(name, here, size)
-
-        pending = [pool.submit(_fetch_one, base, jar, path, unless_cancelled) for jar, path in missing]
+    wanted = {jar: directory / f"{jar.sha256[:16]}-{jar.name}" for jar in locked(set_name, lock)}
+    missing = {jar: path for jar, path in wanted.items() if not _is_cached(path, jar)}
+    if missing:
         try:
-            for future in pending:
-                future.result()
-        except BaseException:
-            # One failure, or Ctrl-C, ends the others at their next chunk.
-            cancelled.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-    return paths
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ServiceError(f"the cache {directory} can't be made: {error}; set OUTBOX_CACHE to another") from error
+        _download_all(set_name, missing)
+    return list(wanted.values())
 
 
 def repository() -> str:
     """Return the Maven repository's address: $OUTBOX_MAVEN_REPOSITORY, or the one jgo comes with."""
     if given := os.environ.get("OUTBOX_MAVEN_REPOSITORY"):
+        if not given.startswith(("http://", "https://")):
+            raise ServiceError(f"OUTBOX_MAVEN_REPOSITORY={given}: the address must start with https:// or http://")
         return given.rstrip("/")
     try:
         from jgo.maven import MavenContext
@@ -158,70 +149,145 @@ def repository() -> str:
     return next(iter(addresses)).rstrip("/")
 
 
-def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
-    """Download one jar into the cache, under a lock that keeps other processes out and is released if we die."""
-    with locked_file(path.with_name(path.name + ".lock")):
-        if _cached(path, jar):
-            report(jar.name, jar.size, jar.size)
-            return
-        part = path.with_name(path.name + ".part")
-        left_over = part.exists()
-        digest = _download_to(part, base, jar, report)
-        if digest != jar.sha256 and left_over:
-            # The part that an earlier process left may be damaged, for example by a crash of the machine.
-            part.unlink()
-            digest = _download_to(part, base, jar, report)
-        if digest != jar.sha256:
-            part.unlink()
-            raise ServiceError(
-                f"{base}/{jar.path} has the SHA-256 {digest}, jars.lock says {jar.sha256}: the repository or "
-                "something before it serves another file. It was thrown away; set OUTBOX_MAVEN_REPOSITORY to one "
-                "you trust"
-            )
-        part.replace(path)
-        # Store the verified file's size and modification time beside it, so that the next use need not read it all.
-        _seal(path, jar)
-
-
-def _download_to(part: Path, base: str, jar: Jar, report: Progress) -> str:
-    """Complete a download. Returns the file's SHA-256."""
-    _download.resume(f"{base}/{jar.path}", part, jar.size, lambda here: report(jar.name, here, jar.size))
-    return sha256(part)
-
-
-def _cached(path: Path, jar: Jar) -> bool:
-    """Return whether the cache has this file. Its content is read only if it was modified since the last check."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return False
-    try:
-        if _seal_path(path).read_text() == _seal_text(status, jar):
-            return True
-    except FileNotFoundError:
-        pass
-    if status.st_size != jar.size or sha256(path) != jar.sha256:
-        return False
-    _seal(path, jar)
-    return True
-
-
-def _seal(path: Path, jar: Jar) -> None:
-    _seal_path(path).write_text(_seal_text(path.stat(), jar))
-
-
-def _seal_path(path: Path) -> Path:
-    return path.with_name(path.name + ".checked")
-
-
-def _seal_text(status: os.stat_result, jar: Jar) -> str:
-    return f"{jar.sha256} {status.st_size} {status.st_mtime_ns}\n"
-
-
 def sha256(path: Path) -> str:
     """Return a file's SHA-256 as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_cached(path: Path, jar: Jar) -> bool:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_size == jar.size and _digest(path, status.st_mtime_ns) == jar.sha256
+
+
+@cache
+def _digest(path: Path, _modified_at: int) -> str:
+    """Return a file's SHA-256, computed once in this process unless the file is modified."""
+    return sha256(path)
+
+
+def _download_all(set_name: str, missing: Mapping[Jar, Path]) -> None:
+    base = repository()
+    count, size = len(missing), sum(jar.size for jar in missing)
+    title = f"Downloading {set_name} ({count} {'file' if count == 1 else 'files'}, {size / 1e6:,.0f} MB)"
+    with _progress(title, size) as advance, ThreadPoolExecutor(_WORKERS, thread_name_prefix="jars") as pool:
+        cancelled = threading.Event()
+
+        def unless_cancelled(received: int) -> None:
+            if cancelled.is_set():
+                raise CancelledError
+            advance(received)
+
+        pending = [pool.submit(_fetch_one, base, jar, path, unless_cancelled) for jar, path in missing.items()]
+        try:
+            for future in pending:
+                future.result()
+        except BaseException:
+            # One failure, or Ctrl-C, ends the others at their next chunk.
+            cancelled.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _fetch_one(base: str, jar: Jar, path: Path, advance: Callable[[int], None]) -> None:
+    """Download one jar into the cache, under a lock that keeps other processes out and is released if we die."""
+    url = f"{base}/{jar.path}"
+    part = path.with_name(path.name + ".part")
+    with locked_file(path.with_name(path.name + ".lock")):
+        if _is_cached(path, jar):
+            advance(jar.size)
+            return
+        try:
+            for attempt in stamina.retry_context(
+                on=_is_transient, attempts=_ATTEMPTS, timeout=None, wait_initial=0.2, wait_max=10.0
+            ):
+                with attempt:
+                    _download(url, part, jar.size, advance)
+        except urllib.error.HTTPError as error:
+            raise ServiceError(
+                f"{url}: the repository answers {error.code} {error.reason}. Set OUTBOX_MAVEN_REPOSITORY to a Maven "
+                "repository that has it"
+            ) from error
+        except (OSError, http.client.HTTPException, _CutShort) as error:
+            raise ServiceError(
+                f"{url}: {str(error) or type(error).__name__}, after {_ATTEMPTS} tries. Check the network and proxy "
+                "settings, or set OUTBOX_MAVEN_REPOSITORY to a Maven repository that can be reached; "
+                "the next attempt downloads only what is missing"
+            ) from error
+        if (digest := sha256(part)) != jar.sha256:
+            part.unlink()
+            raise ServiceError(
+                f"{url} has the SHA-256 {digest}, jars.lock says {jar.sha256}: the repository, or a proxy before it, "
+                "serves another file, which was discarded. Set OUTBOX_MAVEN_REPOSITORY to a repository you trust"
+            )
+        part.replace(path)
+
+
+def _download(url: str, part: Path, size: int, advance: Callable[[int], None]) -> None:
+    request = urllib.request.Request(url, headers={"User-Agent": "outbox-kafka", "Accept-Encoding": "identity"})  # noqa: S310 - http or https: see repository
+    received = 0
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT, context=_trust()) as response, part.open("wb") as file:  # noqa: S310
+            while received < size:
+                chunk = response.read(min(_CHUNK, size - received))
+                if not chunk:
+                    raise _CutShort(f"the connection ended at byte {received:,} of {size:,}")
+                try:
+                    file.write(chunk)
+                    file.flush()
+                except OSError as error:
+                    # A local error, such as a full disk: another try would not help.
+                    raise ServiceError(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
+                received += len(chunk)
+                advance(len(chunk))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+    except BaseException:
+        advance(-received)
+        raise
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in _RETRIED_CLIENT_ERRORS
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLCertVerificationError):
+        return False
+    return isinstance(error, (OSError, http.client.HTTPException, _CutShort))
+
+
+@cache
+def _trust() -> ssl.SSLContext:
+    """Return a context that trusts the system's certificates ($SSL_CERT_FILE), and certifi's if it is installed."""
+    context = ssl.create_default_context()
+    try:
+        import certifi
+    except ImportError:
+        return context
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+@contextmanager
+def _progress(title: str, size: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal, else a line at the start and one at the end. Yields what counts received bytes."""
+    if not sys.stderr.isatty():
+        print(f"{title} …", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        yield lambda _: None
+        print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=size)
+        yield lambda received: bar.advance(task, received)
 
 
 def _lock_text() -> str:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from outbox.sandbox import jars
@@ -35,13 +34,12 @@ _HOST: Final = "127.0.0.1"
 class KafkaCluster:
     """A cluster of nodes that are broker and controller at once (KRaft). Methods number them from 0.
 
-    data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
-               A directory that was used before keeps its data, its ports and its number of brokers.
+    data_dir   None: a temporary directory, removed by ``close`` (or by leaving the ``with`` block), and brokers that
+               end when this process does, even by kill -9. A given directory is kept, with its data, its ports and
+               its number of brokers; its brokers outlive this process, and ``start`` finds those that run already.
     brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
     settings   for server.properties; they override ours. Topics are not created automatically by default.
     heap       of each broker: the value of -Xmx.
-    detached   the brokers outlive this process, and ``start`` finds those that already run on data_dir. Otherwise they
-               end when this process does, even by kill -9.
     advertised_port   of a proxy on 127.0.0.1 that a test puts between clients and the broker. The broker gets one more
                listener, ``proxied_port``, which advertises advertised_port; the proxy forwards to it.
                ``bootstrap_servers`` bypasses the proxy, and so does the broker's own traffic. For one broker in a
@@ -55,7 +53,6 @@ class KafkaCluster:
         brokers: int | None = None,
         settings: Mapping[str, str] | None = None,
         heap: str = "512m",
-        detached: bool = False,
         advertised_port: int | None = None,
     ) -> None:
         if brokers not in {None, 1, 3}:
@@ -64,8 +61,6 @@ class KafkaCluster:
             raise ServiceError("a Kafka behind a proxy has one broker, in a temporary directory: leave out the others")
         self._temporary = data_dir is None
         if data_dir is None:
-            if detached:
-                raise ServiceError("a detached cluster needs a data_dir of its own: it has to be found again")
             data_dir = temporary_directory("kafka", None)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
@@ -74,7 +69,6 @@ class KafkaCluster:
         self._wanted_size = brokers
         self._settings = dict(settings or {})
         self._heap = heap
-        self._detached = detached
         self._advertised_port = advertised_port
         self._brokers: list[Broker] = []
         self._cluster_id = ""
@@ -158,9 +152,8 @@ class KafkaCluster:
                 f"{len(nodes)}, or remove the directory"
             )
         self._make(record["cluster_id"], nodes)
-        if self._detached:
-            for broker in self._brokers:
-                broker.adopt()
+        for broker in self._brokers:
+            broker.adopt()
         return True
 
     def stop(self) -> None:
@@ -175,11 +168,6 @@ class KafkaCluster:
             # killed.
             if broker.process is not None and not broker.process.wait(max(0.0, deadline - time.monotonic())):
                 kill_with_children(broker.process)
-
-    def restart(self) -> None:
-        """Stop all brokers and start them again: same ports, same data."""
-        self.stop()
-        self.start()
 
     def close(self) -> None:
         """Stop the cluster; a temporary data directory is removed."""
@@ -228,9 +216,7 @@ class KafkaCluster:
             self.close()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- making the nodes
@@ -264,8 +250,7 @@ class KafkaCluster:
                 self.data_dir / f"broker-{node.number}",
                 runtime=self._runtime,
                 heap=self._heap,
-                detached=self._detached,
-                remove=self._temporary,
+                temporary=self.data_dir if self._temporary else None,
             )
             for node in nodes
         ]

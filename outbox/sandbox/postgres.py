@@ -16,15 +16,14 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 from urllib.parse import quote
 
 import psycopg
 from psycopg import sql
 
 from outbox.sandbox import _postmaster
-from outbox.sandbox._dirs import blocking_directory, make_directory, temporary_directory, unprivileged_user
+from outbox.sandbox._dirs import blocking_directory, identity, make_directory, temporary_directory, unprivileged_user
 from outbox.sandbox._pgbin import binaries, major_version
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import Detached, Supervised, kill_with_children, patience
@@ -33,13 +32,6 @@ from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 USER: Final = "postgres"
 """The superuser of every server started here. A schema with this name would be its default schema."""
 
-StopMode = Literal["smart", "fast", "immediate"]
-
-_STOP_SIGNALS: Final[dict[str, signal.Signals]] = {
-    "smart": signal.SIGTERM,
-    "fast": signal.SIGINT,
-    "immediate": signal.SIGQUIT,
-}
 _START_TIMEOUT: Final = 60.0
 _STOP_TIMEOUT: Final = 60.0
 _PORT_ATTEMPTS: Final = 5
@@ -58,11 +50,11 @@ _DEFAULTS: Final = {
 class PostgresServer:
     """One server: its data in ``data_dir``/pgdata, its log in ``data_dir``/postgres.log.
 
-    data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
+    data_dir   None: a temporary directory, removed by ``close`` (or by leaving the ``with`` block), and a server that
+               ends when this process does, even by kill -9. A given directory is kept, its server outlives this
+               process, and ``start`` finds one that runs already.
     port       on 127.0.0.1; None: a free one, kept across restarts.
     settings   for postgresql.conf; they override ours: wal_level=logical, max_connections=200. fsync is on by default.
-    detached   the server outlives this process, and ``start`` finds one that already runs on data_dir. Otherwise it
-               ends when this process does, even by kill -9.
 
     If we run as root, the server runs as the user ``postgres`` or ``nobody``.
     """
@@ -73,13 +65,10 @@ class PostgresServer:
         *,
         port: int | None = None,
         settings: Mapping[str, str] | None = None,
-        detached: bool = False,
     ) -> None:
         self._user = unprivileged_user()
         self._temporary = data_dir is None
         if data_dir is None:
-            if detached:
-                raise ServiceError("a detached server needs a data_dir of its own: it has to be found again")
             data_dir = temporary_directory("postgres", self._user)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
@@ -89,7 +78,6 @@ class PostgresServer:
         for name, value in self._settings.items():
             if not _SETTING_NAME.fullmatch(name) or "\n" in value:
                 raise ServiceError(f"{name!r} = {value!r} is no setting of postgresql.conf")
-        self._detached = detached
         self._process: Supervised | Detached | None = None
 
     @property
@@ -144,17 +132,14 @@ class PostgresServer:
         raise AssertionError("unreachable")
 
     def attach(self) -> bool:
-        """Find a detached server that runs on data_dir, and wait until it is ready. Returns whether there is one.
+        """Find the server that runs on data_dir, and wait until it is ready. Returns whether there is one.
 
-        Raises StartFailed when there is one that we can't take over: we are not detached, or its port differs from
-        ours.
+        Raises StartFailed when its port is not the requested one.
         """
         found = _postmaster.running_on(self._pgdata)
         if found is None:
             return False
         process, port = found
-        if not self._detached:
-            raise StartFailed(f"a Postgres already runs on {self._pgdata} (pid {process.pid}); stop it first")
         if self._wanted_port not in {None, port}:
             raise StartFailed(f"the Postgres on {self._pgdata} listens on port {port}, not {self._wanted_port}")
         self._process = Detached(process)
@@ -162,19 +147,19 @@ class PostgresServer:
         self._wait_until_ready(port)
         return True
 
-    def stop(self, mode: StopMode = "fast") -> None:
-        """Stop the server and keep its data, so that ``start`` goes on with them.
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop the server and keep its data for the next ``start``. Open transactions are rolled back.
 
-        smart waits for clients, fast rolls back their transactions, immediate leaves recovery to the next start.
-        Raises ServiceError when the server does not end within a minute.
+        immediate   leave the rollback to the next start. Raises ServiceError when the server does not end within a
+                    minute.
         """
         if self._process is None:
             return
-        self._process.signal(_STOP_SIGNALS[mode])
+        self._process.signal(signal.SIGQUIT if immediate else signal.SIGINT)
         if not self._process.wait(_STOP_TIMEOUT):
             raise ServiceError(
-                f"Postgres (pid {self._process.pid}) did not stop within {_STOP_TIMEOUT:g} s in mode {mode}; "
-                f"see {self.log}, or use kill()"
+                f"Postgres (pid {self._process.pid}) did not stop within {_STOP_TIMEOUT:g} s; see {self.log}, or use "
+                "kill()"
             )
         self._process = None
 
@@ -184,15 +169,15 @@ class PostgresServer:
             kill_with_children(self._process)
             self._process = None
 
-    def restart(self, mode: StopMode = "fast") -> None:
+    def restart(self) -> None:
         """Stop and start again: same port, same data."""
-        self.stop(mode)
+        self.stop()
         self.start()
 
     def close(self) -> None:
         """Stop the server; a temporary data directory is removed."""
         if self._temporary:
-            self.stop("immediate")
+            self.stop(immediate=True)
             self._cleanup()
         else:
             self.stop()
@@ -210,9 +195,7 @@ class PostgresServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- starting
@@ -274,9 +257,7 @@ class PostgresServer:
                 capture_output=True,
                 text=True,
                 check=False,
-                user=None if self._user is None else self._user.uid,
-                group=None if self._user is None else self._user.gid,
-                extra_groups=None if self._user is None else [],
+                **identity(self._user),
             )
         except (OSError, subprocess.SubprocessError) as error:
             whom = "" if self._user is None else f" as the user {self._user.name}"
@@ -294,16 +275,12 @@ class PostgresServer:
             *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="),
         ]
         begin = self.log.stat().st_size if self.log.exists() else 0
-        if self._detached:
-            self._process = Detached.start(argv, log=self.log, user=self._user)
-        else:
+        if self._temporary:
             self._process = Supervised(
-                argv,
-                log=self.log,
-                user=self._user,
-                orphan_signal=signal.SIGQUIT,
-                remove=self.data_dir if self._temporary else None,
+                argv, log=self.log, user=self._user, orphan_signal=signal.SIGQUIT, remove=self.data_dir
             )
+        else:
+            self._process = Detached.start(argv, log=self.log, user=self._user)
         try:
             self._wait_until_ready(port)
         except BaseException:

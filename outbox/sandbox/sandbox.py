@@ -17,7 +17,7 @@ from typing import Final
 import psycopg
 
 from outbox.sandbox._dirs import blocking_directory, cache_dir, locked_file, shared_dir, unprivileged_user
-from outbox.sandbox.errors import PortTaken, ServiceError
+from outbox.sandbox.errors import PortTaken
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 
@@ -26,35 +26,21 @@ DATABASE: Final = "outbox"
 
 @dataclass(frozen=True, slots=True)
 class SandboxState:
-    """The sandbox's servers and their addresses, which are None before the first ``up``."""
+    """The sandbox's servers, with their addresses, which are empty before the first ``up``."""
 
     directory: Path
+    database_url: str
     postgres_running: bool
+    postgres_log: Path
+    bootstrap_servers: str
     brokers: int
     brokers_running: int
-    postgres_url: str | None
-    kafka_servers: str | None
-    postgres_log: Path
     kafka_logs: tuple[Path, ...]
 
     @property
     def running(self) -> bool:
         """Return whether Postgres and every broker run."""
         return self.postgres_running and 0 < self.brokers == self.brokers_running
-
-    @property
-    def database_url(self) -> str:
-        """The database's address. Raises ServiceError when there is none yet."""
-        if self.postgres_url is None:
-            raise ServiceError(f"there is no sandbox in {self.directory}; run: outbox sandbox up")
-        return self.postgres_url
-
-    @property
-    def bootstrap_servers(self) -> str:
-        """Kafka's addresses. Raises ServiceError when there are none yet."""
-        if self.kafka_servers is None:
-            raise ServiceError(f"there is no sandbox in {self.directory}; run: outbox sandbox up")
-        return self.kafka_servers
 
 
 class Sandbox:
@@ -83,8 +69,11 @@ class Sandbox:
                 if not server.attach():
                     self._report("Starting Postgres …")
                     server.start()
-                self._remember_port(server.port)
-                _ensure_database(server)
+                self._port_file.write_text(f"{server.port}\n")
+                with psycopg.connect(server.url(), autocommit=True) as connection:
+                    found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+                if found is None:
+                    server.create_database(DATABASE)
                 if not (cluster.attach() and cluster.running):
                     self._report("Starting Kafka …")
                 cluster.start()
@@ -104,13 +93,10 @@ class Sandbox:
             server, cluster = self._found()
             if cluster.pids:
                 self._report("Stopping Kafka …")
-            if purge:
-                cluster.kill()
-            else:
-                cluster.stop()
+                (cluster.kill if purge else cluster.stop)()
             if server.running:
                 self._report("Stopping Postgres …")
-            server.stop("immediate" if purge else "fast")
+                server.stop(immediate=purge)
             if purge:
                 for directory in {self._postgres_dir(), self.directory / "postgres", self.directory / "kafka"}:
                     shutil.rmtree(directory, ignore_errors=True)
@@ -137,10 +123,10 @@ class Sandbox:
             port: int | None = int(self._port_file.read_text())
         except (FileNotFoundError, ValueError):
             port = None
-        return PostgresServer(self._postgres_dir(), port=port, detached=True)
+        return PostgresServer(self._postgres_dir(), port=port)
 
     def _kafka(self, brokers: int | None) -> KafkaCluster:
-        return KafkaCluster(self.directory / "kafka", brokers=brokers, detached=True)
+        return KafkaCluster(self.directory / "kafka", brokers=brokers)
 
     def _postgres_dir(self) -> Path:
         """Return Postgres's directory: below the sandbox's, or elsewhere if its user can't reach that (as root)."""
@@ -155,24 +141,14 @@ class Sandbox:
     def _port_file(self) -> Path:
         return self.directory / "postgres.port"
 
-    def _remember_port(self, port: int) -> None:
-        self._port_file.write_text(f"{port}\n")
-
     def _state(self, server: PostgresServer, cluster: KafkaCluster) -> SandboxState:
         return SandboxState(
             directory=self.directory,
+            database_url=server.url(DATABASE) if self._port_file.exists() else "",
             postgres_running=server.running,
+            postgres_log=server.log,
+            bootstrap_servers=cluster.bootstrap_servers if cluster.brokers else "",
             brokers=cluster.brokers,
             brokers_running=len(cluster.pids),
-            postgres_url=server.url(DATABASE) if self._port_file.exists() else None,
-            kafka_servers=cluster.bootstrap_servers if cluster.brokers else None,
-            postgres_log=server.log,
             kafka_logs=tuple(cluster.logs),
         )
-
-
-def _ensure_database(server: PostgresServer) -> None:
-    with psycopg.connect(server.url(), autocommit=True) as connection:
-        found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
-    if found is None:
-        server.create_database(DATABASE)

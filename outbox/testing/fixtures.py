@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import psycopg
@@ -25,7 +24,8 @@ from outbox.urls import libpq_url, sqlalchemy_url, with_database
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, Message
-    from confluent_kafka.admin import AdminClient
+
+    from outbox._clients.kafka_client import Admin
 
 _ADMIN_TIMEOUT: Final = 30.0
 
@@ -84,25 +84,8 @@ class ExternalKafka:
         self.bootstrap_servers = bootstrap_servers
 
 
-class _Opened:
-    """Closes, when the ``with`` block is left, what was opened through it."""
-
-    def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
-
-    def close(self) -> None:
-        """Close everything that was opened here."""
-        self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Database(_Opened):
-    """One database. Closes the connections and engines that were opened through it."""
+class Database(contextlib.ExitStack):
+    """One database. Leaving the ``with`` block closes the connections and engines that were opened through it."""
 
     def __init__(self, url: str, name: str) -> None:
         super().__init__()
@@ -112,13 +95,13 @@ class Database(_Opened):
     def connect(self, autocommit: bool = False) -> psycopg.Connection[tuple[Any, ...]]:
         """Open a psycopg connection."""
         connection = psycopg.connect(self.url, autocommit=autocommit)
-        self._opened.callback(connection.close)
+        self.callback(connection.close)
         return connection
 
     def engine(self, **options: Any) -> sa.Engine:
         """Return a new SQLAlchemy engine; ``options`` are passed to create_engine."""
         engine = sa.create_engine(sqlalchemy_url(self.url), **options)
-        self._opened.callback(engine.dispose)
+        self.callback(engine.dispose)
         return engine
 
 
@@ -241,22 +224,21 @@ class Topics:
 
         Empty while a partition has no leader. Raises KafkaException.
         """
-        from confluent_kafka import OFFSET_INVALID, IsolationLevel, TopicPartition
-        from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+        from confluent_kafka import IsolationLevel
+
+        from outbox._clients.kafka_client import LATEST, answered
 
         # This also refreshes the client's metadata about leaders.
         partitions = {topic: self._partitions(topic) for topic in topics}
         if not all(partitions.values()):
             return {}
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        asked = self._admin.list_offsets(
-            {TopicPartition(topic, part): latest for topic, parts in partitions.items() for part in parts},
-            isolation_level=IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED,
-            request_timeout=_ADMIN_TIMEOUT,
+        asked = self._admin.ask_offsets(
+            [(topic, part) for topic, parts in partitions.items() for part in parts],
+            LATEST,
+            IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED,
+            _ADMIN_TIMEOUT,
         )
-        found = {(at.topic, at.partition): answer.result().offset for at, answer in asked.items()}
-        # A broker that ends before it has answered for a partition leaves this, and no error.
-        return {} if OFFSET_INVALID in found.values() else found
+        return {(at.topic, at.partition): answered(at, answer).offset for at, answer in asked.items()}
 
     def delete(self) -> None:
         """Delete the topics whose name holds this test's token."""
@@ -273,10 +255,10 @@ class Topics:
         self.delete()
 
     @functools.cached_property
-    def _admin(self) -> AdminClient:
-        from confluent_kafka.admin import AdminClient
+    def _admin(self) -> Admin:
+        from outbox._clients.kafka_client import Admin
 
-        return AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+        return Admin({"bootstrap.servers": self.bootstrap_servers})
 
     def _partitions(self, topic: str) -> list[int]:
         """Return a topic's partitions; empty if there is no such topic, or while one of them has no leader."""
@@ -390,7 +372,7 @@ class RelayProcess:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Started:
         # Not the working directory of the tests: this relay must not read an outbox.toml there.
         cwd = self.log_file.parent
-        return Supervised(command, log=self.log_file, env=environment, cwd=cwd, orphan_signal=signal.SIGKILL)
+        return Supervised(command, log=self.log_file, env=environment, cwd=cwd)
 
 
 class RelayFactory:
@@ -441,30 +423,28 @@ class RelayFactory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._started:
             # Also one that has ended by itself: waiting closes its pipes.
             process.kill()
             print(tail(process.log_file, 200), file=sys.stderr)
 
 
-class PrivatePostgres(_Opened):
+class PrivatePostgres(contextlib.ExitStack):
     """Starts Postgres servers that a test may kill; leaving the ``with`` block removes them."""
 
     def __call__(self, settings: Mapping[str, str] | None = None) -> PostgresServer:
         """Start a server with these settings for postgresql.conf; fsync is on by default."""
-        return self._opened.enter_context(PostgresServer(settings=settings))
+        return self.enter_context(PostgresServer(settings=settings))
 
     def database(self, server: PostgresServer, name: str = "outbox") -> Database:
         """Create a database with the outbox's tables on a server."""
         url = server.create_database(name)
         migrate(url)
-        return self._opened.enter_context(Database(url, name))
+        return self.enter_context(Database(url, name))
 
 
-class PrivateKafka(_Opened):
+class PrivateKafka(contextlib.ExitStack):
     """Starts Kafkas that a test may kill; leaving the ``with`` block removes them."""
 
     def __call__(
@@ -472,7 +452,7 @@ class PrivateKafka(_Opened):
     ) -> KafkaCluster:
         """Start a cluster of 1 or 3 brokers; settings for server.properties, advertised_port of a proxy before it."""
         cluster = KafkaCluster(brokers=brokers, settings=settings, advertised_port=advertised_port)
-        return self._opened.enter_context(cluster)
+        return self.enter_context(cluster)
 
     def topics(self, cluster: KafkaCluster) -> Topics:
         """Return helpers to create and read topics of a cluster, which is removed as a whole."""

@@ -36,10 +36,10 @@ def upgrade(
     url, name = _target(database_url, schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        db.upgrade_consumer(url, name)
+        changed = db.upgrade_consumer(url, name)
     else:
-        db.upgrade(url, name, None if lanes is None else _number(lanes))
-    typer.echo(f"schema {name} is up to date")
+        changed = db.upgrade(url, name, None if lanes is None else _number(lanes))
+    typer.echo(f"schema {name} {'was upgraded' if changed else 'is up to date'}")
 
 
 @app.command()

@@ -71,7 +71,7 @@ def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(environment):
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
 
     def figure(name):
-        found = re.findall(rf"│ {name} +([0-9,]+)", text())
+        found = re.findall(rf"{name} +([0-9,]+)  ", text())
         return int(found[-1].replace(",", "")) if found else 0
 
     def shows(condition, what):

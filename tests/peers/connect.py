@@ -173,7 +173,6 @@ class Worker:
             log=self.log,
             env={name: value for name, value in os.environ.items() if not name.startswith(("KAFKA_", "CONNECT_"))},
             cwd=self._directory,
-            orphan_signal=signal.SIGKILL,
         )
         ready = wait_for(lambda: not self.running or self._answers(), _START_TIMEOUT, every=0.1)
         if not ready or not self.running:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol
 
 from benchmarks.harness.publishers import Way
-from benchmarks.harness.relays import ours
+from benchmarks.harness.relays import Ours, ours
 from benchmarks.harness.results import Metric, Results, Run, Target
 from benchmarks.harness.servers import Servers
 
@@ -63,6 +63,20 @@ QUICK: Final = Sizes(
 FULL: Final = Sizes(name="full", backlog=5_000_000, held_seconds=600, memory_seconds=600)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Our relay under one of several conditions: ``value`` says which, ``label`` names it in reports."""
+
+    way: Ours
+    value: int
+    label: str
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"{self.way.name}, {self.label}"
+
+
 class Named(Protocol):
     """Something that reports name."""
 
@@ -91,10 +105,6 @@ class Scenario(ABC):
     @abstractmethod
     def run(self, servers: Servers, way: Any, run: Run) -> None:
         """Measure one way, and put the figures into ``run``. Raises BenchError when events are lost."""
-
-    def split(self, run: Run) -> list[Run]:
-        """Return the runs that the report shows for one: more than one where ways take turns within it."""
-        return [run]
 
     @abstractmethod
     def targets(self, results: Results) -> list[Target]:

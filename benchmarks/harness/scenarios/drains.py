@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from benchmarks.harness.bare import BARE, BARE_ONCE
 from benchmarks.harness.load import keys_of_lane
@@ -12,7 +11,7 @@ from benchmarks.harness.publishers import Way
 from benchmarks.harness.relays import Ours
 from benchmarks.harness.results import CPU, PER_CORE, RATE, Results, Run, Target, at_least, beside
 from benchmarks.harness.runs import Drain, drain
-from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, WAL_ONCE, Scenario
+from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, WAL_ONCE, Scenario, Variant
 from benchmarks.harness.servers import Servers, Site
 
 
@@ -83,17 +82,8 @@ class DrainSmall(DrainUsual):
         return found
 
 
-@dataclass(frozen=True)
-class Keyed:
-    """Our relay, and how many keys the events have; all of them are of one lane."""
-
-    way: Ours
-    keys: int
-
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return f"{self.way.name}, {'one key' if self.keys == 1 else f'{self.keys:,} keys'}"
+def _keyed(way: Ours, keys: int) -> Variant:
+    return Variant(way, keys, "one key" if keys == 1 else f"{keys:,} keys")
 
 
 class HotKey(Scenario):
@@ -105,35 +95,26 @@ class HotKey(Scenario):
     metrics = (RATE, PER_CORE, *CPU)
 
     @property
-    def ways(self) -> Sequence[Keyed]:
+    def ways(self) -> Sequence[Variant]:
         ways = (POLLING,) if self.quick else (POLLING, POLLING_ONCE)
-        return tuple(Keyed(way, keys) for way in ways for keys in (1_000, 1))
+        return tuple(_keyed(way, keys) for way in ways for keys in (1_000, 1))
 
-    def run(self, servers: Servers, way: Keyed, run: Run) -> None:
+    def run(self, servers: Servers, way: Variant, run: Run) -> None:
         def keys(site: Site) -> tuple[str, ...]:
-            return keys_of_lane(site, 0, way.keys)
+            return keys_of_lane(site, 0, way.value)
 
         drain(servers, way.way, run, Drain(self.sizes.hot, self.sizes.warm_ours, keys=keys))
 
     def targets(self, results: Results) -> list[Target]:
         found = []
         for way in (POLLING, POLLING_ONCE):
-            ratios = results.ratio(Keyed(way, 1).name, Keyed(way, 1_000).name, "rate")
+            ratios = results.ratio(_keyed(way, 1).name, _keyed(way, 1_000).name, "rate")
             found.append(at_least(f"{way.name}: one key, of one lane's rate", ratios, 0.9))
         return found
 
 
-@dataclass(frozen=True)
-class Sized:
-    """Our relay and a backlog."""
-
-    way: Ours
-    count: int
-
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return f"{self.way.name}, {self.count:,}"
+def _sized(way: Ours, count: int) -> Variant:
+    return Variant(way, count, f"{count:,}")
 
 
 class Backlog5M(Scenario):
@@ -146,21 +127,21 @@ class Backlog5M(Scenario):
     once = True
 
     @property
-    def ways(self) -> Sequence[Sized]:
+    def ways(self) -> Sequence[Variant]:
         if self.sizes.backlog is None:
             return ()
         return tuple(
-            Sized(way, count) for way in (POLLING, POLLING_ONCE) for count in (self.sizes.drain, self.sizes.backlog)
+            _sized(way, count) for way in (POLLING, POLLING_ONCE) for count in (self.sizes.drain, self.sizes.backlog)
         )
 
-    def run(self, servers: Servers, way: Sized, run: Run) -> None:
-        drain(servers, way.way, run, Drain(way.count, self.sizes.warm_ours))
+    def run(self, servers: Servers, way: Variant, run: Run) -> None:
+        drain(servers, way.way, run, Drain(way.value, self.sizes.warm_ours))
 
     def targets(self, results: Results) -> list[Target]:
         if self.sizes.backlog is None:
             return []
         found = []
         for way in (POLLING, POLLING_ONCE):
-            ratios = results.ratio(Sized(way, self.sizes.backlog).name, Sized(way, self.sizes.drain).name, "rate")
+            ratios = results.ratio(_sized(way, self.sizes.backlog).name, _sized(way, self.sizes.drain).name, "rate")
             found.append(at_least(f"{way.name}: 5 million, of the rate of 200,000", ratios, 0.9))
         return found

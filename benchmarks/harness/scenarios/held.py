@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, wait_until_empty, writer
 from benchmarks.harness.measure import percentile
@@ -12,22 +11,13 @@ from benchmarks.harness.publishers import publishing
 from benchmarks.harness.relays import Ours
 from benchmarks.harness.results import CPU, P50, P99, RATE, Metric, Results, Run, Target, at_least
 from benchmarks.harness.runs import check_offered, warm_up, watch
-from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, Scenario
+from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, Scenario, Variant
 from benchmarks.harness.servers import Servers
 from benchmarks.harness.topic import Ends, read_back, reader
 
 
-@dataclass(frozen=True)
-class Holding:
-    """Our relay, with a snapshot held or not."""
-
-    way: Ours
-    held: bool
-
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return f"{self.way.name}, xmin {'held' if self.held else 'free'}"
+def _holding(way: Ours, *, held: bool) -> Variant:
+    return Variant(way, held, f"xmin {'held' if held else 'free'}")
 
 
 class Held(Scenario):
@@ -44,16 +34,16 @@ class Held(Scenario):
     once = True
 
     @property
-    def ways(self) -> Sequence[Holding]:
+    def ways(self) -> Sequence[Variant]:
         ways = (POLLING,) if self.quick else (POLLING, POLLING_ONCE)
-        return tuple(Holding(way, held) for way in ways for held in (False, True))
+        return tuple(_holding(way, held=held) for way in ways for held in (False, True))
 
-    def run(self, servers: Servers, way: Holding, run: Run) -> None:
+    def run(self, servers: Servers, way: Variant, run: Run) -> None:
         warm, count = self.sizes.warm_ours, int(2_000 * self.sizes.held_seconds)
         with servers.site(f"{self.name}-{way.name}") as site, publishing(way.way, servers, site) as relay:
             ends = Ends(site)
             warm_up(way.way, relay, ends, Backlog(warm))
-            with held_snapshot(site) if way.held else contextlib.nullcontext():
+            with held_snapshot(site) if way.value else contextlib.nullcontext():
                 load = Steady(2_000, count, warm, together=10)
                 with reader(site, warm, count) as receiving, writer(site, load) as writing:
                     writing.go()
@@ -84,7 +74,7 @@ class Held(Scenario):
     def targets(self, results: Results) -> list[Target]:
         found = []
         for way in (POLLING, POLLING_ONCE):
-            held, free = Holding(way, held=True).name, Holding(way, held=False).name
+            held, free = _holding(way, held=True).name, _holding(way, held=False).name
             for metric, what in (("rate", "drain"), ("published", "published under load")):
                 found.append(at_least(f"{way.name}: {what}, of unheld", results.ratio(held, free, metric), 0.8))
         return found

@@ -20,8 +20,8 @@ from benchmarks.harness.publishers import publishing
 from benchmarks.harness.relays import Ours, ours
 from benchmarks.harness.results import CPU, Metric, Results, Run, Target, at_most
 from benchmarks.harness.runs import warm_up
-from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, WAL, Scenario
-from benchmarks.harness.scenarios.lanes import Laned
+from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, WAL, Scenario, Variant
+from benchmarks.harness.scenarios.lanes import with_lanes
 from benchmarks.harness.servers import LANES, BenchError, Servers, Site
 from benchmarks.harness.topic import Ends
 
@@ -40,7 +40,7 @@ class Empty(Scenario):
         "those are in the column behind. Transactions are pg_stat_database's. CPU as part of one core."
     )
     metrics = (
-        Metric("statements", "statements/s", 1, plotted=True, less_is_better=True),
+        Metric("statements", "statements/s", 1),
         Metric("statements_all", "with BEGIN, COMMIT …", 1),
         Metric("transactions", "transactions/s", 1),
         *CPU,
@@ -49,13 +49,15 @@ class Empty(Scenario):
     )
 
     @property
-    def ways(self) -> Sequence[Laned]:
+    def ways(self) -> Sequence[Variant]:
         if self.quick:
-            return (Laned(POLLING, LANES), Laned(POLLING_ONCE, self.sizes.lanes), Laned(WAL, LANES))
-        return tuple(Laned(way, lanes) for way in (POLLING, POLLING_ONCE, WAL) for lanes in (LANES, self.sizes.lanes))
+            return (with_lanes(POLLING, LANES), with_lanes(POLLING_ONCE, self.sizes.lanes), with_lanes(WAL, LANES))
+        return tuple(
+            with_lanes(way, lanes) for way in (POLLING, POLLING_ONCE, WAL) for lanes in (LANES, self.sizes.lanes)
+        )
 
-    def run(self, servers: Servers, way: Laned, run: Run) -> None:
-        with servers.site(f"{self.name}-{way.name}", way.lanes) as site:
+    def run(self, servers: Servers, way: Variant, run: Run) -> None:
+        with servers.site(f"{self.name}-{way.name}", way.value) as site:
             log_statements(site)
             with publishing(way.way, servers, site) as relay:
                 # A relay that has never published has not opened all it needs.
@@ -105,7 +107,7 @@ class Memory(Scenario):
         "broker a report has some 4 KB: one leaked each second in each of 4 lanes would be 2.5 MB."
     )
     metrics = (
-        Metric("growth", "MB grown", 2, plotted=True, less_is_better=True),
+        Metric("growth", "MB grown", 2),
         Metric("slope", "MB an hour", 1),
         Metric("resident", "MB resident"),
         Metric("turns", "transactions, or waits"),
@@ -142,7 +144,6 @@ class Memory(Scenario):
             if made < _LEAST_TURNS * self.sizes.memory_seconds:
                 raise BenchError(f"{made:,} turns in {self.sizes.memory_seconds:g} s say nothing about memory")
             third = len(times) // 3
-            run.series |= {"seconds": times, "resident": sizes}
             run.figures |= {
                 "growth": sizes[-1] - sizes[third],
                 "slope": slope(times[third:], sizes[third:]) * 3600,

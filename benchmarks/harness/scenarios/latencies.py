@@ -11,7 +11,7 @@ from benchmarks.harness.runs import KAFKA_ONLY, Latency, latency
 from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, Scenario
 from benchmarks.harness.servers import Servers
 
-_MAX = Metric("max", "ms", 1, less_is_better=True)
+_MAX = Metric("max", "ms", 1)
 _OFFERED = Metric("offered", "commits/s")
 
 

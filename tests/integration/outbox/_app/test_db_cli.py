@@ -204,3 +204,12 @@ def test_a_connection_that_may_only_read(outbox_postgres):
     for command in (("downgrade", "base"), ("check",), ("lanes", "2"), ("upgrade", "--schema", "other")):
         status, line = refused(*command, url=url)
         assert (status, "use the primary server" in line) == (1, True), line
+
+
+@pytest.mark.parametrize("tables", [(), ("--consumer",)])
+def test_an_upgrade_says_whether_it_changed_anything(empty, tables):
+    said = [
+        CliRunner().invoke(app, ["db", "upgrade", *tables], env={"OUTBOX_DATABASE_URL": empty}).stdout for _ in range(2)
+    ]
+    schema = "consumer" if tables else "outbox"
+    assert said == [f"schema {schema} was upgraded\n", f"schema {schema} is up to date\n"]

@@ -82,6 +82,7 @@ def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) ->
     topics = Topics(first["bootstrap_servers"])
     assert topics.consume(topics.create_topic("kept", partitions=3)) == []
     shown = run("status").stdout
+    assert f"Home      {directory}\n" in shown
     assert first["database_url"] in shown
     assert first["bootstrap_servers"] in shown
     for log in first["logs"]:
@@ -157,7 +158,7 @@ def test_down_ends_everything_and_purge_forgets_it(directory: Path) -> None:
     run("down", "--purge")
     assert sorted(path.name for path in directory.iterdir()) == ["lock"]
     assert not before.postgres_log.parent.exists()
-    assert Sandbox().status().postgres_url is None
+    assert Sandbox().status().database_url == ""
 
 
 def test_the_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

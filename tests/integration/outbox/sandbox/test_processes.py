@@ -83,7 +83,7 @@ from pathlib import Path
 from outbox.sandbox._process import Supervised
 # nohup passes on that it is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM, orphan_grace=1.0)
+server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM)
 facts = {{"server": server.pid, "supervisor": server.supervisor_pid}}
 {more}
 print(json.dumps(facts), flush=True)
