@@ -36,6 +36,7 @@ _AGAIN: Final = """
 UPDATE {dead_letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
+_DELETE: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 _LEAVE_OUT: Final = """
 INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
@@ -113,6 +114,12 @@ def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: i
     """Count another attempt of a dead letter."""
     query = sql.SQL(_AGAIN).format(dead_letters=sql.Identifier(schema, "dead_letters"))
     cursor.execute(query, {**_why(record), "letter": letter, "grp": group})
+
+
+def delete(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:
+    """Delete dead letters, in the transaction of their effect."""
+    query = sql.SQL(_DELETE).format(dead_letters=sql.Identifier(schema, "dead_letters"))
+    cursor.execute(query, {"grp": group, "ids": list(ids)})
 
 
 def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:

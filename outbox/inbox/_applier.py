@@ -252,7 +252,7 @@ class Applier:
             log_end=self._log_end(part.place),
             leader_epoch=_kafka.epoch_of(batch[-1]),
             ids=[one for one in ids if one is not None],
-            others=0 if self._settings.dedup else len(batch) - dead,
+            applied=0 if self._settings.dedup else len(batch) - dead,
             dead=dead,
         )
         before = self._group.forgotten_before(connection, new, today)
@@ -272,7 +272,6 @@ class Applier:
         return handled
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:
-        assert part.position is not None
         letter = message.letter
         if letter.behind:
             self._letters.failed_again(connection, letter.id, MessageFailed(message, "behind", BEHIND).why)
@@ -281,9 +280,9 @@ class Applier:
         new, today = self._group.move(
             connection,
             part.place,
-            part.position.next_offset,
+            None,
             ids=[] if id_ is None else [id_],
-            others=0 if self._settings.dedup else 1,
+            applied=0 if self._settings.dedup else 1,
         )
         if id_ is None or id_ in new:
             # An operator who retries a message that is too old says that it was not applied.

@@ -72,7 +72,6 @@ SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapsh
        pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
        pg_catalog.set_config('enable_sort', 'off', true)
   FROM pg_catalog.pg_current_snapshot() AS snapshot"""
-_GONE: Final = "DELETE FROM {dead_letters} WHERE id = %(letter)s AND grp = %(grp)s"
 
 
 class Letters:
@@ -172,7 +171,7 @@ class Letters:
 
     def delete(self, connection: psycopg.Connection[Any], letter: int) -> None:
         """Delete a dead letter that was applied."""
-        self._run(connection, _GONE, letter=letter)
+        letters.delete(cursor(connection), self._schema, self._group, [letter])
 
     def _run(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object

@@ -165,7 +165,7 @@ class BatchAttempts:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             for partition, range_ in sorted(span.ranges.items()):
-                if not into.move(partition, range_, span.log_ends.get(partition)):
+                if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
                 return {}
@@ -186,7 +186,7 @@ class BatchAttempts:
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
-            _count(into, span, state, read, fresh)
+            _move(into, span, state, read, fresh)
             if fresh:
                 applying.apply()
         # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
@@ -286,7 +286,7 @@ class BatchAttempts:
         )
 
 
-def _count(
+def _move(
     into: PostgresTransaction,
     span: OffsetRanges,
     state: RoundState,
@@ -294,9 +294,10 @@ def _count(
     fresh: Mapping[Partition, int],
 ) -> None:
     for partition, range_ in sorted(span.ranges.items()):
-        into.count(
+        into.move(
             partition,
             range_,
+            log_end=span.log_ends.get(partition),
             read=read.get(partition, 0),
             fresh=fresh.get(partition, 0),
             dead=state.letters(partition),

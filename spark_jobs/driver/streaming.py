@@ -301,7 +301,7 @@ class ExactlyOnce:
 
     def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Raise Fenced unless the group is still ours. The row lock prevents a take-over until COMMIT."""
-        self._store.require(connection, generation, advice=_ONE_QUERY)
+        self._store.rows.require(connection, generation, advice=_ONE_QUERY)
 
     def _stored(self) -> Stored | None:
         with clear_errors("reading how far the stream is"), self._store.transaction() as connection:

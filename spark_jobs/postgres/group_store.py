@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer import connections, letters
-from outbox.consumer.errors import Fenced, JobError
+from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
@@ -28,7 +28,6 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
-_STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _STORED: Final = """
 SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
   FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
@@ -88,10 +87,6 @@ _NEWEST: Final = 100
 _OTHERS: Final = 150
 _HOUR: Final = "SELECT pg_catalog.date_trunc('hour', pg_catalog.now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
-ONE_CONSUMER: Final = (
-    "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
-    "again"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +104,8 @@ class PostgresGroupStore:
         self._url = url
         self._schema = schema
         self._group = group
-        self._rows = GroupStore(schema, group, owner)
+        self.rows = GroupStore(schema, group, owner)
+        """The group's rows, in a transaction of the caller's."""
         self._name = lock_monitor.names(group)[0]
         self.was_killed = False
         """After ``take_over``: the previous driver is still running, or was killed."""
@@ -146,12 +142,12 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
-            return self._rows.claim_all(connection, strategy, atomic)
+            return self.rows.claim_all(connection, strategy, atomic)
 
     def end(self, generation: int) -> None:
         """Record that this driver ended normally."""
         with self.transaction() as connection:
-            self._rows.end(connection, generation)
+            self.rows.end(connection, generation)
 
     def setup(self, statements: str | None) -> None:
         """Run the job's ``setup`` statements, one driver at a time."""
@@ -187,9 +183,9 @@ class PostgresGroupStore:
         """
         starts = starts or {}
         with self.transaction() as connection:
-            self.require(connection, generation)
+            self.rows.require(connection, generation)
             new = [(partition, topic_ids[partition[0]], starts.get(partition, 0)) for partition in partitions]
-            self._rows.add(connection, new, generation)
+            self.rows.add(connection, new, generation)
 
     def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, dict[Partition, int]]:
         """Return what ``note_added`` has stored last, of these topics in the incarnations that they have now."""
@@ -214,7 +210,7 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             changed = self._run(connection, _NOTE_ADDED, ends=json.dumps(noted), generation=generation)
             if not changed.rowcount:
-                self.require(connection, generation)
+                self.rows.require(connection, generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
@@ -240,7 +236,7 @@ class PostgresGroupStore:
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
-            self.require(connection, generation)
+            self.rows.require(connection, generation)
             for number, record in failed:
                 letters.failed_again(connection.cursor(), self._schema, self._group, number, record)
 
@@ -264,7 +260,7 @@ class PostgresGroupStore:
         rows = connections.read(
             self._url, self._name, self._state_query(keep_order), {"grp": self._group, "topics": list(topics)}
         )
-        self._require_row(rows[0][:2] if rows else None, generation)
+        self.rows.require_row(rows[0][:2] if rows else None, generation)
         self._released = False
         self._below = rows[0][3]
         stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
@@ -285,8 +281,8 @@ class PostgresGroupStore:
     def record_losses(self, found: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
         with self.transaction() as connection:
-            self.require(connection, generation)
-            self._rows.record_losses(connection, found)
+            self.rows.require(connection, generation)
+            self.rows.record_losses(connection, found)
 
     def hour(self) -> dt.datetime:
         """Return the present hour by the database's clock."""
@@ -307,18 +303,6 @@ class PostgresGroupStore:
         for result in (self.make_days(keep_days), self.forget_days(keep_days)):
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
-
-    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = ONE_CONSUMER) -> None:
-        """Raise Fenced, with this advice, unless the group is still in this generation.
-
-        The row lock prevents a take-over until the transaction ends.
-        """
-        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
-
-    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = ONE_CONSUMER) -> None:
-        if row is None or row[0] != generation:
-            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(f"group {self._group} was taken over from generation {generation}: {now}. {advice}")
 
     def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})

@@ -224,11 +224,11 @@ class OnSpark:
         place = (TOPIC, batch[0].part)
         given = in_memory([rows(batch)])
         with self.sink().transaction("here", given, most=10) as into:
-            if not into.move(place, span, None):
+            if not into.fence(place, span):
                 into.rollback()
                 return None
             fresh = into.remember(given, Way())
-            into.count(place, span, read=len(batch), fresh=fresh, dead=(), reached=None)
+            into.move(place, span, log_end=None, read=len(batch), fresh=fresh, dead=(), reached=None)
             if fresh:
                 into.apply()
         return fresh
@@ -241,8 +241,8 @@ class OnSpark:
         time = message.timestamp()[1] * 1000
         letter = DeadLetter(why, message.id or event_id(message.number), message.key(), message.value(), headers, time)
         with self.sink().transaction("here", NO_INPUT, most=10) as into:
-            assert into.move(place, span, None)
-            into.count(place, span, read=0, fresh=0, dead=[letter], reached=None)
+            assert into.fence(place, span)
+            into.move(place, span, log_end=None, read=0, fresh=0, dead=[letter], reached=None)
 
     def retry(self) -> None:
         # As the driver: only when there is something to retry, and one partition at a time.
