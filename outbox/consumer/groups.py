@@ -17,12 +17,12 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition
+from outbox.consumer.statements import execute, statement
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
@@ -64,7 +64,7 @@ _FRESH: Final = "(SELECT pg_catalog.count(*) FROM fresh)"
 # Sorted: two transactions with the same ids wait for each other in one direction only.
 _MOVE_WITH_IDS: Final = """
 WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
+    INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, day, id FROM unnest(%(days)s::date[], %(ids)s::uuid[]) AS new (day, id) ORDER BY day, id
         ON CONFLICT DO NOTHING RETURNING message_id),
 moved AS ({move})
@@ -91,10 +91,6 @@ class GroupStore:
         self._schema = schema
         self._owner = owner
         self._idle = None if idle_seconds is None else f"{int(idle_seconds * 1000)}ms"
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in ("groups", "offsets")}
-        self._names["processed"] = sql.Identifier(schema, "processed_messages")
-        self._names["move"] = sql.SQL(_MOVE).format(**self._names, fresh=sql.SQL(_FRESH))
-        self._names["fresh"] = sql.SQL("0")
 
     def claim(
         self,
@@ -186,10 +182,11 @@ class GroupStore:
             "dead": dead,
         }
         if not ids:
-            self._run(connection, _MOVE, **values)
+            execute(connection, statement(self._schema, _MOVE, fresh=sql.SQL("0")), {"grp": self.name, **values})
             return set(), NO_TIME
-        values |= {"days": [day(one) for one in ids], "ids": list(ids)}
-        row = self._run(connection, _MOVE_WITH_IDS, **values).fetchone()
+        values |= {"grp": self.name, "days": [day(one) for one in ids], "ids": list(ids)}
+        move = statement(self._schema, _MOVE, fresh=sql.SQL(_FRESH))
+        row = execute(connection, statement(self._schema, _MOVE_WITH_IDS, move=move), values).fetchone()
         assert row is not None
         return set(row[0]), row[1]
 
@@ -206,7 +203,7 @@ class GroupStore:
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
         """Record what Kafka lost, each once until an operator accepts it."""
-        losses.record(cursor(connection), self._schema, self.name, found)
+        losses.record(connection, self._schema, self.name, found)
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""
@@ -233,16 +230,4 @@ class GroupStore:
     def _run(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return run(connection, sql.SQL(query).format(**self._names), {"grp": self.name, **values})
-
-
-def run(
-    connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
-) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Execute a statement with ``cursor``."""
-    return cursor(connection).execute(query, values)
-
-
-def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor for rows as tuples, whatever cursors and rows the user's connection has."""
-    return psycopg.Cursor(connection, row_factory=tuple_row)
+        return execute(connection, statement(self._schema, query), {"grp": self.name, **values})

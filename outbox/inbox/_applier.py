@@ -259,7 +259,7 @@ class Applier:
         for message, waits, id_ in zip(batch, behind, ids, strict=True):
             if waits:
                 why = MessageFailed(message, "behind", BEHIND).why
-                self._letters.write(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
+                self._letters.bury(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
                 continue
             if id_ is not None:
                 if id_ not in new:
@@ -289,7 +289,7 @@ class Applier:
             if id_ is not None and letter.reason != "too-old":
                 self._check_age(message, id_, self._group.forgotten_before(connection, new, today))
             self._call(connection, message)
-        self._letters.delete(connection, letter.id)
+        self._letters.delete(connection, [letter.id])
 
     def _id(self, message: KafkaMessage) -> UUID | None:
         """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""
@@ -345,7 +345,7 @@ class Applier:
         topic_id, id_ = part.position.topic_id, _id_or_none(message)
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._letters.write(connection, topic_id, message, id_, why, part.attempts)
+            self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
             self._group.move(
                 connection,
                 part.place,

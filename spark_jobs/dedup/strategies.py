@@ -24,6 +24,7 @@ from psycopg import sql
 from outbox.consumer.errors import JobError
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.model import MessageRef
+from outbox.consumer.statements import statement
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from spark_jobs.ids import Ids
 
 _REMEMBER: Final = """
-INSERT INTO {processed} (grp, day, message_id)
+INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
 # Of messages with the same id in one batch the one with the lowest offset counts.
 _DROP_REPEATS: Final = """
@@ -43,7 +44,7 @@ DELETE FROM batch AS later USING batch AS first
 # direction only.
 _REMEMBER_FRESH: Final = """
 WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
+    INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
@@ -342,12 +343,7 @@ class DedupStore:
 
     def run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
         """Execute a query with the tables' names and the group."""
-        names = {
-            "processed": sql.Identifier(self.schema, "processed_messages"),
-            "groups": sql.Identifier(self.schema, "groups"),
-            "day": sql.SQL(DAY_OF_ID),
-        }
-        return cursor.execute(sql.SQL(query).format(**names), {"grp": self.group, **values})
+        return cursor.execute(statement(self.schema, query, day=sql.SQL(DAY_OF_ID)), {"grp": self.group, **values})
 
 
 def uuid8(digest: Column) -> Column:

@@ -11,18 +11,19 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
-from outbox.consumer import connections, letters
+from outbox.consumer import connections
 from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import RetryRecord
+from outbox.consumer.letters import EARLIER, KEYS, DeadLetterStore, RetryRecord
 from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.retention import KEEP_DAYS, IdRetention, RetentionResult
+from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
@@ -56,10 +57,10 @@ SELECT letter.id, letter.topic, letter.part, letter.message_offset, letter.messa
          ORDER BY one.message_offset, one.id LIMIT %(most)s) AS letter
  ORDER BY letter.message_offset, letter.id"""
 # A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
-_STRANDED: Final = """
-grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
+_RELEASE: Final = """
+UPDATE {dead_letters} AS letter SET state = 'retry'
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
    AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})"""
-_RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
 # ORDER BY makes it use the index: otherwise all dead letters are read while another group retries many.
 _RETRY_WAITS: Final = """(
     SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
@@ -109,11 +110,7 @@ class PostgresGroupStore:
         self._name = lock_monitor.names(group)[0]
         self.was_killed = False
         """After ``take_over``: the previous driver is still running, or was killed."""
-        self._names: dict[str, sql.Composable] = {
-            name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
-        }
-        self._names["earlier"] = sql.SQL(letters.EARLIER)
-        self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
+        self._letters = DeadLetterStore(schema, group)
         self._below: int | None = None
         """Where the next look at what is behind dead letters goes on; None: at the newest."""
         self._released = False
@@ -214,7 +211,7 @@ class PostgresGroupStore:
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
-        rows = self._read(letters.KEYS, topics=list(topics))
+        rows = self._read(KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
@@ -238,7 +235,7 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             self.rows.require(connection, generation)
             for number, record in failed:
-                letters.failed_again(connection.cursor(), self._schema, self._group, number, record)
+                self._letters.failed_again(connection, number, record)
 
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
@@ -270,13 +267,12 @@ class PostgresGroupStore:
         """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""
         look: sql.Composable = sql.SQL(_NO_LOOK)
         if keep_order:
-            some = sql.SQL(_LOOKED_AT)
             below = sql.SQL("") if self._below is None else sql.SQL("AND - letter.id > {}").format(-self._below)
             look = sql.SQL(_LOOK).format(
-                newest=some.format(below=sql.SQL(""), most=_NEWEST, **self._names),
-                others=some.format(below=below, most=_OTHERS, **self._names),
+                newest=self._named(_LOOKED_AT, below=sql.SQL(""), most=sql.Literal(_NEWEST)),
+                others=self._named(_LOOKED_AT, below=below, most=sql.Literal(_OTHERS)),
             )
-        return sql.SQL(_STATE).format(look=look, retry_waits=sql.SQL(_RETRY_WAITS).format(**self._names), **self._names)
+        return self._named(_STATE, look=look, retry_waits=self._named(_RETRY_WAITS))
 
     def record_losses(self, found: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
@@ -304,9 +300,11 @@ class PostgresGroupStore:
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
 
-    def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
-        return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})
+    def _named(self, query: LiteralString, **parts: sql.Composable) -> sql.Composed:
+        return statement(self._schema, query, earlier=sql.SQL(EARLIER), **parts)
 
-    def _read(self, query: str, **values: object) -> list[tuple[Any, ...]]:
-        named = sql.SQL(query).format(**self._names)
-        return connections.read(self._url, self._name, named, {"grp": self._group, **values})
+    def _run(self, connection: psycopg.Connection[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        return connection.execute(self._named(query), {"grp": self._group, **values})
+
+    def _read(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
+        return connections.read(self._url, self._name, self._named(query), {"grp": self._group, **values})

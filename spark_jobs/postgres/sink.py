@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg import sql
 
-from outbox.consumer import connections, letters
+from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import DeadLetter
+from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from outbox.consumer.model import ClaimedOffset, MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
+from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
@@ -113,6 +113,7 @@ class PostgresTransaction:
     def __init__(self, sink: PostgresSink, cursor: psycopg.Cursor[Any], most: int) -> None:
         self._sink = sink
         self._group = GroupStore(sink.schema, sink.group)
+        self._letters = DeadLetterStore(sink.schema, sink.group)
         self.cursor = cursor
         self._most = most
         self._requests: Mapping[MessageRef, RetryRequest] = {}
@@ -158,7 +159,7 @@ class PostgresTransaction:
         reached: int | None,
     ) -> None:
         """Move the group's offset over the range, with its figures, and store the partition's dead letters."""
-        put = letters.write(self.cursor, self._sink.schema, self._sink.group, span.topic_id, dead)
+        put = self._letters.write(self.cursor.connection, span.topic_id, dead)
         self._group.move(
             self.cursor.connection,
             partition,
@@ -184,9 +185,8 @@ class PostgresTransaction:
         """Lock dead letters to be retried."""
         self._requests = requests
         self._group.require(self.cursor.connection, self._sink.generation)
-        query = sql.SQL(_HOLD).format(dead_letters=sql.Identifier(self._sink.schema, "dead_letters"))
-        held = self.cursor.execute(query, {"grp": self._sink.group, "ids": self._ids()})
-        return held.rowcount == len(requests)
+        values = {"grp": self._sink.group, "ids": self._ids()}
+        return self.cursor.execute(statement(self._sink.schema, _HOLD), values).rowcount == len(requests)
 
     def resolve(self) -> None:
         """Delete the dead letters that were held."""
@@ -198,12 +198,12 @@ class PostgresTransaction:
 
         matched  those that the job has not filtered out. The others have no effect, and are recorded in ``audit``.
         """
-        schema, group = self._sink.schema, self._sink.group
+        connection = self.cursor.connection
         if left_out := [number for place, (number, _) in self._requests.items() if place not in matched]:
-            letters.leave_out(self.cursor, schema, group, left_out)
-        letters.delete(self.cursor, schema, group, self._ids())
+            self._letters.leave_out(connection, left_out)
+        self._letters.delete(connection, self._ids())
         for partition, applied in sorted(fresh.items()):
-            self._group.move(self.cursor.connection, partition, None, applied=applied)
+            self._group.move(connection, partition, None, applied=applied)
 
     def _ids(self) -> list[int]:
         return sorted(number for number, _ in self._requests.values())

@@ -22,9 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, LiteralString
 
 import psycopg
-from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
@@ -32,6 +30,7 @@ from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound, OperationRefused
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
@@ -71,7 +70,6 @@ _DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)
 _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ class Offsets:
     def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaAdmin) -> None:
         self._connection = connection
         self._kafka = kafka
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
+        self._schema = schema
 
     def show(self, group: str | None = None, *, losses: bool = True) -> tuple[list[Group], str | None]:
         """Return one group or all, and the error if Kafka's offsets are missing. Raises NotFound.
@@ -372,7 +370,7 @@ class Offsets:
                     "partitions": [asdict(one) for one in moves],
                     "losses": accepted,
                 }
-                self._rows(_AUDIT, what=asked.what, why=asked.why, details=Jsonb(details))
+                note(self._connection, self._schema, asked.what, asked.why, details)
         unshown = None
         shown = {(asked.topic, one.part): one.after for one in moves if one.after is not None}
         if generation is not None and shown:
@@ -409,7 +407,7 @@ class Offsets:
 
     def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(sql.SQL(query).format(**self._names), values)
+            cursor.execute(statement(self._schema, query), values)
             return cursor.fetchall() if cursor.description is not None else []
 
 

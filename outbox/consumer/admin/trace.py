@@ -15,6 +15,7 @@ from psycopg.rows import dict_row
 from outbox._clients.visible import VisibleTables
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import statement
 
 _STATEMENT_SECONDS: Final = 30
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
@@ -94,10 +95,7 @@ def find(
 
     Raises ConsumerUnavailable; or SchemaError if tables are missing.
     """
-    names: dict[str, sql.Composable] = {
-        name: sql.Identifier(schema, name) for name in ("processed_messages", "dead_letters", "reservations", "offsets")
-    }
-    names["day"] = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
+    day = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
     bound = {"message_id": message_id}
     visible = VisibleTables(connection, schema)
     with clear_errors("looking for the message"), connection.cursor(row_factory=dict_row) as cursor:
@@ -105,7 +103,7 @@ def find(
         def read(table: str, text: LiteralString) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = []
             with visible.reading(table):
-                rows = cursor.execute(sql.SQL(text).format(**names), bound).fetchall()
+                rows = cursor.execute(statement(schema, text, day=day), bound).fetchall()
             return rows
 
         with connection.transaction():
