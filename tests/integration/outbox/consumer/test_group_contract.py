@@ -18,6 +18,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 from consumer_group import COLUMNS
+from counting import Counting
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
@@ -415,6 +416,22 @@ def test_what_was_committed_is_not_applied_again(bench, side):
     assert (bench.numbers(), bench.stands()) == ([1, 2], (BEGIN + 2, 1, 2, 0, 0))
 
 
+def test_a_transaction_locks_its_position_first_and_moves_it_once(bench):
+    """In as few statements as it needs: with BEGIN, and what its session is asked when it is returned."""
+    with Counting(bench.database.url) as counting:
+        side = bench.kind(counting.url, "owner")
+        bench.sides.append(side)
+        side.claim()
+        side.apply(messages(1))
+        counting.statements.clear()
+        assert side.apply(messages(2, 3, at=BEGIN + 1)) == 2
+        sent = [" ".join(one.decode().split()) for one in counting.statements]
+    of_offsets = [one.partition(" ")[0] for one in sent if '"offsets"' in one]
+    assert (of_offsets, len(sent)) == (
+        (["SELECT", "WITH"], 6) if bench.kind is OnInbox else (["SELECT", "UPDATE"], 19)
+    ), "\n".join(sent)
+
+
 # --- Ids --------------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +525,29 @@ def test_a_retry_applies_it_in_order_and_deletes_it_with_the_effect(bench, side)
     side.retry()
     assert (bench.numbers(), bench.letters()) == ([1, 2], [])
     assert bench.stands() == (BEGIN + 2, 1, 2, 0, 2)
+
+
+def test_a_retry_is_no_progress_of_the_position(bench, side):
+    """What stands still must not look as if it moved."""
+    side.bury(Message(1, BEGIN))
+    bench.run("UPDATE consumer.offsets SET updated_at = '2020-01-01'")
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+    side.retry()
+    assert bench.numbers() == [1]
+    assert bench.run("SELECT count(*) FROM consumer.offsets WHERE updated_at = '2020-01-01'") == [(2,)]
+    assert side.apply(messages(2, at=BEGIN + 1)) == 1
+    assert bench.run("SELECT part FROM consumer.offsets WHERE updated_at > '2020-01-01'") == [(0,)]
+
+
+def test_without_ids_a_position_moves_without_the_table_of_ids(bench, side):
+    """Who deletes old days must not wait for those that remember nothing."""
+    with psycopg.connect(bench.database.url) as blocking:
+        blocking.execute("LOCK TABLE consumer.processed_messages")
+        burying = threading.Thread(target=side.bury, args=(Message(1, BEGIN),), daemon=True)
+        burying.start()
+        burying.join(60)
+        assert not burying.is_alive()
+    assert bench.stands() == (BEGIN + 1, 1, 0, 0, 1)
 
 
 def test_a_retry_that_fails_stays_and_counts(bench, side):
