@@ -24,7 +24,7 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import Partition, RejectedRecord
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._letters import BEHIND, Letters

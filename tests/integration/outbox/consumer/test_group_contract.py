@@ -27,7 +27,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import ClaimedOffset, Loss, LossKind, Range, RejectedRecord
 from outbox.consumer.retention import IdRetention
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.inbox._applier import Applier, Settings
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._session import Session
