@@ -219,9 +219,9 @@ class Reservations:
         with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
             rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease).fetchall()
             for row in rows:
-                standing = _standing(row)
-                unsure = standing.may_have_happened
-                step, reason = first_step(standing, self._rules)
+                state = _state_of(row)
+                unsure = state.may_have_happened
+                step, reason = first_step(state, self._rules)
                 if step == "stuck":
                     self._run(cursor, _GIVE_UP, message_id=row["message_id"], unsure=unsure, reason=reason)
                     stuck += 1
@@ -230,7 +230,7 @@ class Reservations:
                     cursor,
                     _BEGIN,
                     message_id=row["message_id"],
-                    state="cancelling" if standing.taking_back else "calling",
+                    state="cancelling" if state.taking_back else "calling",
                     unsure=unsure,
                     worker=worker,
                     lease=lease,
@@ -259,11 +259,11 @@ class Reservations:
         change, or None, and the SQL's error. After an error of a database that is away, settle again.
         """
         failed: str | None = None
-        change: Transition | None = None
+        transition: Transition | None = None
         try:
             with pinned_transaction(connection) as path:
-                change = self._settle(connection, claim, step, answer, chance)
-                effect = None if change is None else effect_of(change)
+                transition = self._settle(connection, claim, step, answer, chance)
+                effect = None if transition is None else effect_of(transition)
                 if effect is not None:
                     _do(connection, effect, path)
         except _EffectFailed as error:
@@ -272,10 +272,10 @@ class Reservations:
             # A deferred constraint fails at COMMIT.
             failed = _describe(error)
         if failed is None:
-            return change, None
+            return transition, None
         with pinned_transaction(connection):
-            change = self._settle(connection, claim, step, answer, chance, failed)
-        return change, failed
+            transition = self._settle(connection, claim, step, answer, chance, failed)
+        return transition, failed
 
     def settle_by_hand(
         self,
@@ -292,7 +292,7 @@ class Reservations:
         conflict. The SQL is not repeated if the row already had the state. Raises NotFound, and ConsumerError
         when the SQL fails.
         """
-        change = Transition(
+        transition = Transition(
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
@@ -300,12 +300,12 @@ class Reservations:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NotFound(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
-                self._write(cursor, row, change, None)
+                self._write(cursor, row, transition, None)
                 self._run(cursor, _NO_CONFLICT, message_id=message_id)
                 details = self._which | {"message_ids": [str(message_id)]}
-                note(connection, self._schema, f"external: {change.state} by hand", why, details)
-                effect = effect_of(change, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
-                if effect is not None and row["state"] != change.state:
+                note(connection, self._schema, f"external: {transition.state} by hand", why, details)
+                effect = effect_of(transition, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
+                if effect is not None and row["state"] != transition.state:
                     _do(connection, effect, path)
         except _EffectFailed as error:
             raise ConsumerError(
@@ -334,34 +334,34 @@ class Reservations:
             row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
             if row is None:
                 return None
-            standing = _standing(row)
+            state = _state_of(row)
             current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
-            change = settle(standing, current, step, answer, self._rules, chance)
-            if change is not None and failed is not None:
-                change = effect_failed(standing, change, failed, self._rules, chance)
-            if change is not None:
-                learnt = answer.said == "done" and step in {"call", "ask", "confirm"} and not change.taking_back
-                self._write(cursor, row, change, _json(answer.response) if learnt else None)
-        return change
+            transition = settle(state, current, step, answer, self._rules, chance)
+            if transition is not None and failed is not None:
+                transition = effect_failed(state, transition, failed, self._rules, chance)
+            if transition is not None:
+                learnt = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
+                self._write(cursor, row, transition, _json(answer.response) if learnt else None)
+        return transition
 
     def _write(
-        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], change: Transition, response: Jsonb | None
+        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], transition: Transition, response: Jsonb | None
     ) -> None:
         self._run(
             cursor,
             _WRITE,
             message_id=row["message_id"],
-            state=change.state,
-            unsure=change.unsure,
-            taking_back=change.taking_back,
+            state=transition.state,
+            unsure=transition.unsure,
+            taking_back=transition.taking_back,
             response=response,
-            keep=change.keep_response,
-            error=_storable(change.error),
-            conflict=_storable(change.conflict),
-            fresh=change.fresh_budget,
-            wait=change.wait,
+            keep=transition.keep_response,
+            error=_storable(transition.error),
+            conflict=_storable(transition.conflict),
+            fresh=transition.fresh_budget,
+            wait=transition.wait,
         )
-        if row["settled_at"] is None and change.state in {"confirmed", "cancelled"}:
+        if row["settled_at"] is None and transition.state in {"confirmed", "cancelled"}:
             # With no order_key, this finds none.
             self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
 
@@ -451,7 +451,7 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
         raise _EffectFailed(_describe(error)) from error
 
 
-def _standing(row: Mapping[str, Any]) -> ReservationState:
+def _state_of(row: Mapping[str, Any]) -> ReservationState:
     return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
 
