@@ -30,12 +30,12 @@ DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
 
 
 def find_losses(
-    stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
+    stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
     """Return what the group can no longer read of its known partitions, sorted by partition."""
     losses = []
     for (topic, part), here in sorted(stored.items()):
-        there = extents.get((topic, part))
+        there = bounds.get((topic, part))
         first, end = here.next_offset, None
         if topic not in topic_ids:
             kind = LossKind.RECREATED

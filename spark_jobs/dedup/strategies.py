@@ -122,34 +122,34 @@ class _Remembering:
     __slots__ = ()
     remembers: ClassVar[bool] = True
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
         if not suspect:
             try:
                 with cursor.connection.transaction():
                     if ids is None:
-                        book.run(cursor, _REMEMBER)
+                        dedup.run(cursor, _REMEMBER)
                     else:
                         from spark_jobs.dedup import processed
 
-                        processed.copy_ids(cursor, book, ids)
+                        processed.copy_ids(cursor, dedup, ids)
                 return
             except psycopg.errors.UniqueViolation:
                 # There are repeats. The savepoint has removed the ids; find the repeats in the slower way.
                 pass
         cursor.execute("ANALYZE batch")
         cursor.execute(_DROP_REPEATS)
-        book.run(cursor, _REMEMBER_FRESH)
+        dedup.run(cursor, _REMEMBER_FRESH)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Do nothing: rows are not compared with a table."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
         """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing; then no row has to be read.
-        if forgotten_before(cursor, book) is None:
+        if forgotten_before(cursor, dedup) is None:
             return []
-        rows = book.run(cursor, _FORGOTTEN, most=most).fetchall()
+        rows = dedup.run(cursor, _FORGOTTEN, most=most).fetchall()
         why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
         return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
@@ -163,7 +163,7 @@ class _Forgetting:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise the database's error if a row can't be compared."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
         """Return nothing: no ids are remembered, so none are forgotten."""
         return []
 
@@ -193,7 +193,7 @@ class Natural(_Forgetting):
         """The columns that may not be NULL."""
         return tuple(self.key)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
@@ -228,7 +228,7 @@ class Version(_Forgetting):
         """The columns that may not be NULL."""
         return (*self.key, self.version)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
@@ -327,7 +327,7 @@ class OffsetsOnly(_Forgetting):
 
     required: tuple[str, ...] = ()
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave ``batch`` unchanged: every row is applied."""
 
 
@@ -415,12 +415,12 @@ def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:
         raise JobError(f"{table}: column {name} is of type {kind.name}, which cuts off a longer text; make it text")
 
 
-def forgotten_before(cursor: psycopg.Cursor[Any], book: DedupStore) -> int | None:
+def forgotten_before(cursor: psycopg.Cursor[Any], dedup: DedupStore) -> int | None:
     """Return the day since 1970-01-01 before which the group's ids are not all remembered; None if all are.
 
     Call it after inserting the ids, which locks the table against DROP: then nothing can be forgotten until COMMIT.
     """
-    row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
+    row = dedup.run(cursor, _FORGOTTEN_BEFORE).fetchone()
     return None if row is None else row[0]
 
 

@@ -61,7 +61,7 @@ class BatchTable:
     def __init__(
         self,
         cursor: psycopg.Cursor[Any],
-        book: DedupStore,
+        dedup: DedupStore,
         columns: Mapping[str, str],
         strategy: Strategy,
         effect: str | PythonEffect,
@@ -70,7 +70,7 @@ class BatchTable:
         max_dead: int,
     ) -> None:
         self._cursor = cursor
-        self._book = book
+        self._dedup = dedup
         self._columns = columns
         self._strategy = strategy
         self._effect = effect
@@ -167,7 +167,7 @@ class BatchTable:
         """
         try:
             with self._cursor.connection.transaction():
-                self._strategy.reduce(self._cursor, self._book, self._ids, suspect=suspect)
+                self._strategy.reduce(self._cursor, self._dedup, self._ids, suspect=suspect)
         except psycopg.Error as error:
             if passing(error) or not by_data(error):
                 raise
@@ -176,7 +176,7 @@ class BatchTable:
             found = self._bisect(lambda: self._strategy.check(self._cursor))
             raise (RejectedRecords(found) if found else EffectError(shown(error))) from error
         most = self._max_dead + 1 + len(forgiven)
-        old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
+        old = [one for one in self._strategy.too_old(self._cursor, self._dedup, most) if one[0] not in forgiven]
         if old:
             rejected = [RejectedRecord(place, "too-old", why) for place, why in old]
             if not self._bisecting:

@@ -89,7 +89,7 @@ class PostgresSink:
     direct: DirectCopy | None = None
 
     @property
-    def book(self) -> DedupStore:
+    def dedup(self) -> DedupStore:
         """Where the group's ids are remembered."""
         return DedupStore(self.schema, self.group)
 
@@ -103,7 +103,7 @@ class PostgresSink:
     def applying(self, cursor: psycopg.Cursor[Any], most: int) -> BatchTable:
         """Begin with an empty ``batch``."""
         return BatchTable(
-            cursor, self.book, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most
+            cursor, self.dedup, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most
         )
 
 
@@ -136,7 +136,7 @@ class PostgresTransaction:
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, directly or through ``batch``, and return how many are new."""
         if self._sink.direct is not None and way == Way():
-            return self._sink.direct.apply(self.cursor, self._sink.book, self._sink.strategy, rows)
+            return self._sink.direct.apply(self.cursor, self._sink.dedup, self._sink.strategy, rows)
         self._applying = applying = self._sink.applying(self.cursor, self._most)
         if way.lenient:
             applying.copy_leniently(rows)

@@ -256,11 +256,11 @@ class OnSpark:
             for one in found:
                 if one.behind:
                     continue
-                wishes = {one.place: (one.id, one.reason)}
+                requests = {one.place: (one.id, one.reason)}
                 given = in_memory([rows([Message(int(one.value or b""), one.place[2], one.place[1])])])
                 try:
                     with self.sink().transaction("dead letters", given, most=10) as into:
-                        assert into.hold(wishes)
+                        assert into.hold(requests)
                         fresh = into.remember(given, Way(repeats=True))
                         into.resolve()
                         if fresh:

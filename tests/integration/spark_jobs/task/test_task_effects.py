@@ -63,8 +63,8 @@ def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, m
         DeadLetterStore("consumer", "g").write(connection, "id", found)
     sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
     ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
-    wishes = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
-    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, wishes, rows))
+    requests = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
+    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, requests, rows))
     assert (sink.apply([(event_id(0), 7)])["outcome"], sink.numbers()) == ("applied", [7])
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     kept = "what, details ->> 'offset', convert_from(decode(details ->> 'value_base64', 'base64'), 'UTF8')"
