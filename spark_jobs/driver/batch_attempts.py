@@ -38,11 +38,12 @@ from spark_jobs.job import META
 from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.batch_table import BatchTable, textual, without_unfit
+from spark_jobs.postgres.batch_table import BatchTable, textual
 from spark_jobs.postgres.copying import copy_csv
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
 from spark_jobs.postgres.staging import StagePlan, StagingTables, named
+from spark_jobs.postgres.unfit import without_unfit
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
