@@ -193,7 +193,7 @@ class ConsumerMetrics:
     def _query_kafka(self) -> Mapping[Partition, OffsetBounds]:
         if self._kafka is None:
             self._kafka = KafkaAdmin(self._kafka_options)
-        return self._kafka.survey(self._topics, high_watermarks=True).extents
+        return self._kafka.snapshot(self._topics, high_watermarks=True).bounds
 
 
 class _BackgroundQuery(Generic[T]):

@@ -3,15 +3,15 @@
 A task applies one range of a partition in one transaction, with these calls in this order:
 
     with sink.transaction(where, rows, most=…) as into:
-        if not into.move(partition, span, log_end):   # fence, and move the offset
+        if not into.fence(partition, span):           # lock the offset
             into.rollback()                           # applied before: nothing is read
         new = into.remember(rows, way)                # load the rows, without those that were applied before
-        into.count(partition, span, …)                # dead letters and figures
+        into.move(partition, span, …)                 # the offset and its figures, and dead letters
         if new:
             into.apply()                              # the effect
                                                       # COMMIT, once the rows are proved complete
 
-For dead letters that are retried ``hold`` takes the place of ``move``, and ``resolve`` that of ``count``.
+For dead letters that are retried ``hold`` takes the place of ``fence``, and ``resolve`` that of ``move``.
 ``postgres.sink`` implements this for Postgres; tests/integration/spark_jobs/test_sink_contract.py is the contract that
 every implementation must pass. ``GroupStore`` is what rounds need in the driver.
 
@@ -19,8 +19,8 @@ every implementation must pass. ``GroupStore`` is what rounds need in the driver
 |---------------------------------------------------|-----------------------------------------------------------------|
 | a transaction commits all or nothing              | an offset without its effect is a loss, the reverse a repeat    |
 | no COMMIT without ``rows.require_whole()``        | a part of the range would be committed as the whole             |
-| ``move`` compares generation, start and topic id  | a zombie, or a recreated topic, would be applied                |
-| two transactions that move one offset are serial  | both would apply the range                                      |
+| ``fence`` compares generation, start and topic id | a zombie, or a recreated topic, would be applied                |
+| two transactions with one offset are serial       | both would apply the range                                      |
 | after an error either nothing was committed, or   | the driver plans again from the stored offset, so an unknown    |
 | the offset shows that all of it was               | outcome is read, not guessed                                    |
 """
@@ -63,13 +63,11 @@ class Whole(Protocol):
 class Transaction(Protocol):
     """One transaction of the sink."""
 
-    def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
-        """Move the group's offset from the range's start to its end.
+    def fence(self, partition: Partition, span: Range) -> bool:
+        """Lock the group's offset, which must be at the range's start, until the transaction ends.
 
         Return False if it is already at the end or beyond: this generation has applied the range before. Raises Fenced
         when another generation has the group or the topic is another; OffsetMoved when the offset is within the range.
-
-        log_end  where Kafka's log ended when the round was planned; for monitoring.
         """
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
@@ -79,18 +77,20 @@ class Transaction(Protocol):
         no message is at fault, CopyError and FallbackToBatch to be called again in another ``way``.
         """
 
-    def count(
+    def move(
         self,
         partition: Partition,
         span: Range,
         *,
+        log_end: int | None,
         read: int,
         fresh: int,
         dead: Sequence[DeadLetter],
         reached: int | None,
     ) -> None:
-        """Store the partition's dead letters, and add to its figures.
+        """Move the fenced offset to the range's end, add to its figures, and store the partition's dead letters.
 
+        log_end  where Kafka's log ended when the round was planned; for monitoring.
         reached  there is no message between the range's end and this offset: the group continues from there.
         """
 
@@ -100,7 +100,7 @@ class Transaction(Protocol):
     def rollback(self) -> None:
         """Roll back: nothing is committed, and the end of the transaction needs no proof."""
 
-    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
+    def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
         """Lock dead letters to be retried. Raises Fenced.
 
         Return False when one no longer exists: it was discarded, or this is a retry of a task after its COMMIT.

@@ -4,8 +4,8 @@ A generation that rises with every claim is the fencing token, and a position mo
 member of the inbox claims single partitions: its claim raises the group's generation, and stamps the claimed partitions
 alone with it. A Spark driver claims all of them.
 
-Spark's tasks move positions with statements of their own (spark_jobs.postgres.sink): they count ids where the rows are,
-in a temporary table, and know their range before the transaction, so one UPDATE is fence and move.
+Every transaction that applies messages begins with ``fence`` and moves the position with ``move``: a member of the
+inbox, which gives ``move`` the ids, and a task of Spark, which has remembered them where its rows are.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition
+from outbox.consumer.statements import execute, statement
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
@@ -47,41 +47,50 @@ CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp =
 """SQL: waits for transactions that are about to commit, and shuts out all that come later."""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
 _FENCE: Final = """
-SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout', %(idle)s, true)
+SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout',
+           coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
-# Sorted: two transactions with the same ids wait for each other in one direction only.
 _MOVE: Final = """
+UPDATE {offsets}
+   SET next_offset = greatest(next_offset, %(end)s::bigint, %(reached)s::bigint),
+       updated_at = CASE WHEN %(end)s::bigint IS NULL THEN updated_at ELSE pg_catalog.now() END,
+       log_end = coalesce(greatest(%(log_end)s::bigint, %(reached)s::bigint), log_end),
+       leader_epoch = coalesce(%(leader_epoch)s::integer, leader_epoch),
+       epoch_offset = CASE WHEN %(leader_epoch)s::integer IS NULL THEN epoch_offset ELSE %(end)s::bigint END,
+       applied = applied + %(applied)s + {fresh}, duplicates = duplicates + %(duplicates)s - {fresh},
+       dead = dead + %(dead)s
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+_FRESH: Final = "(SELECT pg_catalog.count(*) FROM fresh)"
+# Sorted: two transactions with the same ids wait for each other in one direction only.
+_MOVE_WITH_IDS: Final = """
 WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
+    INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, day, id FROM unnest(%(days)s::date[], %(ids)s::uuid[]) AS new (day, id) ORDER BY day, id
         ON CONFLICT DO NOTHING RETURNING message_id),
-moved AS (
-    UPDATE {offsets}
-       SET next_offset = %(end)s, updated_at = pg_catalog.now(), log_end = coalesce(%(log_end)s, log_end),
-           leader_epoch = coalesce(%(leader_epoch)s::integer, leader_epoch),
-           epoch_offset = CASE WHEN %(leader_epoch)s::integer IS NULL THEN epoch_offset ELSE %(end)s END,
-           applied = applied + %(others)s + (SELECT count(*) FROM fresh),
-           duplicates = duplicates + pg_catalog.cardinality(%(ids)s::uuid[]) - (SELECT count(*) FROM fresh),
-           dead = dead + %(dead)s
-     WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s)
+moved AS ({move})
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
+_STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
+
+ONE_CONSUMER: Final = (
+    "One consumer per group: stop the other, or give this job a group of its own; after `outbox offsets`, start this "
+    "one again"
+)
 
 
 class GroupStore:
     """One group's rows. Every method runs in the transaction of the connection that it is given.
 
-    idle_seconds  after which Postgres ends a transaction in which nothing happens.
+    owner         who claims, to be shown.
+    idle_seconds  after which Postgres ends a fenced transaction in which nothing happens; None: as the role has it.
     """
 
-    def __init__(self, schema: str, name: str, owner: str, *, idle_seconds: float = 60.0) -> None:
+    def __init__(self, schema: str, name: str, owner: str = "", *, idle_seconds: float | None = None) -> None:
         self.name = name
         self._schema = schema
         self._owner = owner
-        self._idle = f"{int(idle_seconds * 1000)}ms"
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets")}
-        self._names["processed"] = sql.Identifier(schema, "processed_messages")
+        self._idle = None if idle_seconds is None else f"{int(idle_seconds * 1000)}ms"
 
     def claim(
         self,
@@ -133,8 +142,8 @@ class GroupStore:
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
             now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
             raise Fenced(
-                f"group {self.name}: {place[0]}-{place[1]} was claimed from generation {here.generation}, offset "
-                f"{here.next_offset}: {now}"
+                f"group {self.name} was taken over from generation {here.generation}: {place[0]}-{place[1]} at offset "
+                f"{here.next_offset}, {now}"
             )
         if row[1] > here.next_offset:
             raise OffsetMoved(place, row[1])
@@ -143,33 +152,41 @@ class GroupStore:
         self,
         connection: psycopg.Connection[Any],
         place: Partition,
-        end: int,
+        end: int | None,
         *,
+        reached: int | None = None,
         log_end: int | None = None,
         leader_epoch: int | None = None,
         ids: Sequence[UUID] = (),
-        others: int = 0,
+        applied: int = 0,
+        duplicates: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
         """Move a partition's position behind ``fence``, and remember ids. Returns the new ones of these, and the day.
 
-        leader_epoch  of the message before ``end``.
-        others  messages that are applied without an id.
-        dead    messages that become dead letters.
+        end           the next offset to apply; None: only the figures change, as when dead letters are retried.
+        reached       there is no message between ``end`` and this offset: the position moves there.
+        leader_epoch  of a leader that had the log up to ``end``.
+        applied       messages that are applied, besides those of ``ids``; the same with ``duplicates``.
+        dead          messages that become dead letters.
         """
-        row = self._run(
-            connection,
-            _MOVE,
-            topic=place[0],
-            part=place[1],
-            end=end,
-            log_end=log_end,
-            leader_epoch=leader_epoch,
-            others=others,
-            dead=dead,
-            days=[day(one) for one in ids],
-            ids=list(ids),
-        ).fetchone()
+        values = {
+            "topic": place[0],
+            "part": place[1],
+            "end": end,
+            "reached": reached,
+            "log_end": log_end,
+            "leader_epoch": leader_epoch,
+            "applied": applied,
+            "duplicates": duplicates + len(ids),
+            "dead": dead,
+        }
+        if not ids:
+            execute(connection, statement(self._schema, _MOVE, fresh=sql.SQL("0")), {"grp": self.name, **values})
+            return set(), NO_TIME
+        values |= {"grp": self.name, "days": [day(one) for one in ids], "ids": list(ids)}
+        move = statement(self._schema, _MOVE, fresh=sql.SQL(_FRESH))
+        row = execute(connection, statement(self._schema, _MOVE_WITH_IDS, move=move), values).fetchone()
         assert row is not None
         return set(row[0]), row[1]
 
@@ -186,11 +203,24 @@ class GroupStore:
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
         """Record what Kafka lost, each once until an operator accepts it."""
-        losses.record(cursor(connection), self._schema, self.name, found)
+        losses.record(connection, self._schema, self.name, found)
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""
         self._run(connection, _END, generation=generation)
+
+    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = ONE_CONSUMER) -> None:
+        """Raise Fenced, with this advice, unless the group is still in this generation.
+
+        The row lock prevents a claim until the transaction ends.
+        """
+        self.require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
+
+    def require_row(self, row: Sequence[Any] | None, generation: int, advice: str = ONE_CONSUMER) -> None:
+        """Do the same with generation and owner as they were read; None: there is no such row."""
+        if row is None or row[0] != generation:
+            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
+            raise Fenced(f"group {self.name} was taken over from generation {generation}: {now}. {advice}")
 
     def _raise(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
         row = self._run(connection, _RAISE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
@@ -200,16 +230,4 @@ class GroupStore:
     def _run(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return run(connection, sql.SQL(query).format(**self._names), {"grp": self.name, **values})
-
-
-def run(
-    connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
-) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Execute a statement with ``cursor``."""
-    return cursor(connection).execute(query, values)
-
-
-def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor for rows as tuples, whatever cursors and rows the user's connection has."""
-    return psycopg.Cursor(connection, row_factory=tuple_row)
+        return execute(connection, statement(self._schema, query), {"grp": self.name, **values})

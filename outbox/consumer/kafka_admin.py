@@ -60,7 +60,7 @@ class TopicSnapshot:
     """The current state of topics in Kafka. ``missing``: those that do not exist."""
 
     ids: Mapping[str, str]
-    extents: Mapping[Partition, OffsetBounds]
+    bounds: Mapping[Partition, OffsetBounds]
     missing: tuple[str, ...]
 
 
@@ -85,21 +85,21 @@ class KafkaAdmin:
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
     ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
-        """Return each topic's id and each partition's extent for a read_committed reader.
+        """Return each topic's id and each partition's bounds for a read_committed reader.
 
         high_watermarks   fetch these too: one more request to each broker, so not on every round.
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
-        survey = self.survey(topics, high_watermarks=high_watermarks)
-        if survey.missing:
+        snapshot = self.snapshot(topics, high_watermarks=high_watermarks)
+        if snapshot.missing:
             raise TopicMissing(
-                f"there is no topic {' or '.join(survey.missing)}; create it, or name another with --topic",
-                survey.missing,
+                f"there is no topic {' or '.join(snapshot.missing)}; create it, or name another with --topic",
+                snapshot.missing,
             )
-        return dict(survey.ids), dict(survey.extents)
+        return dict(snapshot.ids), dict(snapshot.bounds)
 
-    def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> TopicSnapshot:
+    def snapshot(self, topics: Sequence[str], *, high_watermarks: bool = False) -> TopicSnapshot:
         """Do the same as ``look`` for topics that need not exist.
 
         If a topic is missing, or has no leader at the moment, the request is repeated for a few seconds.
@@ -108,9 +108,9 @@ class KafkaAdmin:
         deadline = time.monotonic() + _UNHEARD_SECONDS
         while True:
             try:
-                survey = self._survey(topics, high_watermarks)
-                if not survey.missing or time.monotonic() > deadline:
-                    return survey
+                snapshot = self._snapshot(topics, high_watermarks)
+                if not snapshot.missing or time.monotonic() > deadline:
+                    return snapshot
             except KafkaException as error:
                 if _code(error) not in _UNHEARD or time.monotonic() > deadline:
                     raise self._failure(error) from error
@@ -138,7 +138,7 @@ class KafkaAdmin:
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
     def cut(
-        self, stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds]
+        self, stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds]
     ) -> dict[Partition, int]:
         """Return where logs were cut that no longer have what the group has read, however long they are again.
 
@@ -150,7 +150,7 @@ class KafkaAdmin:
             for partition, here in stored.items()
             if here.leader_epoch is not None
             and here.epoch_offset is not None
-            and (there := extents.get(partition)) is not None
+            and (there := bounds.get(partition)) is not None
             and there.leader_epoch not in {None, here.leader_epoch}
             and there.first <= here.epoch_offset <= here.next_offset <= there.end
         }
@@ -207,7 +207,7 @@ class KafkaAdmin:
         except KafkaException:
             return True
 
-    def _survey(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
+    def _snapshot(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
         described, missing = {}, []
         with asking(self._seconds) as seconds:
             for name, future in self.describe(topics, seconds).items():

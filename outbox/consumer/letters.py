@@ -20,6 +20,7 @@ from psycopg import sql
 from outbox.consumer.errors import storable
 from outbox.consumer.messages import Headers, loaded_headers
 from outbox.consumer.model import MessageRef, RejectedRecord
+from outbox.consumer.statements import cursor, execute, statement
 
 # A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
@@ -36,6 +37,7 @@ _AGAIN: Final = """
 UPDATE {dead_letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
+_DELETE: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 _LEAVE_OUT: Final = """
 INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
@@ -84,46 +86,55 @@ class DeadLetter:
     attempts: int = 1
 
 
-def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[DeadLetter]) -> int:
-    """Store dead letters. Returns how many."""
-    query = sql.SQL(_WRITE).format(dead_letters=sql.Identifier(schema, "dead_letters"))
-    rows = [
-        {
-            **_why(letter.record),
-            "grp": group,
-            "topic": letter.record.place[0],
-            "topic_id": topic_id,
-            "part": letter.record.place[1],
-            "offset": letter.record.place[2],
-            "id": letter.message_id,
-            "key": letter.key,
-            "value": letter.value,
-            "headers": letter.headers,
-            "time": letter.time,
-            "attempts": letter.attempts,
-        }
-        for letter in letters
-    ]
-    if rows:
-        cursor.executemany(query, rows)
-    return len(rows)
+class DeadLetterStore:
+    """The dead letters of one group. Every method runs in the transaction of the connection that it is given."""
 
+    def __init__(self, schema: str, group: str) -> None:
+        self._schema = schema
+        self._group = group
 
-def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, record: RejectedRecord) -> None:
-    """Count another attempt of a dead letter."""
-    query = sql.SQL(_AGAIN).format(dead_letters=sql.Identifier(schema, "dead_letters"))
-    cursor.execute(query, {**_why(record), "letter": letter, "grp": group})
+    def write(self, connection: psycopg.Connection[Any], topic_id: str, letters: Iterable[DeadLetter]) -> int:
+        """Store dead letters. Returns how many."""
+        rows = [
+            {
+                **_why(letter.record),
+                "grp": self._group,
+                "topic": letter.record.place[0],
+                "topic_id": topic_id,
+                "part": letter.record.place[1],
+                "offset": letter.record.place[2],
+                "id": letter.message_id,
+                "key": letter.key,
+                "value": letter.value,
+                "headers": letter.headers,
+                "time": letter.time,
+                "attempts": letter.attempts,
+            }
+            for letter in letters
+        ]
+        if rows:
+            cursor(connection).executemany(statement(self._schema, _WRITE), rows)
+        return len(rows)
 
+    def failed_again(self, connection: psycopg.Connection[Any], letter: int, record: RejectedRecord) -> None:
+        """Count another attempt of a dead letter."""
+        self._run(connection, statement(self._schema, _AGAIN), **_why(record), letter=letter)
 
-def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:
-    """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages out."""
-    query = sql.SQL(_LEAVE_OUT).format(
-        audit=sql.Identifier(schema, "audit"),
-        dead_letters=sql.Identifier(schema, "dead_letters"),
-        described=sql.SQL(DESCRIBED),
-        contents=sql.SQL(CONTENTS),
-    )
-    cursor.execute(query, {"grp": group, "ids": list(ids)})
+    def delete(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
+        """Delete dead letters, in the transaction of their effect."""
+        self._run(connection, statement(self._schema, _DELETE), ids=list(ids))
+
+    def leave_out(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
+        """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages
+        out.
+        """
+        query = statement(self._schema, _LEAVE_OUT, described=sql.SQL(DESCRIBED), contents=sql.SQL(CONTENTS))
+        self._run(connection, query, ids=list(ids))
+
+    def _run(
+        self, connection: psycopg.Connection[Any], query: sql.Composed, **values: object
+    ) -> psycopg.Cursor[tuple[Any, ...]]:
+        return execute(connection, query, {"grp": self._group, **values})
 
 
 def _why(record: RejectedRecord) -> dict[str, Any]:

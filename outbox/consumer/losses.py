@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import psycopg
-from psycopg import sql
 
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
+from outbox.consumer.statements import execute, statement
 
 # One open row for each partition and kind. It grows while retention removes more messages of a halted group.
 _RECORD: Final = """
@@ -30,12 +30,12 @@ DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
 
 
 def find_losses(
-    stored: Mapping[Partition, StoredOffset], extents: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
+    stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
     """Return what the group can no longer read of its known partitions, sorted by partition."""
     losses = []
     for (topic, part), here in sorted(stored.items()):
-        there = extents.get((topic, part))
+        there = bounds.get((topic, part))
         first, end = here.next_offset, None
         if topic not in topic_ids:
             kind = LossKind.RECREATED
@@ -75,9 +75,8 @@ def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partitio
     return losses
 
 
-def record(cursor: psycopg.Cursor[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:
+def record(connection: psycopg.Connection[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:
     """Record losses, each once until an operator accepts it."""
-    query = sql.SQL(_RECORD).format(losses=sql.Identifier(schema, "losses"))
     for loss in losses:
         values = {
             "grp": group,
@@ -89,4 +88,4 @@ def record(cursor: psycopg.Cursor[Any], schema: str, group: str, losses: Iterabl
             "kind": loss.kind,
             "detail": loss.detail,
         }
-        cursor.execute(query, values)
+        execute(connection, statement(schema, _RECORD), values)

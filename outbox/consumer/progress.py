@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import psycopg
-from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import statement
 
 PROGRESS: Final = """
 SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
@@ -47,9 +47,6 @@ def progress(
 
     letters   count the dead letters; False: their figures are 0, and their table need not be readable.
     """
-    names: dict[str, sql.Composable] = {
-        name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")
-    }
-    names["letters"] = sql.SQL(LETTERS if letters else _NO_LETTERS).format(**names)
+    query = statement(schema, PROGRESS, letters=statement(schema, LETTERS if letters else _NO_LETTERS))
     with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
-        return cursor.execute(sql.SQL(PROGRESS).format(**names), {"grp": group}).fetchall()
+        return cursor.execute(query, {"grp": group}).fetchall()

@@ -32,6 +32,7 @@ from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import NO_TIME
 from outbox.consumer.postgres_errors import clear_errors, first_line
+from outbox.consumer.statements import statement
 from outbox.errors import SchemaError
 
 KEEP_DAYS: Final = 14
@@ -52,7 +53,7 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::date,
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 _TODAY: Final = "SELECT (now() AT TIME ZONE 'UTC')::date"
 # Not ATTACH, which would not block a task that has already chosen the default partition for its row.
-_CREATE: Final = "CREATE TABLE {partition} PARTITION OF {processed} FOR VALUES FROM ({low}) TO ({high})"
+_CREATE: Final = "CREATE TABLE {partition} PARTITION OF {processed_messages} FOR VALUES FROM ({low}) TO ({high})"
 
 _HOLD_BACK: Final = "LOCK TABLE {partition} IN SHARE MODE"
 _SEEN_LATELY: Final = (
@@ -66,13 +67,14 @@ _DROP: Final = "DROP TABLE {partition}"
 # By group and day through an index: ids without a time, of which there may be very many, are not read.
 STRAY: Final = """
 SELECT g.grp, d.day FROM {groups} AS g CROSS JOIN LATERAL (
-       SELECT p.day FROM {default} AS p
+       SELECT p.day FROM {processed_messages_default} AS p
         WHERE p.grp = g.grp AND p.day > %(no_time)s AND p.day < %(horizon)s
         GROUP BY p.day HAVING max(p.seen_at) < now() - make_interval(days => %(keep_days)s)) AS d"""
 _FORGET_STRAY: Final = """
 WITH old AS MATERIALIZED ({stray}),
 gone AS (
-    DELETE FROM {default} AS p USING old WHERE p.grp = old.grp AND p.day = old.day RETURNING p.grp, p.day),
+    DELETE FROM {processed_messages_default} AS p USING old
+     WHERE p.grp = old.grp AND p.day = old.day RETURNING p.grp, p.day),
 raised AS (
     UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, x.day + 1)
       FROM (SELECT grp, max(day) AS day FROM gone GROUP BY grp) AS x WHERE x.grp = g.grp)
@@ -80,9 +82,9 @@ SELECT count(*) FROM gone"""
 
 _DEFAULT_HOLDS: Final = """
 SELECT EXISTS (SELECT FROM {groups} AS g CROSS JOIN LATERAL (
-       SELECT FROM {default} AS p WHERE p.grp = g.grp AND p.day = %(day)s LIMIT 1) AS d)"""
+       SELECT FROM {processed_messages_default} AS p WHERE p.grp = g.grp AND p.day = %(day)s LIMIT 1) AS d)"""
 _COUNT_STRAY: Final = """
-SELECT count(*) FROM ({stray}) AS old JOIN {default} AS p ON p.grp = old.grp AND p.day = old.day"""
+SELECT count(*) FROM ({stray}) AS old JOIN {processed_messages_default} AS p ON p.grp = old.grp AND p.day = old.day"""
 _OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {parent}::regclass"
 
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
@@ -122,8 +124,6 @@ class IdRetention:
         self._name = name
         self._schema = schema
         self._keep_days = keep_days
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "processed_messages")}
-        self._default = sql.Identifier(schema, "processed_messages_default")
 
     def make(self) -> RetentionResult:
         """Create partitions for the days that are kept, a few ahead, and one for ids without a time.
@@ -208,19 +208,19 @@ class IdRetention:
         with clear_errors("looking at the days of processed_messages"), self._transaction() as connection:
             horizon, old = self._old(connection)
             values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
-            stray = sql.SQL(STRAY).format(default=self._default, **self._names)
+            stray = statement(self._schema, STRAY)
             return RetentionResult(
                 made=[
                     _named(day)
                     for day in self._missing(connection)
-                    if not self._value(connection, _DEFAULT_HOLDS, {"day": day}, default=self._default)
+                    if not self._value(connection, _DEFAULT_HOLDS, {"day": day})
                 ],
                 dropped=[
                     name
                     for name, _ in old
                     if not self._value(connection, _SEEN_LATELY, values, partition=self._partition(name))
                 ],
-                deleted_rows=self._value(connection, _COUNT_STRAY, values, default=self._default, stray=stray),
+                deleted_rows=self._value(connection, _COUNT_STRAY, values, stray=stray),
             )
 
     def _old(self, connection: psycopg.Connection[Any]) -> tuple[dt.date, list[tuple[str, dt.date]]]:
@@ -267,13 +267,12 @@ class IdRetention:
         with self._alone() as connection:
             if not self._locked(connection):
                 return False
-            there = connection.execute("SELECT to_regclass(%s)", (partition.as_string(connection),)).fetchone()
-            if there is None or there[0] is None:
+            [(there,)] = connection.execute("SELECT to_regclass(%s)", (partition.as_string(connection),))
+            if there is None:
                 return False
             self._run(connection, _HOLD_BACK, partition=partition)
             values = {"keep_days": self._keep_days, "high": high}
-            seen = self._run(connection, _SEEN_LATELY, values, partition=partition).fetchone()
-            if seen is None or seen[0]:
+            if self._value(connection, _SEEN_LATELY, values, partition=partition):
                 return False
             self._run(connection, _FORGET, values, partition=partition)
             self._run(connection, _DROP, partition=partition)
@@ -284,9 +283,7 @@ class IdRetention:
         with self._alone() as connection:
             if not self._locked(connection):
                 return 0
-            stray = sql.SQL(STRAY).format(default=self._default, **self._names)
-            row = self._run(connection, _FORGET_STRAY, values, default=self._default, stray=stray).fetchone()
-        return int(row[0]) if row is not None else 0
+            return int(self._value(connection, _FORGET_STRAY, values, stray=statement(self._schema, STRAY)))
 
     @contextmanager
     def _alone(self) -> Iterator[psycopg.Connection[Any]]:
@@ -296,21 +293,20 @@ class IdRetention:
 
     @staticmethod
     def _locked(connection: psycopg.Connection[Any]) -> bool:
-        row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
-        return bool(row and row[0])
+        [(locked,)] = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,))
+        return bool(locked)
 
     @staticmethod
     def _today(connection: psycopg.Connection[Any]) -> dt.date:
-        row = connection.execute(_TODAY).fetchone()
-        assert row is not None
-        day: dt.date = row[0]
+        [(day,)] = connection.execute(_TODAY)
+        assert isinstance(day, dt.date)
         return day
 
     def _ranges(self, connection: psycopg.Connection[Any]) -> list[tuple[str, dt.date | None, dt.date | None]]:
         return connection.execute(sql.SQL(_RANGES).format(parent=self._parent(connection))).fetchall()
 
     def _parent(self, connection: psycopg.Connection[Any]) -> sql.Literal:
-        return sql.Literal(self._names["processed_messages"].as_string(connection))
+        return sql.Literal(self._partition("processed_messages").as_string(connection))
 
     def _partition(self, name: str) -> sql.Identifier:
         return sql.Identifier(self._schema, name)
@@ -325,8 +321,7 @@ class IdRetention:
         values: Mapping[str, object] | None = None,
         **names: sql.Composable,
     ) -> psycopg.Cursor[Any]:
-        named = {**self._names, "processed": self._names["processed_messages"], **names}
-        return connection.execute(sql.SQL(query).format(**named), values)
+        return connection.execute(statement(self._schema, query, **names), values)
 
     def _value(
         self,
@@ -335,9 +330,8 @@ class IdRetention:
         values: Mapping[str, object] | None,
         **names: sql.Composable,
     ) -> Any:
-        row = self._run(connection, query, values, **names).fetchone()
-        assert row is not None
-        return row[0]
+        [(value,)] = self._run(connection, query, values, **names)
+        return value
 
 
 def _named(day: dt.date) -> str:

@@ -64,7 +64,7 @@ class Counts:
     confirmed: int = 0
     cancelled: int = 0
     stuck: int = 0
-    again: int = 0
+    retrying: int = 0
     late: int = 0
     conflicts: int = 0
 
@@ -106,7 +106,7 @@ class Caller:
         self._connect = connect
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
-        self._book = Reservations(external.schema, external.group, external.name, external.rules)
+        self._reservations = Reservations(external.schema, external.group, external.name, external.rules)
         self._worker = process_name()
         self._connection: psycopg.Connection[Any] | None = None
         self._age = Age()
@@ -145,13 +145,15 @@ class Caller:
         """
         external = self._external
 
-        def effect(change: Transition, claim: ClaimedCall) -> SqlEffect | None:
-            declared = external.on_confirmed if change.state == "confirmed" else external.on_cancelled
+        def effect(transition: Transition, claim: ClaimedCall) -> SqlEffect | None:
+            declared = external.on_confirmed if transition.state == "confirmed" else external.on_cancelled
             return effect_of(declared, claim, claim.response)
 
         try:
             with clear_errors("settling by hand"):
-                self._book.settle_by_hand(self._connected(), message_id, confirmed=confirmed, why=why, effect_of=effect)
+                self._reservations.settle_by_hand(
+                    self._connected(), message_id, confirmed=confirmed, why=why, effect_of=effect
+                )
         finally:
             self._disconnect()
 
@@ -163,7 +165,7 @@ class Caller:
         claims: list[ClaimedCall] = []
         if free > 0:
             began = time.monotonic()
-            claims, stuck = self._book.claim(
+            claims, stuck = self._reservations.claim(
                 connection,
                 free,
                 self._worker,
@@ -175,7 +177,7 @@ class Caller:
                 self._report("reservations are stuck: see `outbox external list`", {"stuck": stuck})
             for claim in claims:
                 self._start(claim, began)
-            if (stuck and not claims) or self._book.more_due:
+            if (stuck and not claims) or self._reservations.more_due:
                 self._database_answered()
                 return 0.0
         self._database_answered()
@@ -183,7 +185,7 @@ class Caller:
             return poll
         if until == "due":
             return None
-        due = self._book.next_due(connection)
+        due = self._reservations.next_due(connection)
         if due is None:
             return None
         # A reservation that is due but can't be claimed is another caller's, or waits behind one that is not due.
@@ -268,7 +270,7 @@ class Caller:
         if claim.step == "ask":
             assert external.ask is not None
             answer = _answer_of(external.ask, call)
-            if answer.said != "done":
+            if answer.outcome != "done":
                 return "ask", answer
             if isinstance(answer.response, Done):
                 return "ask", Answer("done", response=answer.response.response)
@@ -286,7 +288,7 @@ class Caller:
             self._collect(self._answers.get())
         while self._unsettled:
             answered = self._unsettled[0]
-            change, failed = self._book.settle(
+            transition, failed = self._reservations.settle(
                 self._connected(),
                 answered.claim,
                 answered.step,
@@ -295,37 +297,37 @@ class Caller:
                 functools.partial(self._effect, answered),
             )
             self._unsettled.pop(0)
-            self._count(answered, change, failed)
+            self._count(answered, transition, failed)
 
-    def _effect(self, answered: _Answered, change: Transition) -> SqlEffect | None:
-        if change.conflict is not None:
+    def _effect(self, answered: _Answered, transition: Transition) -> SqlEffect | None:
+        if transition.conflict is not None:
             return None
-        if change.state == "confirmed":
+        if transition.state == "confirmed":
             return effect_of(self._external.on_confirmed, answered.claim, answered.answer.response)
-        if change.state == "cancelled":
+        if transition.state == "cancelled":
             return effect_of(self._external.on_cancelled, answered.claim, answered.claim.response)
         return None
 
-    def _count(self, answered: _Answered, change: Transition | None, failed: str | None) -> None:
+    def _count(self, answered: _Answered, transition: Transition | None, failed: str | None) -> None:
         counts = self.counts
         figures: dict[str, Any] = {"message_id": str(answered.claim.message_id), "attempt": answered.claim.attempt}
-        if change is None:
+        if transition is None:
             counts.late += 1
-            self._report("an answer came late", figures | {"answer": answered.answer.said})
+            self._report("an answer came late", figures | {"answer": answered.answer.outcome})
             return
-        if change.conflict is not None:
+        if transition.conflict is not None:
             counts.conflicts += 1
-            self._report("the provider contradicts itself", figures | {"conflict": change.conflict})
+            self._report("the provider contradicts itself", figures | {"conflict": transition.conflict})
             return
-        if change.state in {"confirmed", "cancelled"}:
-            setattr(counts, change.state, getattr(counts, change.state) + 1)
-        elif change.state == "stuck":
+        if transition.state in {"confirmed", "cancelled"}:
+            setattr(counts, transition.state, getattr(counts, transition.state) + 1)
+        elif transition.state == "stuck":
             counts.stuck += 1
         else:
-            counts.again += 1
-        if change.error or failed:
-            figures |= {"error": failed or change.error}
-        self._report(change.state, figures | {"answer": answered.answer.said})
+            counts.retrying += 1
+        if transition.error or failed:
+            figures |= {"error": failed or transition.error}
+        self._report(transition.state, figures | {"answer": answered.answer.outcome})
 
     def _warn_of_overdue(self) -> None:
         now = time.monotonic()

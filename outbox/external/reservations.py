@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
@@ -20,6 +20,7 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
+from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound
 from outbox.external.state_machine import (
     Answer,
@@ -119,6 +120,9 @@ UPDATE {reservations}
        settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END,
        parked = false
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
+_NO_CONFLICT: Final = """
+UPDATE {reservations} SET conflict = NULL
+ WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
 # Without calls behind a stuck one, which wait for an operator. What is parked follows one that is found, or is stuck.
 _LEFT: Final = """
 SELECT extract(epoch FROM next_attempt_at - now())::float8
@@ -145,6 +149,7 @@ SELECT grp, name, message_id, topic, part, message_offset, order_key, state, uns
 _CHOSEN: Final = """
  WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
    AND (%(ids)s::uuid[] IS NULL OR message_id = ANY(%(ids)s))"""
+_COUNTS: Final = "SELECT state, count(*) FROM {reservations} {chosen} GROUP BY state"
 _RETRY: Final = """
 UPDATE {reservations}
    SET state = CASE WHEN taking_back THEN 'cancelling' ELSE 'reserved' END, budget_from = attempts,
@@ -161,7 +166,6 @@ RETURNING message_id"""
 _FORGET: Final = """
 DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _LONGEST_ERROR: Final = 2000
@@ -194,8 +198,7 @@ class Reservations:
     """The reservations of one External of one group."""
 
     def __init__(self, schema: str, group: str, name: str, rules: Rules) -> None:
-        names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
-        self._names = {**names, "front": sql.SQL(_FRONT).format(**names)}
+        self._schema = schema
         self._which = {"grp": group, "name": name}
         self._rules = rules
         self.more_due = False
@@ -216,9 +219,9 @@ class Reservations:
         with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
             rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease).fetchall()
             for row in rows:
-                standing = _standing(row)
-                unsure = standing.may_have_happened
-                step, reason = first_step(standing, self._rules)
+                state = _state_of(row)
+                unsure = state.may_have_happened
+                step, reason = first_step(state, self._rules)
                 if step == "stuck":
                     self._run(cursor, _GIVE_UP, message_id=row["message_id"], unsure=unsure, reason=reason)
                     stuck += 1
@@ -227,7 +230,7 @@ class Reservations:
                     cursor,
                     _BEGIN,
                     message_id=row["message_id"],
-                    state="cancelling" if standing.taking_back else "calling",
+                    state="cancelling" if state.taking_back else "calling",
                     unsure=unsure,
                     worker=worker,
                     lease=lease,
@@ -256,11 +259,11 @@ class Reservations:
         change, or None, and the SQL's error. After an error of a database that is away, settle again.
         """
         failed: str | None = None
-        change: Transition | None = None
+        transition: Transition | None = None
         try:
             with pinned_transaction(connection) as path:
-                change = self._settle(connection, claim, step, answer, chance)
-                effect = None if change is None else effect_of(change)
+                transition = self._settle(connection, claim, step, answer, chance)
+                effect = None if transition is None else effect_of(transition)
                 if effect is not None:
                     _do(connection, effect, path)
         except _EffectFailed as error:
@@ -269,10 +272,10 @@ class Reservations:
             # A deferred constraint fails at COMMIT.
             failed = _describe(error)
         if failed is None:
-            return change, None
+            return transition, None
         with pinned_transaction(connection):
-            change = self._settle(connection, claim, step, answer, chance, failed)
-        return change, failed
+            transition = self._settle(connection, claim, step, answer, chance, failed)
+        return transition, failed
 
     def settle_by_hand(
         self,
@@ -289,7 +292,7 @@ class Reservations:
         conflict. The SQL is not repeated if the row already had the state. Raises NotFound, and ConsumerError
         when the SQL fails.
         """
-        change = Transition(
+        transition = Transition(
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
@@ -297,18 +300,12 @@ class Reservations:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NotFound(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
-                self._write(cursor, row, change, None)
-                cursor.execute(
-                    sql.SQL(
-                        "UPDATE {reservations} SET conflict = NULL "
-                        "WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(id)s"
-                    ).format(**self._names),
-                    {**self._which, "id": message_id},
-                )
+                self._write(cursor, row, transition, None)
+                self._run(cursor, _NO_CONFLICT, message_id=message_id)
                 details = self._which | {"message_ids": [str(message_id)]}
-                _audit(cursor, self._names, f"external: {change.state} by hand", why, details)
-                effect = effect_of(change, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
-                if effect is not None and row["state"] != change.state:
+                note(connection, self._schema, f"external: {transition.state} by hand", why, details)
+                effect = effect_of(transition, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
+                if effect is not None and row["state"] != transition.state:
                     _do(connection, effect, path)
         except _EffectFailed as error:
             raise ConsumerError(
@@ -337,39 +334,40 @@ class Reservations:
             row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
             if row is None:
                 return None
-            standing = _standing(row)
+            state = _state_of(row)
             current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
-            change = settle(standing, current, step, answer, self._rules, chance)
-            if change is not None and failed is not None:
-                change = effect_failed(standing, change, failed, self._rules, chance)
-            if change is not None:
-                learnt = answer.said == "done" and step in {"call", "ask", "confirm"} and not change.taking_back
-                self._write(cursor, row, change, _json(answer.response) if learnt else None)
-        return change
+            transition = settle(state, current, step, answer, self._rules, chance)
+            if transition is not None and failed is not None:
+                transition = effect_failed(state, transition, failed, self._rules, chance)
+            if transition is not None:
+                learnt = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
+                self._write(cursor, row, transition, _json(answer.response) if learnt else None)
+        return transition
 
     def _write(
-        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], change: Transition, response: Jsonb | None
+        self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], transition: Transition, response: Jsonb | None
     ) -> None:
         self._run(
             cursor,
             _WRITE,
             message_id=row["message_id"],
-            state=change.state,
-            unsure=change.unsure,
-            taking_back=change.taking_back,
+            state=transition.state,
+            unsure=transition.unsure,
+            taking_back=transition.taking_back,
             response=response,
-            keep=change.keep_response,
-            error=_storable(change.error),
-            conflict=_storable(change.conflict),
-            fresh=change.fresh_budget,
-            wait=change.wait,
+            keep=transition.keep_response,
+            error=_storable(transition.error),
+            conflict=_storable(transition.conflict),
+            fresh=transition.fresh_budget,
+            wait=transition.wait,
         )
-        if row["settled_at"] is None and change.state in {"confirmed", "cancelled"}:
+        if row["settled_at"] is None and transition.state in {"confirmed", "cancelled"}:
             # With no order_key, this finds none.
             self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
 
-    def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
-        return cursor.execute(sql.SQL(query).format(**self._names), self._which | values)
+    def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        named = statement(self._schema, query, front=statement(self._schema, _FRONT))
+        return cursor.execute(named, self._which | values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,21 +384,17 @@ class ReservationAdmin:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
+        self._schema = schema
 
     def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
         """Return the reservations in these states, and those in conflict; the oldest first."""
-        query = sql.SQL(_LIST).format(**self._names)
         values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            return cursor.execute(query, values).fetchall()
+            return cursor.execute(statement(self._schema, _LIST), values).fetchall()
 
     def counts(self, chosen: Chosen) -> dict[str, int]:
         """Return the number of reservations in each state."""
-        query = sql.SQL("SELECT state, count(*) FROM {reservations} {chosen} GROUP BY state").format(
-            **self._names, chosen=sql.SQL(_CHOSEN)
-        )
-        return dict(self._connection.execute(query, _values(chosen)).fetchall())
+        return dict(self._connection.execute(self._over_chosen(_COUNTS), _values(chosen)).fetchall())
 
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
         """Retry stuck calls with a new budget of attempts. Returns their message ids.
@@ -418,38 +412,29 @@ class ReservationAdmin:
 
         A message that is repeated after that is reserved again, unless the group still remembers its id.
         """
-        statement = sql.SQL(_FORGET).format(**self._names, chosen=sql.SQL(_CHOSEN))
-        with self._connection.transaction(), self._connection.cursor() as cursor:
-            count = cursor.execute(statement, _values(chosen) | {"days": days}).rowcount
+        with self._connection.transaction():
+            count = self._connection.execute(self._over_chosen(_FORGET), _values(chosen) | {"days": days}).rowcount
             if count:
                 details = {"grp": chosen.group, "name": chosen.name, "days": days, "count": count}
-                _audit(cursor, self._names, "external: forget", None, details)
+                note(self._connection, self._schema, "external: forget", None, details)
         return count
 
-    def _change(self, what: str, query: str, chosen: Chosen, why: str | None, **values: object) -> list[str]:
-        statement = sql.SQL(query).format(**self._names, chosen=sql.SQL(_CHOSEN))
-        with self._connection.transaction(), self._connection.cursor(row_factory=dict_row) as cursor:
-            found = cursor.execute(statement, _values(chosen) | values | {"why": why}).fetchall()
-            ids = sorted(str(row["message_id"]) for row in found)
+    def _change(self, what: str, query: LiteralString, chosen: Chosen, why: str | None, **values: object) -> list[str]:
+        with self._connection.transaction():
+            found = self._connection.execute(self._over_chosen(query), _values(chosen) | values | {"why": why})
+            ids = sorted(str(message_id) for (message_id,) in found)
             if ids:
                 details = {"grp": chosen.group, "name": chosen.name, "message_ids": ids}
-                _audit(cursor, self._names, what, why, details)
+                note(self._connection, self._schema, what, why, details)
         return ids
+
+    def _over_chosen(self, query: LiteralString) -> sql.Composed:
+        return statement(self._schema, query, chosen=sql.SQL(_CHOSEN))
 
 
 def _values(chosen: Chosen) -> dict[str, object]:
     ids = None if chosen.message_ids is None else list(chosen.message_ids)
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
-
-
-def _audit(
-    cursor: psycopg.Cursor[Any],
-    names: Mapping[str, sql.Composable],
-    what: str,
-    why: str | None,
-    details: Mapping[str, object],
-) -> None:
-    cursor.execute(sql.SQL(_AUDIT).format(**names), {"what": what, "why": why, "details": Jsonb(dict(details))})
 
 
 def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> None:
@@ -466,7 +451,7 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
         raise _EffectFailed(_describe(error)) from error
 
 
-def _standing(row: Mapping[str, Any]) -> ReservationState:
+def _state_of(row: Mapping[str, Any]) -> ReservationState:
     return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
 

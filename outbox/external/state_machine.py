@@ -36,7 +36,7 @@ from outbox._clients.backoff import doubled
 
 State = Literal["reserved", "calling", "confirmed", "cancelling", "cancelled", "stuck"]
 Step = Literal["call", "ask", "cancel", "confirm", "close", "stuck"]
-Said = Literal["done", "refused", "later", "unknown"]
+CallOutcome = Literal["done", "refused", "later", "unknown"]
 
 DAY: Final = 86_400.0
 
@@ -73,7 +73,7 @@ class Rules:
 class Answer:
     """The result of a step. ``retry_after`` is in seconds."""
 
-    said: Said
+    outcome: CallOutcome
     text: str = ""
     response: Any = None
     retry_after: float | None = None
@@ -130,16 +130,16 @@ def settle(
         return _against(row, forwards, answer)
     if forwards and row.taking_back:
         # It was decided meanwhile to cancel the call. The cancellation will reverse the effect, if there is one.
-        return None if row.unsure or answer.said in {"refused", "later"} else _same(row, unsure=True)
-    if answer.said == "done":
+        return None if row.unsure or answer.outcome in {"refused", "later"} else _same(row, unsure=True)
+    if answer.outcome == "done":
         if forwards:
             return Transition("confirmed", unsure=False, taking_back=False)
         return Transition("cancelled", unsure=False, taking_back=True) if row.taking_back else None
     if not current:
         return None
-    unsure = row.unsure or (answer.said == "unknown" and step == "call")
-    if answer.said != "refused":
-        return _again(row, unsure, answer, rules, chance)
+    unsure = row.unsure or (answer.outcome == "unknown" and step == "call")
+    if answer.outcome != "refused":
+        return _retrying(row, unsure, answer, rules, chance)
     if not forwards:
         return Transition("stuck", unsure, taking_back=True, error=f"the cancellation was refused: {answer.text}")
     if step == "ask" or not unsure:
@@ -154,16 +154,16 @@ def settle(
     )
 
 
-def effect_failed(row: ReservationState, change: Transition, error: str, rules: Rules, chance: float) -> Transition:
+def effect_failed(row: ReservationState, transition: Transition, error: str, rules: Rules, chance: float) -> Transition:
     """Return the change after the provider is done and the SQL has failed.
 
     The answer is stored: only the SQL is tried again, without another call or cancellation.
     """
-    taking_back = change.state == "cancelled"
+    taking_back = transition.state == "cancelled"
     spent = row.used >= rules.max_attempts
-    again: State = "cancelling" if taking_back else "reserved"
+    retrying: State = "cancelling" if taking_back else "reserved"
     return Transition(
-        "stuck" if spent else again,
+        "stuck" if spent else retrying,
         unsure=not taking_back,
         taking_back=taking_back,
         error=error,
@@ -180,10 +180,10 @@ def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> 
     return min(max(backoff, asked), DAY)
 
 
-def _again(row: ReservationState, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Transition:
-    again: State = "cancelling" if row.taking_back else "reserved"
+def _retrying(row: ReservationState, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Transition:
+    retrying: State = "cancelling" if row.taking_back else "reserved"
     return Transition(
-        "stuck" if row.used >= rules.max_attempts else again,
+        "stuck" if row.used >= rules.max_attempts else retrying,
         unsure,
         row.taking_back,
         error=answer.text,
@@ -199,10 +199,10 @@ def _same(row: ReservationState, *, unsure: bool | None = None, conflict: str | 
 
 def _against(row: ReservationState, forwards: bool, answer: Answer) -> Transition | None:
     """Return an answer that contradicts a settled row as a conflict. The state stays, for an operator to decide."""
-    if forwards and row.state == "cancelled" and answer.said == "done":
+    if forwards and row.state == "cancelled" and answer.outcome == "done":
         return _same(row, conflict="the provider confirmed a call whose effect was cancelled")
-    if forwards and row.state == "confirmed" and answer.said == "refused":
+    if forwards and row.state == "confirmed" and answer.outcome == "refused":
         return _same(row, conflict=f"the provider refused a call that it had confirmed: {answer.text}")
-    if not forwards and row.state == "confirmed" and answer.said == "done":
+    if not forwards and row.state == "confirmed" and answer.outcome == "done":
         return _same(row, conflict="the provider cancelled a call that is confirmed")
     return None

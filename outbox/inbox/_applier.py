@@ -24,7 +24,7 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import Partition, RejectedRecord
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._letters import BEHIND, Letters
@@ -252,14 +252,14 @@ class Applier:
             log_end=self._log_end(part.place),
             leader_epoch=_kafka.epoch_of(batch[-1]),
             ids=[one for one in ids if one is not None],
-            others=0 if self._settings.dedup else len(batch) - dead,
+            applied=0 if self._settings.dedup else len(batch) - dead,
             dead=dead,
         )
         before = self._group.forgotten_before(connection, new, today)
         for message, waits, id_ in zip(batch, behind, ids, strict=True):
             if waits:
                 why = MessageFailed(message, "behind", BEHIND).why
-                self._letters.write(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
+                self._letters.bury(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
                 continue
             if id_ is not None:
                 if id_ not in new:
@@ -272,7 +272,6 @@ class Applier:
         return handled
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:
-        assert part.position is not None
         letter = message.letter
         if letter.behind:
             self._letters.failed_again(connection, letter.id, MessageFailed(message, "behind", BEHIND).why)
@@ -281,16 +280,16 @@ class Applier:
         new, today = self._group.move(
             connection,
             part.place,
-            part.position.next_offset,
+            None,
             ids=[] if id_ is None else [id_],
-            others=0 if self._settings.dedup else 1,
+            applied=0 if self._settings.dedup else 1,
         )
         if id_ is None or id_ in new:
             # An operator who retries a message that is too old says that it was not applied.
             if id_ is not None and letter.reason != "too-old":
                 self._check_age(message, id_, self._group.forgotten_before(connection, new, today))
             self._call(connection, message)
-        self._letters.delete(connection, letter.id)
+        self._letters.delete(connection, [letter.id])
 
     def _id(self, message: KafkaMessage) -> UUID | None:
         """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""
@@ -346,7 +345,7 @@ class Applier:
         topic_id, id_ = part.position.topic_id, _id_or_none(message)
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._letters.write(connection, topic_id, message, id_, why, part.attempts)
+            self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
             self._group.move(
                 connection,
                 part.place,

@@ -13,11 +13,10 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from outbox.consumer import letters
-from outbox.consumer.groups import cursor, run
-from outbox.consumer.letters import RetryRecord
+from outbox.consumer.letters import EARLIER, KEYS, DeadLetter, DeadLetterStore, RetryRecord
 from outbox.consumer.messages import storable_time, stored_headers
 from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.statements import statement
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
@@ -72,20 +71,20 @@ SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapsh
        pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
        pg_catalog.set_config('enable_sort', 'off', true)
   FROM pg_catalog.pg_current_snapshot() AS snapshot"""
-_GONE: Final = "DELETE FROM {dead_letters} WHERE id = %(letter)s AND grp = %(grp)s"
 
 
-class Letters:
-    """The dead letters of one group. Every method runs in the transaction of the connection that it is given."""
+class Letters(DeadLetterStore):
+    """The dead letters of one group, as its members see them: partition by partition, and key by key."""
 
     def __init__(self, schema: str, group: str) -> None:
-        self._schema, self._group = schema, group
-        self._names: dict[str, sql.Composable] = {"dead_letters": sql.Identifier(schema, "dead_letters")}
-        self._names["earlier"] = sql.SQL(_EARLIER).format(**self._names, earlier=sql.SQL(letters.EARLIER))
-        for name, after in (("first", "%(after)s::bytea"), ("following", "found.hash")):
-            self._names[name] = sql.SQL(_FIRST).format(**self._names, after=sql.SQL(after))
+        super().__init__(schema, group)
+        self._parts: dict[str, sql.Composable] = {
+            "earlier": statement(schema, _EARLIER, earlier=sql.SQL(EARLIER)),
+            "first": statement(schema, _FIRST, after=sql.SQL("%(after)s::bytea")),
+            "following": statement(schema, _FIRST, after=sql.SQL("found.hash")),
+        }
 
-    def write(
+    def bury(
         self,
         connection: psycopg.Connection[Any],
         topic_id: str,
@@ -95,7 +94,7 @@ class Letters:
         attempts: int,
     ) -> None:
         """Store a message whole."""
-        letter = letters.DeadLetter(
+        letter = DeadLetter(
             why,
             id_,
             message.key(),
@@ -104,15 +103,15 @@ class Letters:
             storable_time(message.timestamp()[1]) * 1000,
             attempts,
         )
-        letters.write(cursor(connection), self._schema, self._group, topic_id, [letter])
+        self.write(connection, topic_id, [letter])
 
     def keys(self, connection: psycopg.Connection[Any], topic: str) -> set[bytes]:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
-        return {bytes(key) for _, key in self._run(connection, letters.KEYS, topics=[topic])}
+        return {bytes(key) for _, key in self._ask(connection, KEYS, topics=[topic])}
 
     def newest(self, connection: psycopg.Connection[Any]) -> int:
         """Return the id of the newest dead letter of all groups, 0 if there is none."""
-        row = self._run(connection, _NEWEST).fetchone()
+        row = self._ask(connection, _NEWEST).fetchone()
         assert row is not None
         return int(row[0])
 
@@ -121,7 +120,7 @@ class Letters:
 
         Returns a number for NewLetters before which all transactions have ended, and the next one's.
         """
-        row = self._run(connection, _LOOK).fetchone()
+        row = self._ask(connection, _LOOK).fetchone()
         assert row is not None
         return row[:2]
 
@@ -129,19 +128,19 @@ class Letters:
         self, connection: psycopg.Connection[Any], topics: Iterable[str], last: int
     ) -> list[tuple[int, str, bytes | None]]:
         """Return id, topic and key of dead letters after the id ``last``, at most LOOKED_AT of them."""
-        rows = self._run(connection, _ADDED, topics=list(topics), last=last, most=LOOKED_AT)
+        rows = self._ask(connection, _ADDED, topics=list(topics), last=last, most=LOOKED_AT)
         return [(number, topic, None if key is None else bytes(key)) for number, topic, key in rows]
 
     def gone(self, connection: psycopg.Connection[Any], topic: str, keys: Collection[bytes]) -> set[bytes]:
         """Return those of a topic's keys that have no dead letter any more."""
-        return set(keys) - {bytes(key) for (key,) in self._run(connection, _KEPT, topic=topic, keys=list(keys))}
+        return set(keys) - {bytes(key) for (key,) in self._ask(connection, _KEPT, topic=topic, keys=list(keys))}
 
     def places(
         self, connection: psycopg.Connection[Any], places: Collection[Partition]
     ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
         wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
-        rows = self._run(connection, _ANY, **wanted).fetchall()
+        rows = self._ask(connection, _ANY, **wanted).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
     def release(self, connection: psycopg.Connection[Any], place: Partition, after: bytes) -> tuple[bool, bytes]:
@@ -152,32 +151,24 @@ class Letters:
         Returns whether there was any, and where the next call begins.
         """
         values: dict[str, Any] = {"topic": place[0], "part": place[1]}
-        rows = self._run(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
+        rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
         if hashes:
-            self._run(connection, _RELEASE, **values, hashes=hashes)
+            self._ask(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
     def next(self, connection: psycopg.Connection[Any], place: Partition) -> RetriedMessage | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
-        row = self._run(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
+        row = self._ask(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
         return RetriedMessage(RetryRecord(number, (*place, offset), key, value, headers, time, reason, blocked))
 
-    def failed_again(self, connection: psycopg.Connection[Any], letter: int, why: RejectedRecord) -> None:
-        """Count another attempt of a dead letter."""
-        letters.failed_again(cursor(connection), self._schema, self._group, letter, why)
-
-    def delete(self, connection: psycopg.Connection[Any], letter: int) -> None:
-        """Delete a dead letter that was applied."""
-        self._run(connection, _GONE, letter=letter)
-
-    def _run(
+    def _ask(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return run(connection, sql.SQL(query).format(**self._names), {"grp": self._group, **values})
+        return self._run(connection, statement(self._schema, query, **self._parts), **values)
 
 
 class NewLetters:

@@ -56,7 +56,7 @@ from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._applier import AWAY, Applier, Handler, Settings
 from outbox.inbox._assigned import Assigned, size_of

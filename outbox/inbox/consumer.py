@@ -13,7 +13,7 @@ import psycopg
 
 from outbox.consumer import connections
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.standing import Standing, Watch
+from outbox.consumer.stalled import StalledPartition, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
 from outbox.inbox._applier import Handler, Settings
@@ -99,7 +99,7 @@ class Consumer:
         self._stopping = threading.Event()
         self._watch = Watch()
 
-    def stalled(self, seconds: float = 300.0) -> list[Standing]:
+    def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
         For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.

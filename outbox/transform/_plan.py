@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outbox._clients.kafka import complete
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.errors import ConfigurationError
 from outbox.transform.records import Transform
 

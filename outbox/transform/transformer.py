@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from confluent_kafka import KafkaException
 
-from outbox.consumer.standing import Standing
+from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
 from outbox.transform._plan import Plan, Progress, client_options
 from outbox.transform._session import Session, is_refused, pause
@@ -77,7 +77,7 @@ class Transformer:
         """Return how many messages this member has committed."""
         return self._progress.messages
 
-    def stalled(self, seconds: float = 300.0) -> list[Standing]:
+    def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
         For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.

@@ -26,7 +26,7 @@ def ids_of(texts: pa.Array) -> Ids:
     return ids
 
 
-def copy_ids(cursor: psycopg.Cursor[Any], book: DedupStore, batches: Sequence[Ids]) -> None:
+def copy_ids(cursor: psycopg.Cursor[Any], dedup: DedupStore, batches: Sequence[Ids]) -> None:
     """Insert ids under their days. Raises UniqueViolation for an id that exists or is repeated.
 
     In the order of days and then of ids, which is also that of the table's partitions: two transactions with the same
@@ -34,11 +34,11 @@ def copy_ids(cursor: psycopg.Cursor[Any], book: DedupStore, batches: Sequence[Id
     """
     ids = identity.in_order(_joined(batches))
     into = sql.SQL("COPY {} (grp, day, message_id) FROM STDIN (FORMAT binary)").format(
-        sql.Identifier(book.schema, "processed_messages")
+        sql.Identifier(dedup.schema, "processed_messages")
     )
     with cursor.copy(into) as copy:
         copy.write(HEAD)
-        copy.write(_rows(book.group.encode(), identity.days(ids), ids))
+        copy.write(_rows(dedup.group.encode(), identity.days(ids), ids))
         copy.write(TAIL)
 
 

@@ -24,6 +24,7 @@ from psycopg import sql
 from outbox.consumer.errors import JobError
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.model import MessageRef
+from outbox.consumer.statements import statement
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from spark_jobs.ids import Ids
 
 _REMEMBER: Final = """
-INSERT INTO {processed} (grp, day, message_id)
+INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
 # Of messages with the same id in one batch the one with the lowest offset counts.
 _DROP_REPEATS: Final = """
@@ -43,7 +44,7 @@ DELETE FROM batch AS later USING batch AS first
 # direction only.
 _REMEMBER_FRESH: Final = """
 WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
+    INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
@@ -121,34 +122,34 @@ class _Remembering:
     __slots__ = ()
     remembers: ClassVar[bool] = True
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
         if not suspect:
             try:
                 with cursor.connection.transaction():
                     if ids is None:
-                        book.run(cursor, _REMEMBER)
+                        dedup.run(cursor, _REMEMBER)
                     else:
                         from spark_jobs.dedup import processed
 
-                        processed.copy_ids(cursor, book, ids)
+                        processed.copy_ids(cursor, dedup, ids)
                 return
             except psycopg.errors.UniqueViolation:
                 # There are repeats. The savepoint has removed the ids; find the repeats in the slower way.
                 pass
         cursor.execute("ANALYZE batch")
         cursor.execute(_DROP_REPEATS)
-        book.run(cursor, _REMEMBER_FRESH)
+        dedup.run(cursor, _REMEMBER_FRESH)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Do nothing: rows are not compared with a table."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
         """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing; then no row has to be read.
-        if forgotten_before(cursor, book) is None:
+        if forgotten_before(cursor, dedup) is None:
             return []
-        rows = book.run(cursor, _FORGOTTEN, most=most).fetchall()
+        rows = dedup.run(cursor, _FORGOTTEN, most=most).fetchall()
         why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
         return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
@@ -162,7 +163,7 @@ class _Forgetting:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise the database's error if a row can't be compared."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
         """Return nothing: no ids are remembered, so none are forgotten."""
         return []
 
@@ -192,7 +193,7 @@ class Natural(_Forgetting):
         """The columns that may not be NULL."""
         return tuple(self.key)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
@@ -227,7 +228,7 @@ class Version(_Forgetting):
         """The columns that may not be NULL."""
         return (*self.key, self.version)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
@@ -326,7 +327,7 @@ class OffsetsOnly(_Forgetting):
 
     required: tuple[str, ...] = ()
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: DedupStore, ids: Known, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave ``batch`` unchanged: every row is applied."""
 
 
@@ -342,12 +343,7 @@ class DedupStore:
 
     def run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
         """Execute a query with the tables' names and the group."""
-        names = {
-            "processed": sql.Identifier(self.schema, "processed_messages"),
-            "groups": sql.Identifier(self.schema, "groups"),
-            "day": sql.SQL(DAY_OF_ID),
-        }
-        return cursor.execute(sql.SQL(query).format(**names), {"grp": self.group, **values})
+        return cursor.execute(statement(self.schema, query, day=sql.SQL(DAY_OF_ID)), {"grp": self.group, **values})
 
 
 def uuid8(digest: Column) -> Column:
@@ -419,12 +415,12 @@ def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:
         raise JobError(f"{table}: column {name} is of type {kind.name}, which cuts off a longer text; make it text")
 
 
-def forgotten_before(cursor: psycopg.Cursor[Any], book: DedupStore) -> int | None:
+def forgotten_before(cursor: psycopg.Cursor[Any], dedup: DedupStore) -> int | None:
     """Return the day since 1970-01-01 before which the group's ids are not all remembered; None if all are.
 
     Call it after inserting the ids, which locks the table against DROP: then nothing can be forgotten until COMMIT.
     """
-    row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
+    row = dedup.run(cursor, _FORGOTTEN_BEFORE).fetchone()
     return None if row is None else row[0]
 
 

@@ -38,11 +38,12 @@ from spark_jobs.job import META
 from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.batch_table import BatchTable, textual, without_unfit
+from spark_jobs.postgres.batch_table import BatchTable, textual
 from spark_jobs.postgres.copying import copy_csv
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
 from spark_jobs.postgres.staging import StagePlan, StagingTables, named
+from spark_jobs.postgres.unfit import without_unfit
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
@@ -165,7 +166,7 @@ class BatchAttempts:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             for partition, range_ in sorted(span.ranges.items()):
-                if not into.move(partition, range_, span.log_ends.get(partition)):
+                if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
                 return {}
@@ -186,7 +187,7 @@ class BatchAttempts:
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
-            _count(into, span, state, read, fresh)
+            _move(into, span, state, read, fresh)
             if fresh:
                 applying.apply()
         # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
@@ -286,7 +287,7 @@ class BatchAttempts:
         )
 
 
-def _count(
+def _move(
     into: PostgresTransaction,
     span: OffsetRanges,
     state: RoundState,
@@ -294,9 +295,10 @@ def _count(
     fresh: Mapping[Partition, int],
 ) -> None:
     for partition, range_ in sorted(span.ranges.items()):
-        into.count(
+        into.move(
             partition,
             range_,
+            log_end=span.log_ends.get(partition),
             read=read.get(partition, 0),
             fresh=fresh.get(partition, 0),
             dead=state.letters(partition),

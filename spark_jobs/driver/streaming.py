@@ -93,7 +93,7 @@ _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)
 # In the order of days and ids, like all other writers of this table, so that none wait for each other in a circle.
 _FRESH: Final = """
 WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
+    INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, {day}, message_id FROM (SELECT DISTINCT message_id FROM batch) AS ids ORDER BY {day}, message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT FROM fresh WHERE fresh.message_id = batch.message_id)"""
@@ -301,7 +301,7 @@ class ExactlyOnce:
 
     def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Raise Fenced unless the group is still ours. The row lock prevents a take-over until COMMIT."""
-        self._store.require(connection, generation, advice=_ONE_QUERY)
+        self._store.rows.require(connection, generation, advice=_ONE_QUERY)
 
     def _stored(self) -> Stored | None:
         with clear_errors("reading how far the stream is"), self._store.transaction() as connection:
@@ -342,12 +342,12 @@ class ExactlyOnce:
 
     def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
-        book = DedupStore(self._schema, self._job.group)
+        dedup = DedupStore(self._schema, self._job.group)
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
             raise EffectError("a row's message_id is NULL: each row needs one, or leave the column out")
         cursor.execute(_FIRST)
-        book.run(cursor, _FRESH)
-        if forgotten_before(cursor, book) is not None and (old := book.run(cursor, _FORGOTTEN).fetchone()):
+        dedup.run(cursor, _FRESH)
+        if forgotten_before(cursor, dedup) is not None and (old := dedup.run(cursor, _FORGOTTEN).fetchone()):
             raise EffectError(
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
             )

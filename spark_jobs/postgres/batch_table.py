@@ -32,7 +32,8 @@ from outbox.consumer.postgres_errors import by_data, passing
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject
 from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
-from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
+from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
+from spark_jobs.postgres.unfit import without_unfit
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,7 +62,7 @@ class BatchTable:
     def __init__(
         self,
         cursor: psycopg.Cursor[Any],
-        book: DedupStore,
+        dedup: DedupStore,
         columns: Mapping[str, str],
         strategy: Strategy,
         effect: str | PythonEffect,
@@ -70,7 +71,7 @@ class BatchTable:
         max_dead: int,
     ) -> None:
         self._cursor = cursor
-        self._book = book
+        self._dedup = dedup
         self._columns = columns
         self._strategy = strategy
         self._effect = effect
@@ -167,7 +168,7 @@ class BatchTable:
         """
         try:
             with self._cursor.connection.transaction():
-                self._strategy.reduce(self._cursor, self._book, self._ids, suspect=suspect)
+                self._strategy.reduce(self._cursor, self._dedup, self._ids, suspect=suspect)
         except psycopg.Error as error:
             if passing(error) or not by_data(error):
                 raise
@@ -176,7 +177,7 @@ class BatchTable:
             found = self._bisect(lambda: self._strategy.check(self._cursor))
             raise (RejectedRecords(found) if found else EffectError(shown(error))) from error
         most = self._max_dead + 1 + len(forgiven)
-        old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
+        old = [one for one in self._strategy.too_old(self._cursor, self._dedup, most) if one[0] not in forgiven]
         if old:
             rejected = [RejectedRecord(place, "too-old", why) for place, why in old]
             if not self._bisecting:
@@ -402,77 +403,6 @@ def _in_query(name: str) -> sql.SQL:
 def textual(columns: Mapping[str, str]) -> dict[str, str]:
     """Return the columns with type text, which accepts any value, except for those that identify the message."""
     return {name: META_PLACE.get(name, "text") for name in columns}
-
-
-def without_unfit(
-    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[RejectedRecord], max_dead: int
-) -> Iterator[pa.RecordBatch]:
-    """Return the rows whose columns ``names`` Postgres accepts as text, and add the messages of the others to
-    ``found``.
-
-    NUL characters and bytes that are not UTF-8 can't even be copied as text. Raises EffectError when a row does not
-    identify its message, and RejectedRecords when there are more than ``max_dead``.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for batch in batches:
-        good = pa.array([True] * batch.num_rows, pa.bool_())
-        for name in names:
-            column = batch.column(name)
-            if has_beyond(column.type):
-                bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
-                good = pc.and_(good, pc.invert(bad))
-                _add_rejected(batch, bad, why, "22008", found, max_dead)
-                continue
-            if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
-                continue
-            as_bytes = column.cast(pa.binary())
-            bad = pc.fill_null(pc.match_substring(as_bytes, "\0"), False)
-            why = f"column {name} holds a NUL character, which text in Postgres can't"
-            if not _is_utf8(column):
-                broken = [value is not None and not _decodes(value) for value in as_bytes.to_pylist()]
-                bad = pc.or_(bad, pa.array(broken, pa.bool_()))
-                why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
-            good = pc.and_(good, pc.invert(bad))
-            _add_rejected(batch, bad, why, "22021", found, max_dead)
-        yield batch.filter(good)
-
-
-def _add_rejected(
-    batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[RejectedRecord], max_dead: int
-) -> None:
-    if not bad.true_count:
-        return
-    if not set(META_PLACE) <= set(batch.schema.names):
-        raise EffectError(
-            f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it"
-        )
-    known = {record.place for record in found}
-    for place in refs_of(batch.filter(bad)):
-        if place not in known:
-            known.add(place)
-            found.append(RejectedRecord(place, "failed", why, sqlstate))
-        if len(found) > max_dead:
-            raise RejectedRecords(found)
-
-
-def _is_utf8(column: pa.Array) -> bool:
-    import pyarrow as pa
-
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def _decodes(value: bytes) -> bool:
-    try:
-        value.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def read_rows(

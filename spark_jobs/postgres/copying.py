@@ -86,8 +86,8 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
-        if has_beyond(field.type) and beyond(batch.column(index)).true_count:
-            raise Unfit("a time beyond the years 1 to 9999")
+        if has_beyond(field.type):
+            _require_within(batch.column(index))
         if pa.types.is_binary(field.type):
             texts = [None if value is None else "\\x" + value.hex() for value in batch.column(index).to_pylist()]
             batch = batch.set_column(index, field.name, pa.array(texts, pa.string()))
@@ -211,8 +211,7 @@ def _booleans(column: pa.Array) -> np.ndarray[Any, Any]:
 def _days(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
-    if beyond(column).true_count:
-        raise Unfit("a date beyond the years 1 to 9999")
+    _require_within(column)
     return _bytes_of(_values(column.cast(pa.int32())) - POSTGRES_DAY, ">i4")
 
 
@@ -227,6 +226,11 @@ def beyond(column: pa.Array) -> pa.Array:
     return pc.fill_null(pc.or_(pc.less(values, first), pc.greater(values, last)), False)
 
 
+def _require_within(column: pa.Array) -> None:
+    if beyond(column).true_count:
+        raise Unfit("a time or date beyond the years 1 to 9999")
+
+
 def has_beyond(kind: pa.DataType) -> bool:
     """Return whether ``beyond`` applies to columns of this type."""
     import pyarrow as pa
@@ -237,8 +241,7 @@ def has_beyond(kind: pa.DataType) -> bool:
 def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
-    if beyond(column).true_count:
-        raise Unfit("a time beyond the years 1 to 9999")
+    _require_within(column)
     return _bytes_of(_values(column.cast(pa.int64())) - _POSTGRES_MICROSECOND, ">i8")
 
 

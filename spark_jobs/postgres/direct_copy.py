@@ -80,7 +80,7 @@ class DirectCopy:
     seen: str
 
     def apply(
-        self, cursor: psycopg.Cursor[Any], book: DedupStore, strategy: Strategy, rows: Iterable[pa.RecordBatch]
+        self, cursor: psycopg.Cursor[Any], dedup: DedupStore, strategy: Strategy, rows: Iterable[pa.RecordBatch]
     ) -> int:
         """Copy rows, and ids if they are remembered. Returns the number of rows. Raises FallbackToBatch."""
         ids: list[Ids] | None = [] if strategy.remembers else None
@@ -91,7 +91,7 @@ class DirectCopy:
             if _look(cursor, self.table, self.columns) != (True, self.seen):
                 raise FallbackToBatch
             if ids is not None:
-                self._remember(cursor, book, ids)
+                self._remember(cursor, dedup, ids)
             cursor.execute(IMMEDIATE)
         except (psycopg.Error, Unfit) as error:
             if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
@@ -118,12 +118,12 @@ class DirectCopy:
             yield pa.RecordBatch.from_pydict({there: batch.column(here) for there, here in self.columns.items()})
 
     @staticmethod
-    def _remember(cursor: psycopg.Cursor[Any], book: DedupStore, ids: list[Ids]) -> None:
+    def _remember(cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: list[Ids]) -> None:
         from spark_jobs.dedup import processed
 
-        processed.copy_ids(cursor, book, ids)
+        processed.copy_ids(cursor, dedup, ids)
         # After the ids were inserted: see strategies.forgotten_before.
-        before = forgotten_before(cursor, book)
+        before = forgotten_before(cursor, dedup)
         if before is not None and processed.any_before(ids, before):
             raise FallbackToBatch
 

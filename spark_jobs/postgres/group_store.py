@@ -11,24 +11,24 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
-from outbox.consumer import connections, letters
-from outbox.consumer.errors import Fenced, JobError
+from outbox.consumer import connections
+from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import RetryRecord
+from outbox.consumer.letters import EARLIER, KEYS, DeadLetterStore, RetryRecord
 from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.retention import KEEP_DAYS, IdRetention, RetentionResult
+from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
-_STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _STORED: Final = """
 SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
   FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
@@ -57,10 +57,10 @@ SELECT letter.id, letter.topic, letter.part, letter.message_offset, letter.messa
          ORDER BY one.message_offset, one.id LIMIT %(most)s) AS letter
  ORDER BY letter.message_offset, letter.id"""
 # A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
-_STRANDED: Final = """
-grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
+_RELEASE: Final = """
+UPDATE {dead_letters} AS letter SET state = 'retry'
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
    AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})"""
-_RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
 # ORDER BY makes it use the index: otherwise all dead letters are read while another group retries many.
 _RETRY_WAITS: Final = """(
     SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
@@ -88,10 +88,6 @@ _NEWEST: Final = 100
 _OTHERS: Final = 150
 _HOUR: Final = "SELECT pg_catalog.date_trunc('hour', pg_catalog.now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
-ONE_CONSUMER: Final = (
-    "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
-    "again"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +105,12 @@ class PostgresGroupStore:
         self._url = url
         self._schema = schema
         self._group = group
-        self._rows = GroupStore(schema, group, owner)
+        self.rows = GroupStore(schema, group, owner)
+        """The group's rows, in a transaction of the caller's."""
         self._name = lock_monitor.names(group)[0]
         self.was_killed = False
         """After ``take_over``: the previous driver is still running, or was killed."""
-        self._names: dict[str, sql.Composable] = {
-            name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
-        }
-        self._names["earlier"] = sql.SQL(letters.EARLIER)
-        self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
+        self._letters = DeadLetterStore(schema, group)
         self._below: int | None = None
         """Where the next look at what is behind dead letters goes on; None: at the newest."""
         self._released = False
@@ -146,12 +139,12 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
-            return self._rows.claim_all(connection, strategy, atomic)
+            return self.rows.claim_all(connection, strategy, atomic)
 
     def end(self, generation: int) -> None:
         """Record that this driver ended normally."""
         with self.transaction() as connection:
-            self._rows.end(connection, generation)
+            self.rows.end(connection, generation)
 
     def setup(self, statements: str | None) -> None:
         """Run the job's ``setup`` statements, one driver at a time."""
@@ -187,9 +180,9 @@ class PostgresGroupStore:
         """
         starts = starts or {}
         with self.transaction() as connection:
-            self.require(connection, generation)
+            self.rows.require(connection, generation)
             new = [(partition, topic_ids[partition[0]], starts.get(partition, 0)) for partition in partitions]
-            self._rows.add(connection, new, generation)
+            self.rows.add(connection, new, generation)
 
     def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, dict[Partition, int]]:
         """Return what ``note_added`` has stored last, of these topics in the incarnations that they have now."""
@@ -214,11 +207,11 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             changed = self._run(connection, _NOTE_ADDED, ends=json.dumps(noted), generation=generation)
             if not changed.rowcount:
-                self.require(connection, generation)
+                self.rows.require(connection, generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
-        rows = self._read(letters.KEYS, topics=list(topics))
+        rows = self._read(KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
@@ -240,9 +233,9 @@ class PostgresGroupStore:
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
-            self.require(connection, generation)
+            self.rows.require(connection, generation)
             for number, record in failed:
-                letters.failed_again(connection.cursor(), self._schema, self._group, number, record)
+                self._letters.failed_again(connection, number, record)
 
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
@@ -264,7 +257,7 @@ class PostgresGroupStore:
         rows = connections.read(
             self._url, self._name, self._state_query(keep_order), {"grp": self._group, "topics": list(topics)}
         )
-        self._require_row(rows[0][:2] if rows else None, generation)
+        self.rows.require_row(rows[0][:2] if rows else None, generation)
         self._released = False
         self._below = rows[0][3]
         stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
@@ -274,19 +267,18 @@ class PostgresGroupStore:
         """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""
         look: sql.Composable = sql.SQL(_NO_LOOK)
         if keep_order:
-            some = sql.SQL(_LOOKED_AT)
             below = sql.SQL("") if self._below is None else sql.SQL("AND - letter.id > {}").format(-self._below)
             look = sql.SQL(_LOOK).format(
-                newest=some.format(below=sql.SQL(""), most=_NEWEST, **self._names),
-                others=some.format(below=below, most=_OTHERS, **self._names),
+                newest=self._named(_LOOKED_AT, below=sql.SQL(""), most=sql.Literal(_NEWEST)),
+                others=self._named(_LOOKED_AT, below=below, most=sql.Literal(_OTHERS)),
             )
-        return sql.SQL(_STATE).format(look=look, retry_waits=sql.SQL(_RETRY_WAITS).format(**self._names), **self._names)
+        return self._named(_STATE, look=look, retry_waits=self._named(_RETRY_WAITS))
 
     def record_losses(self, found: Iterable[Loss], generation: int) -> None:
         """Record what Kafka lost, once until it is accepted. Raises Fenced."""
         with self.transaction() as connection:
-            self.require(connection, generation)
-            self._rows.record_losses(connection, found)
+            self.rows.require(connection, generation)
+            self.rows.record_losses(connection, found)
 
     def hour(self) -> dt.datetime:
         """Return the present hour by the database's clock."""
@@ -308,21 +300,11 @@ class PostgresGroupStore:
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
 
-    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = ONE_CONSUMER) -> None:
-        """Raise Fenced, with this advice, unless the group is still in this generation.
+    def _named(self, query: LiteralString, **parts: sql.Composable) -> sql.Composed:
+        return statement(self._schema, query, earlier=sql.SQL(EARLIER), **parts)
 
-        The row lock prevents a take-over until the transaction ends.
-        """
-        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
+    def _run(self, connection: psycopg.Connection[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        return connection.execute(self._named(query), {"grp": self._group, **values})
 
-    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = ONE_CONSUMER) -> None:
-        if row is None or row[0] != generation:
-            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(f"group {self._group} was taken over from generation {generation}: {now}. {advice}")
-
-    def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
-        return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})
-
-    def _read(self, query: str, **values: object) -> list[tuple[Any, ...]]:
-        named = sql.SQL(query).format(**self._names)
-        return connections.read(self._url, self._name, named, {"grp": self._group, **values})
+    def _read(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
+        return connections.read(self._url, self._name, self._named(query), {"grp": self._group, **values})

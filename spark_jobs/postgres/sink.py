@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, LiteralString
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg import sql
 
-from outbox.consumer import connections, letters
-from outbox.consumer.errors import Fenced, OffsetMoved
-from outbox.consumer.letters import DeadLetter
-from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
+from outbox.consumer import connections
+from outbox.consumer.errors import OffsetMoved
+from outbox.consumer.groups import GroupStore
+from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from outbox.consumer.model import ClaimedOffset, MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
+from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
@@ -30,27 +31,13 @@ if TYPE_CHECKING:
 
     from spark_jobs.job import ConsumerJob, PythonEffect
 
-_MOVE: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = pg_catalog.now(),
-       leader_epoch = %(leader_epoch)s, epoch_offset = %(end)s
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
-   AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
-_LOOK: Final = """
-SELECT next_offset, generation, topic_id FROM {offsets}
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
-_COUNT: Final = """
-UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s,
-       next_offset = greatest(next_offset, %(reached)s), log_end = greatest(log_end, %(reached)s)
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 _KEEPALIVES: Final = (
     "SELECT pg_catalog.set_config('tcp_keepalives_idle', '30', true), "
     "pg_catalog.set_config('tcp_keepalives_interval', '10', true), "
     "pg_catalog.set_config('tcp_keepalives_count', '3', true)"
 )
-_MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
 _HOLD: Final = """
 SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
-_RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 
 
 @contextmanager
@@ -102,7 +89,7 @@ class PostgresSink:
     direct: DirectCopy | None = None
 
     @property
-    def book(self) -> DedupStore:
+    def dedup(self) -> DedupStore:
         """Where the group's ids are remembered."""
         return DedupStore(self.schema, self.group)
 
@@ -116,7 +103,7 @@ class PostgresSink:
     def applying(self, cursor: psycopg.Cursor[Any], most: int) -> BatchTable:
         """Begin with an empty ``batch``."""
         return BatchTable(
-            cursor, self.book, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most
+            cursor, self.dedup, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most
         )
 
 
@@ -125,66 +112,65 @@ class PostgresTransaction:
 
     def __init__(self, sink: PostgresSink, cursor: psycopg.Cursor[Any], most: int) -> None:
         self._sink = sink
+        self._group = GroupStore(sink.schema, sink.group)
+        self._letters = DeadLetterStore(sink.schema, sink.group)
         self.cursor = cursor
         self._most = most
-        self._wishes: Mapping[MessageRef, RetryRequest] = {}
+        self._requests: Mapping[MessageRef, RetryRequest] = {}
         self._applying: BatchTable | None = None
         self._matched: AbstractSet[MessageRef] = frozenset()
 
-    def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
-        """Move the group's offset over the range."""
-        values = {
-            "topic": partition[0],
-            "part": partition[1],
-            "topic_id": span.topic_id,
-            "start": span.start,
-            "end": span.end,
-            "log_end": log_end,
-            "leader_epoch": span.leader_epoch,
-            "generation": self._sink.generation,
-        }
-        if self._run(_MOVE, **values).rowcount:
-            return True
-        row = self._run(_LOOK, **values).fetchone()
-        if row is not None and row[0] >= span.end and row[1:] == (self._sink.generation, span.topic_id):
-            # At the range's end or at the next message; or a task that the driver had given up had a longer range.
+    def fence(self, partition: Partition, span: Range) -> bool:
+        """Lock the group's offset, which is to be at the range's start."""
+        here = ClaimedOffset(span.topic_id, span.start, generation=self._sink.generation)
+        try:
+            self._group.fence(self.cursor.connection, partition, here)
+        except OffsetMoved as moved:
+            # A task that the driver had given up, because another one failed, may have committed a shorter range.
+            if moved.next_offset < span.end:
+                raise
+            # At the range's end or at the next message; or such a task had a longer range.
             return False
-        if row is not None and row[0] > span.start and row[1:] == (self._sink.generation, span.topic_id):
-            # A task that the driver had given up, because another one failed, has committed a shorter range.
-            raise OffsetMoved(partition, row[0])
-        now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
-        raise Fenced(
-            f"group {self._sink.group} was taken over from generation {self._sink.generation}: "
-            f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}, {now}"
-        )
+        return True
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, directly or through ``batch``, and return how many are new."""
         if self._sink.direct is not None and way == Way():
-            return self._sink.direct.apply(self.cursor, self._sink.book, self._sink.strategy, rows)
+            return self._sink.direct.apply(self.cursor, self._sink.dedup, self._sink.strategy, rows)
         self._applying = applying = self._sink.applying(self.cursor, self._most)
         if way.lenient:
             applying.copy_leniently(rows)
         else:
             applying.copy(rows)
-        if self._wishes:
+        if self._requests:
             self._matched = applying.places()
-        applying.reduce(suspect=way.repeats, forgiven=forgiven(self._wishes))
+        applying.reduce(suspect=way.repeats, forgiven=forgiven(self._requests))
         return applying.count()
 
-    def count(
+    def move(
         self,
         partition: Partition,
         span: Range,
         *,
+        log_end: int | None,
         read: int,
         fresh: int,
         dead: Sequence[DeadLetter],
         reached: int | None,
     ) -> None:
-        """Store the partition's dead letters, and add to its figures."""
-        put = letters.write(self.cursor, self._sink.schema, self._sink.group, span.topic_id, dead)
-        self._add(partition, applied=fresh, duplicates=read - fresh, dead=put, reached=reached)
+        """Move the group's offset over the range, with its figures, and store the partition's dead letters."""
+        put = self._letters.write(self.cursor.connection, span.topic_id, dead)
+        self._group.move(
+            self.cursor.connection,
+            partition,
+            span.end,
+            reached=reached,
+            log_end=log_end,
+            leader_epoch=span.leader_epoch,
+            applied=fresh,
+            duplicates=read - fresh,
+            dead=put,
+        )
 
     def apply(self) -> None:
         """Run the effect. After a direct copy there is nothing left to do."""
@@ -195,12 +181,12 @@ class PostgresTransaction:
         """Roll back: nothing is committed."""
         self.cursor.connection.rollback()
 
-    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
+    def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
         """Lock dead letters to be retried."""
-        self._wishes = wishes
-        if not self._run(_MINE, generation=self._sink.generation).fetchone():
-            raise Fenced(f"group {self._sink.group} was taken over from generation {self._sink.generation}")
-        return self._run(_HOLD, ids=self._ids()).rowcount == len(wishes)
+        self._requests = requests
+        self._group.require(self.cursor.connection, self._sink.generation)
+        values = {"grp": self._sink.group, "ids": self._ids()}
+        return self.cursor.execute(statement(self._sink.schema, _HOLD), values).rowcount == len(requests)
 
     def resolve(self) -> None:
         """Delete the dead letters that were held."""
@@ -212,26 +198,20 @@ class PostgresTransaction:
 
         matched  those that the job has not filtered out. The others have no effect, and are recorded in ``audit``.
         """
-        if left_out := [number for place, (number, _) in self._wishes.items() if place not in matched]:
-            letters.leave_out(self.cursor, self._sink.schema, self._sink.group, left_out)
-        self._run(_RESOLVED, ids=self._ids())
+        connection = self.cursor.connection
+        if left_out := [number for place, (number, _) in self._requests.items() if place not in matched]:
+            self._letters.leave_out(connection, left_out)
+        self._letters.delete(connection, self._ids())
         for partition, applied in sorted(fresh.items()):
-            self._add(partition, applied=applied, duplicates=0, dead=0, reached=None)
+            self._group.move(connection, partition, None, applied=applied)
 
     def _ids(self) -> list[int]:
-        return sorted(number for number, _ in self._wishes.values())
-
-    def _add(self, partition: Partition, **counts: int | None) -> None:
-        self._run(_COUNT, topic=partition[0], part=partition[1], **counts)
-
-    def _run(self, query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        names = {name: sql.Identifier(self._sink.schema, name) for name in ("offsets", "groups", "dead_letters")}
-        return self.cursor.execute(sql.SQL(query).format(**names), {"grp": self._sink.group, **values})
+        return sorted(number for number, _ in self._requests.values())
 
 
-def forgiven(wishes: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRef]:
+def forgiven(requests: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRef]:
     """Return the messages that were too old, and that an operator wants to apply anyway."""
-    return frozenset(place for place, (_, reason) in wishes.items() if reason == "too-old")
+    return frozenset(place for place, (_, reason) in requests.items() if reason == "too-old")
 
 
 class PostgresSinks:

@@ -26,8 +26,9 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.groups import ONE_CONSUMER
 from spark_jobs.postgres.batch_table import STAGED_AT, STAGED_BY
-from spark_jobs.postgres.group_store import ONE_CONSUMER, PostgresGroupStore
+from spark_jobs.postgres.group_store import PostgresGroupStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,7 +95,7 @@ class StagingTables:
         self._made.append(plan.identifier)
         with self._store.transaction() as connection:
             if check:
-                self._store.require(connection, generation, advice=self._advice)
+                self._store.rows.require(connection, generation, advice=self._advice)
             connection.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(plan.identifier, fields))
         return plan
 

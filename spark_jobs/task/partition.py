@@ -1,4 +1,4 @@
-"""Apply one Kafka partition in one Postgres transaction: fence, copy, dedup, count, apply, commit.
+"""Apply one Kafka partition in one Postgres transaction: fence, copy, dedup, move, apply, commit.
 
 Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
 must not do, they are committed with it.
@@ -351,13 +351,14 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[
     where = _where(plan, partition)
     span = plan.ranges[partition]
     with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead, here=plan.here) as into:
-        if not into.move(partition, span, plan.log_ends.get(partition)):
+        if not into.fence(partition, span):
             # Rolled back, because COMMIT requires that the input was read to its end.
             into.rollback()
             return None
         fresh = into.remember(feed.whole(), plan.way(partition))
         dead = (*plan.dead.get(partition, ()), *feed.aside)
-        into.count(partition, span, read=feed.rows, fresh=fresh, dead=dead, reached=batches.reached)
+        log_end = plan.log_ends.get(partition)
+        into.move(partition, span, log_end=log_end, read=feed.rows, fresh=fresh, dead=dead, reached=batches.reached)
         if fresh:
             into.apply()
     return fresh
@@ -414,5 +415,6 @@ def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
     with stopping(where), plan.sink.transaction(where, NO_INPUT, most=0, here=True) as into:
         for partition in sorted(partitions):
             span = plan.ranges[partition]
-            if into.move(partition, span, plan.log_ends.get(partition)):
-                into.count(partition, span, read=0, fresh=0, dead=plan.dead.get(partition, ()), reached=None)
+            if into.fence(partition, span):
+                log_end, dead = plan.log_ends.get(partition), plan.dead.get(partition, ())
+                into.move(partition, span, log_end=log_end, read=0, fresh=0, dead=dead, reached=None)

@@ -91,7 +91,7 @@ def test_who_wakes_after_a_long_sleep_changes_nothing(start):
     # Kafka gives it the partitions when the sleeper's session has expired.
     wait_until(lambda: log.count() >= 5_000, 60, "all effects")
     sleeper.signal(signal.SIGCONT)
-    fenced = "was claimed from generation"
+    fenced = "was taken over from generation"
     wait_until(lambda: fenced in sleeper.text() or log.count() > 5_000, 60, "what the sleeper does")
     assert log.count() == 5_000
     log.produce([f"k{number % KEYS}" for number in range(1_000)])

@@ -21,7 +21,7 @@ from psycopg.rows import dict_row
 from support import look_up, wait_until
 from uuid_utils.compat import uuid7
 
-from outbox.consumer.standing import Standing
+from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import Consumer, KafkaMessage
 
 SCRIPT = Path(__file__).with_name("inbox_member.py")
@@ -143,7 +143,7 @@ class Running:
         wait_until(lambda: condition() or self._error, 60, what)
         self._raise()
 
-    def stalled(self, seconds: float = 0.0) -> list[Standing]:
+    def stalled(self, seconds: float = 0.0) -> list[StalledPartition]:
         return self._consumer.stalled(seconds)
 
     def error(self) -> BaseException:

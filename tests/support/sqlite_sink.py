@@ -74,27 +74,20 @@ class SqliteTransaction:
         self._sink = sink
         self._connection = connection
         self._most = most
-        self._wishes: Mapping[MessageRef, RetryRequest] = {}
+        self._requests: Mapping[MessageRef, RetryRequest] = {}
 
-    def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
-        """Move the group's offset over the range."""
+    def fence(self, partition: Partition, span: Range) -> bool:
+        """Compare the group's offset: BEGIN IMMEDIATE has locked it."""
         mine = (span.topic_id, self._sink.generation)
-        moved = self._connection.execute(
-            "UPDATE offsets SET next_offset = ? WHERE grp = ? AND topic = ? AND part = ? AND topic_id = ? "
-            "AND generation = ? AND next_offset = ?",
-            (span.end, self._sink.group, *partition, *mine, span.start),
-        )
-        if moved.rowcount:
-            return True
         row = self._connection.execute(
             "SELECT next_offset, topic_id, generation FROM offsets WHERE grp = ? AND topic = ? AND part = ?",
             (self._sink.group, *partition),
         ).fetchone()
         if row is None or row[1:] != mine or row[0] < span.start:
             raise Fenced(f"group {self._sink.group} was taken over: {row}")
-        if row[0] < span.end:
+        if span.start < row[0] < span.end:
             raise OffsetMoved(partition, row[0])
-        return False
+        return bool(row[0] == span.start)
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Take rows in, and leave out those whose ids are known."""
@@ -114,17 +107,18 @@ class SqliteTransaction:
         ((left,),) = self._connection.execute("SELECT count(*) FROM batch")
         return int(left)
 
-    def count(
+    def move(
         self,
         partition: Partition,
         span: Range,
         *,
+        log_end: int | None,
         read: int,
         fresh: int,
         dead: Sequence[DeadLetter],
         reached: int | None,
     ) -> None:
-        """Put the partition's dead letters aside, and count."""
+        """Move the group's offset over the range, count, and store the partition's dead letters."""
         for letter in dead:
             found = letter.record
             self._connection.execute(
@@ -134,8 +128,8 @@ class SqliteTransaction:
             )
         self._connection.execute(
             "UPDATE offsets SET applied = applied + ?, duplicates = duplicates + ?, dead = dead + ?, "
-            "next_offset = max(next_offset, coalesce(?, 0)) WHERE grp = ? AND topic = ? AND part = ?",
-            (fresh, read - fresh, len(dead), reached, self._sink.group, *partition),
+            "next_offset = ? WHERE grp = ? AND topic = ? AND part = ?",
+            (fresh, read - fresh, len(dead), max(span.end, reached or 0), self._sink.group, *partition),
         )
 
     def apply(self) -> None:
@@ -169,15 +163,15 @@ class SqliteTransaction:
         """Roll back: nothing is committed."""
         self._connection.execute("ROLLBACK")
 
-    def hold(self, wishes: Mapping[MessageRef, RetryRequest]) -> bool:
+    def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
         """Look for the dead letters: nobody else can change them now."""
-        self._wishes = wishes
+        self._requests = requests
         mine = self._connection.execute(
             "SELECT 1 FROM groups WHERE grp = ? AND generation = ?", (self._sink.group, self._sink.generation)
         )
         if mine.fetchone() is None:
             raise Fenced(f"group {self._sink.group} was taken over")
-        ids = [number for number, _ in wishes.values()]
+        ids = [number for number, _ in requests.values()]
         marks = ", ".join("?" for _ in ids)
         found = self._connection.execute(
             f"SELECT count(*) FROM dead_letters WHERE state = 'retry' AND id IN ({marks})", ids
@@ -187,7 +181,7 @@ class SqliteTransaction:
     def resolve(self) -> None:
         """Delete the dead letters that were held."""
         self._connection.executemany(
-            "DELETE FROM dead_letters WHERE id = ?", [(number,) for number, _ in self._wishes.values()]
+            "DELETE FROM dead_letters WHERE id = ?", [(number,) for number, _ in self._requests.values()]
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, LiteralString, NamedTuple
 
 import psycopg
-from psycopg import sql
 
 from outbox._clients.checks import Check, Finding, failure, ok
+from outbox.consumer.statements import statement
 
 _GROUPS: Final = """
 SELECT grp, strategy, array(SELECT DISTINCT topic FROM {offsets} AS o WHERE o.grp = g.grp ORDER BY topic)
@@ -73,6 +73,7 @@ def _remembered_ids(without_time: int, keep_days: int) -> Iterator[Finding]:
     )
 
 
-def _rows(connection: psycopg.Connection[Any], schema: str, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-    names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "processed_messages")}
-    return connection.execute(sql.SQL(statement).format(**names), values or None).fetchall()
+def _rows(
+    connection: psycopg.Connection[Any], schema: str, query: LiteralString, *values: Any
+) -> list[tuple[Any, ...]]:
+    return connection.execute(statement(schema, query), values or None).fetchall()

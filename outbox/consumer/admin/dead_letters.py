@@ -23,10 +23,10 @@ import orjson
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.consumer.letters import CONTENTS, DESCRIBED
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import note, statement
 from outbox.errors import ConfigurationError, NotFound
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
@@ -101,8 +101,13 @@ UPDATE {dead_letters} AS d SET state = 'retry'
            AND (other.part <> d.part OR other.message_offset < d.message_offset))
 RETURNING d.id"""
 
+_PARTS: Final = {
+    "chosen": sql.SQL(_CHOSEN),
+    "same_key": sql.SQL(_SAME_KEY),
+    "described": sql.SQL(DESCRIBED),
+    "contents": sql.SQL(CONTENTS),
+}
 _TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, NULL, %(details)s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +149,7 @@ class DeadLetters:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in _TABLES}
-        self._names["chosen"] = sql.SQL(_CHOSEN)
-        self._names["same_key"] = sql.SQL(_SAME_KEY)
-        self._names["described"] = sql.SQL(DESCRIBED)
-        self._names["contents"] = sql.SQL(CONTENTS)
+        self._schema = schema
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
         """Return up to ``limit`` dead letters, the oldest first, with keys but without values and headers."""
@@ -185,7 +186,7 @@ class DeadLetters:
                         for row in rows
                     ]
                 }
-                self._note("retry dead letters", details)
+                note(self._connection, self._schema, "retry dead letters", None, details)
         return rows
 
     def discard(self, selection: Selection, reason: str, *, keep_message: bool = True) -> Discarded:
@@ -201,20 +202,13 @@ class DeadLetters:
             }
             freed = sorted(row["id"] for row in self._run(_FREE, values)) if keyed else []
             if freed:
-                self._note("retry dead letters", {"behind_discarded": [row["id"] for row in gone], "ids": freed})
+                details = {"behind_discarded": [row["id"] for row in gone], "ids": freed}
+                note(self._connection, self._schema, "retry dead letters", None, details)
         return Discarded(gone, freed)
-
-    def _note(self, what: str, details: dict[str, Any]) -> None:
-        self._connection.execute(
-            sql.SQL(_AUDIT).format(**self._names), {"what": what, "details": Jsonb(details, dumps=orjson.dumps)}
-        )
 
     def _run(self, query: LiteralString, values: dict[str, Any]) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            return cursor.execute(sql.SQL(query).format(**self._names), values).fetchall()
-
-
-_TABLES: Final = ("dead_letters", "audit")
+            return cursor.execute(statement(self._schema, query, **_PARTS), values).fetchall()
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, LiteralString
 
 import psycopg
-from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
@@ -32,6 +30,7 @@ from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound, OperationRefused
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
@@ -71,7 +70,6 @@ _DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)
 _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,7 @@ class Offsets:
     def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaAdmin) -> None:
         self._connection = connection
         self._kafka = kafka
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
+        self._schema = schema
 
     def show(self, group: str | None = None, *, losses: bool = True) -> tuple[list[Group], str | None]:
         """Return one group or all, and the error if Kafka's offsets are missing. Raises NotFound.
@@ -219,12 +217,12 @@ class Offsets:
             self._no_such_group(group)
         topics = sorted({row["topic"] for row in positions})
         ids: Mapping[str, str] = {}
-        extents: Mapping[Partition, OffsetBounds] = {}
+        bounds: Mapping[Partition, OffsetBounds] = {}
         away = None
         if topics:
             try:
-                survey = self._kafka.survey(topics, high_watermarks=True)
-                ids, extents = survey.ids, survey.extents
+                snapshot = self._kafka.snapshot(topics, high_watermarks=True)
+                ids, bounds = snapshot.ids, snapshot.bounds
             except (ConsumerUnavailable, NotAuthorized) as error:
                 away = str(error)
         return [
@@ -235,7 +233,7 @@ class Offsets:
                 taken_at=row["taken_at"],
                 forgotten_before=row["forgotten_before"],
                 positions=_positions(
-                    [one for one in positions if one["grp"] == row["grp"]], ids, extents, known=away is None
+                    [one for one in positions if one["grp"] == row["grp"]], ids, bounds, known=away is None
                 ),
                 losses=[
                     {name: value for name, value in loss.items() if name != "grp"}
@@ -268,27 +266,27 @@ class Offsets:
 
         Raises OperationRefused, NotFound, TopicMissing.
         """
-        survey = self._kafka.survey([topic])
-        if survey.missing:
+        snapshot = self._kafka.snapshot([topic])
+        if snapshot.missing:
             raise TopicMissing(
                 f"there is no topic {topic}; create it, or have the group forget it: `outbox offsets forget {group} "
                 f"--topic {topic}`",
-                survey.missing,
+                snapshot.missing,
             )
-        extents = {number: there for (_, number), there in survey.extents.items()}
-        if part is not None and part not in extents:
-            raise OperationRefused(f"{topic} has no partition {part}, but {min(extents)} to {max(extents)}")
-        chosen = {number: there for number, there in sorted(extents.items()) if part in {None, number}}
+        bounds = {number: there for (_, number), there in snapshot.bounds.items()}
+        if part is not None and part not in bounds:
+            raise OperationRefused(f"{topic} has no partition {part}, but {min(bounds)} to {max(bounds)}")
+        chosen = {number: there for number, there in sorted(bounds.items()) if part in {None, number}}
         if isinstance(to, int):
             _refuse_outside(topic, chosen, to)
         times: Mapping[Partition, int | None] = {}
         if isinstance(to, dt.datetime):
-            times = self._kafka.at_time(survey.extents, to)
+            times = self._kafka.at_time(snapshot.bounds, to)
 
         def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             moves = []
             for number, there in chosen.items():
-                here, topic_id = stored.get(number), survey.ids[topic]
+                here, topic_id = stored.get(number), snapshot.ids[topic]
                 if to == "loss":
                     after = after_losses(here, there, topic_id, losses.get(number, ()))
                 else:
@@ -296,7 +294,7 @@ class Offsets:
                 if after is not None:
                     moves.append(move(number, here, there, topic_id, after))
             # Partitions of the old topic that the new one does not have.
-            ended = {n: here for n, here in stored.items() if n not in extents and here.topic_id != survey.ids[topic]}
+            ended = {n: here for n, here in stored.items() if n not in bounds and here.topic_id != snapshot.ids[topic]}
             return moves + (_gone(ended) if part is None else [])
 
         request = _Request(
@@ -311,7 +309,7 @@ class Offsets:
             new=new,
             wait=wait_seconds,
         )
-        return self._move(request, decide, extents)
+        return self._move(request, decide, bounds)
 
     def forget(
         self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
@@ -326,7 +324,7 @@ class Offsets:
         request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
         return self._move(request, decide, {})
 
-    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, OffsetBounds]) -> MoveResult:
+    def _move(self, asked: _Request, decide: _Decide, bounds: Mapping[int, OffsetBounds]) -> MoveResult:
         owner = f"outbox offsets, {process_name()}"
         values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
         moves: list[Move] = []
@@ -356,7 +354,7 @@ class Offsets:
                 for one in moves:
                     # An accepted loss without a move too: the epoch stored there would tell of it again.
                     if one.changes or one.part in losses:
-                        self._write(values, one, generation, extents.get(one.part))
+                        self._write(values, one, generation, bounds.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
                 accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched)]
                 if not accepted and not any(one.changes for one in moves):
@@ -372,7 +370,7 @@ class Offsets:
                     "partitions": [asdict(one) for one in moves],
                     "losses": accepted,
                 }
-                self._rows(_AUDIT, what=asked.what, why=asked.why, details=Jsonb(details))
+                note(self._connection, self._schema, asked.what, asked.why, details)
         unshown = None
         shown = {(asked.topic, one.part): one.after for one in moves if one.after is not None}
         if generation is not None and shown:
@@ -409,12 +407,12 @@ class Offsets:
 
     def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(sql.SQL(query).format(**self._names), values)
+            cursor.execute(statement(self._schema, query), values)
             return cursor.fetchall() if cursor.description is not None else []
 
 
-def _refuse_outside(topic: str, extents: Mapping[int, OffsetBounds], to: int) -> None:
-    for part, there in extents.items():
+def _refuse_outside(topic: str, bounds: Mapping[int, OffsetBounds], to: int) -> None:
+    for part, there in bounds.items():
         if not there.first <= to <= there.end:
             raise OperationRefused(
                 f"{topic}-{part}: {to} is outside of what Kafka has, offsets {there.first} to {there.end} (where what "
@@ -444,15 +442,15 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
 
 
 def _positions(
-    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, OffsetBounds], *, known: bool
+    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], bounds: Mapping[Partition, OffsetBounds], *, known: bool
 ) -> list[PartitionOffsets]:
     """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
     stored = {(row["topic"], row["part"]): row for row in rows}
     topics = {topic for topic, _ in stored}
-    met = stored.keys() | {partition for partition in extents if partition[0] in topics}
+    met = stored.keys() | {partition for partition in bounds if partition[0] in topics}
     found = []
     for topic, part in sorted(met):
-        row, there = stored.get((topic, part)), extents.get((topic, part))
+        row, there = stored.get((topic, part)), bounds.get((topic, part))
         trouble = _trouble(row, there, ids.get(topic)) if known else None
         at = None if row is None else row["next_offset"]
         comparable = there is not None and trouble is None

@@ -12,6 +12,7 @@ from psycopg.rows import dict_row
 
 from outbox.consumer.admin.dead_letters import Selection
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import note, statement
 
 PAGE: Final = 50
 COUNTED: Final = 10_000
@@ -20,8 +21,6 @@ _STATEMENT_SECONDS: Final = 10
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 _NEWEST: Final = 100
 _RECENT_SECONDS: Final = 15
-
-_TABLES: Final = ("groups", "processed_messages", "dead_letters", "reservations", "audit")
 
 _KIND: Final = r"""regexp_replace(regexp_replace(left(error, 300),
        '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
@@ -78,8 +77,7 @@ class ConsumerPages:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in _TABLES}
-        self._names["kind"] = sql.SQL(_KIND).format()
+        self._schema = schema
 
     def dead_letter_groups(self) -> Sequence[Mapping[str, Any]]:
         """Return kind, grp, topic, reason, state, messages, first and last of each group, the largest first."""
@@ -105,7 +103,7 @@ class ConsumerPages:
         with clear_errors("reading latencies"), self._connection.transaction():
             self._connection.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             rows = self._connection.execute(
-                sql.SQL(_LATENCIES).format(**self._names), {"newest": _NEWEST, "recent": _RECENT_SECONDS}
+                statement(self._schema, _LATENCIES), {"newest": _NEWEST, "recent": _RECENT_SECONDS}
             ).fetchall()
         return sorted(max(float(seconds), 0.0) for (seconds,) in rows)
 
@@ -115,14 +113,12 @@ class ConsumerPages:
 
     def note(self, what: str, why: str | None, details: Mapping[str, Any]) -> None:
         """Write a line into the audit."""
-        from psycopg.types.json import Jsonb
-
-        statement = sql.SQL("INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)").format(**self._names)
         with clear_errors("writing the audit"):
-            self._connection.execute(statement, (what, why, Jsonb(dict(details))))
+            note(self._connection, self._schema, what, why, details)
 
     def _run(self, doing: str, query: LiteralString, values: dict[str, Any]) -> list[dict[str, Any]]:
         with clear_errors(doing), self._connection.transaction():
             with self._connection.cursor(row_factory=dict_row) as cursor:
                 cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-                return cursor.execute(sql.SQL(query).format(**self._names), values).fetchall()
+                kind = sql.SQL(_KIND).format()
+                return cursor.execute(statement(self._schema, query, kind=kind), values).fetchall()

@@ -16,6 +16,7 @@ from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.progress import progress
+from outbox.consumer.statements import statement
 
 STANDING: Final = dt.timedelta(minutes=5)
 """A partition whose offset has not moved for so long stands still, if messages that are as old wait in it."""
@@ -141,8 +142,7 @@ def look(
         with visible.reading("losses"):
             connection.execute(sql.SQL(_READABLE).format(sql.Identifier(schema, "losses")))
         with visible.reading("reservations"):
-            reservations = sql.Identifier(schema, "reservations")
-            stuck = dict(connection.execute(sql.SQL(_STUCK).format(reservations=reservations)).fetchall())
+            stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
         ((now,),) = connection.execute(_NOW).fetchall()
     seen = {table: table not in visible.hidden for table in ("dead_letters", "losses", "reservations")}
     rows: dict[str, list[Mapping[str, Any]]] = {}

@@ -15,6 +15,7 @@ from psycopg.rows import dict_row
 from outbox._clients.visible import VisibleTables
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import statement
 
 _STATEMENT_SECONDS: Final = 30
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
@@ -36,7 +37,7 @@ _GROUPS: Final = "SELECT grp, topic, part, next_offset, updated_at FROM {offsets
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class DeadLetterTrace:
     """A dead letter of the message. ``state`` is dead, or retry once a retry has been requested."""
 
     id: int
@@ -48,7 +49,7 @@ class Letter:
 
 
 @dataclass(frozen=True, slots=True)
-class External:
+class CallTrace:
     """An external effect that was requested for the message."""
 
     name: str
@@ -74,8 +75,8 @@ class GroupTrace:
     state: str
     applied_at: dt.datetime | None = None
     behind: int | None = None
-    letter: Letter | None = None
-    external: Sequence[External] = ()
+    letter: DeadLetterTrace | None = None
+    external: Sequence[CallTrace] = ()
 
 
 def find(
@@ -94,10 +95,7 @@ def find(
 
     Raises ConsumerUnavailable; or SchemaError if tables are missing.
     """
-    names: dict[str, sql.Composable] = {
-        name: sql.Identifier(schema, name) for name in ("processed_messages", "dead_letters", "reservations", "offsets")
-    }
-    names["day"] = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
+    day = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
     bound = {"message_id": message_id}
     visible = VisibleTables(connection, schema)
     with clear_errors("looking for the message"), connection.cursor(row_factory=dict_row) as cursor:
@@ -105,7 +103,7 @@ def find(
         def read(table: str, text: LiteralString) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = []
             with visible.reading(table):
-                rows = cursor.execute(sql.SQL(text).format(**names), bound).fetchall()
+                rows = cursor.execute(statement(schema, text, day=day), bound).fetchall()
             return rows
 
         with connection.transaction():
@@ -123,9 +121,9 @@ def find(
         hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
     letters = {row["grp"]: row for row in dead}
-    calls: dict[str, list[External]] = {}
+    calls: dict[str, list[CallTrace]] = {}
     for row in external:
-        calls.setdefault(row.pop("grp"), []).append(External(**row))
+        calls.setdefault(row.pop("grp"), []).append(CallTrace(**row))
     wanted = {*topics, *(topic for topic, _, _ in places)}
     groups = sorted({row["grp"] for row in offsets if row["topic"] in wanted} | set(seen) | set(letters) | set(calls))
     return [_of_group(group, seen, letters, offsets, places, calls.get(group, ())) for group in groups]
@@ -144,11 +142,11 @@ def _of_group(
     letters: dict[str, dict[str, Any]],
     offsets: Sequence[dict[str, Any]],
     places: Sequence[tuple[str, int, int]],
-    external: Sequence[External],
+    external: Sequence[CallTrace],
 ) -> GroupTrace:
     if group in letters:
         row = letters[group]
-        letter = Letter(*(row[name] for name in ("id", "reason", "state", "attempts", "error", "died_at")))
+        letter = DeadLetterTrace(*(row[name] for name in ("id", "reason", "state", "attempts", "error", "died_at")))
         return GroupTrace(group, "dead", seen.get(group), letter=letter, external=external)
     if group in seen:
         return GroupTrace(group, "applied", seen[group], external=external)

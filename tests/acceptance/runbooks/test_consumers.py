@@ -29,9 +29,8 @@ from task_sink import Sink as NumbersSink
 from task_sink import event_id
 
 from outbox._app.prometheus import serve
-from outbox.consumer import letters
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
-from outbox.consumer.letters import DeadLetter
+from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from spark_jobs.driver.poison_search import PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Options, Runner
@@ -239,7 +238,7 @@ def test_the_sink_refuses_messages(operator, outbox_postgres, outbox_kafka, monk
         found = [
             DeadLetter(one, event_id(one.place[2]), b"k", b"{}", "[]", 0) for one in rejected_from(report["detail"])
         ]
-        letters.write(connection.cursor(), "consumer", "g", "id", found)
+        DeadLetterStore("consumer", "g").write(connection, "id", found)
     assert alarms("g", sink.url, outbox_kafka) == {"ConsumerDeadLetters"}
     listed = operator.act("outbox dead-letters list")
     assert "small" in listed

@@ -368,7 +368,7 @@ def test_what_the_rows_raise_passes_through(database):
 
 
 def letters(database: Database, *offsets: int) -> Mapping[Any, Any]:
-    """Put messages aside, and ask for another try of them. Gives the wishes."""
+    """Put messages aside, and ask for another try of them. Gives the requests."""
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
         into.move(PARTITION, Range(TOPIC_ID, 0, 10), None)
         into.count(
@@ -379,10 +379,10 @@ def letters(database: Database, *offsets: int) -> Mapping[Any, Any]:
     return {("t", 0, offset): (number, "failed") for offset, number in zip(offsets, ids, strict=True)}
 
 
-def retried(database: Database, wishes: Mapping[Any, Any], *batches: pa.RecordBatch) -> int | None:
+def retried(database: Database, requests: Mapping[Any, Any], *batches: pa.RecordBatch) -> int | None:
     given = in_memory(batches)
     with database.sink.transaction("dead letters", given, most=10) as into:
-        if not into.hold(wishes):
+        if not into.hold(requests):
             into.rollback()
             return None
         fresh = into.remember(given, Way(repeats=True))
@@ -393,31 +393,31 @@ def retried(database: Database, wishes: Mapping[Any, Any], *batches: pa.RecordBa
 
 
 def test_a_dead_letter_goes_with_its_effect(database):
-    wishes = letters(database, 3, 4)
+    requests = letters(database, 3, 4)
     assert [one.place[2] for one in database.store().retried(["t"], 10, keep_order=False)] == [3, 4]
     assert database.store().dead_keys(["t"]) == {("t", b"k"): None}
-    assert retried(database, wishes, rows([3, 4], start=3)) == 2
+    assert retried(database, requests, rows([3, 4], start=3)) == 2
     assert (database.read("numbers"), database.read("letters")) == ([(3,), (4,)], [])
     # A retry of the task after its COMMIT.
-    assert retried(database, wishes, rows([3, 4], start=3)) is None
+    assert retried(database, requests, rows([3, 4], start=3)) is None
     assert database.store().retried(["t"], 10, keep_order=False) == []
 
 
 def test_a_dead_letter_that_fails_again_stays(database):
-    wishes = letters(database, 3)
+    requests = letters(database, 3)
     with pytest.raises(RejectedRecords):
-        retried(database, wishes, rows([100_000], start=3))
+        retried(database, requests, rows([100_000], start=3))
     assert database.read("letters") == [(3, "failed", "why", "retry")]
-    ((number, _),) = wishes.values()
+    ((number, _),) = requests.values()
     database.store().failed_again([(number, RejectedRecord(("t", 0, 3), "failed", "once more"))], 1)
     assert database.read("letters") == [(3, "failed", "once more", "dead")]
 
 
 def test_who_is_superseded_tries_no_dead_letter_again(database):
-    wishes = letters(database, 3)
+    requests = letters(database, 3)
     database.set("younger")
     with pytest.raises(Fenced):
-        retried(database, wishes, rows([3], start=3))
+        retried(database, requests, rows([3], start=3))
     assert (database.read("numbers"), len(database.read("letters"))) == ([], 1)
 
 

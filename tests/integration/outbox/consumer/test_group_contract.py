@@ -18,6 +18,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 from consumer_group import COLUMNS
+from counting import Counting
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
@@ -26,7 +27,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import ClaimedOffset, Loss, LossKind, Range, RejectedRecord
 from outbox.consumer.retention import IdRetention
-from outbox.consumer.standing import Watch
+from outbox.consumer.stalled import Watch
 from outbox.inbox._applier import Applier, Settings
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._session import Session
@@ -224,11 +225,11 @@ class OnSpark:
         place = (TOPIC, batch[0].part)
         given = in_memory([rows(batch)])
         with self.sink().transaction("here", given, most=10) as into:
-            if not into.move(place, span, None):
+            if not into.fence(place, span):
                 into.rollback()
                 return None
             fresh = into.remember(given, Way())
-            into.count(place, span, read=len(batch), fresh=fresh, dead=(), reached=None)
+            into.move(place, span, log_end=None, read=len(batch), fresh=fresh, dead=(), reached=None)
             if fresh:
                 into.apply()
         return fresh
@@ -241,8 +242,8 @@ class OnSpark:
         time = message.timestamp()[1] * 1000
         letter = DeadLetter(why, message.id or event_id(message.number), message.key(), message.value(), headers, time)
         with self.sink().transaction("here", NO_INPUT, most=10) as into:
-            assert into.move(place, span, None)
-            into.count(place, span, read=0, fresh=0, dead=[letter], reached=None)
+            assert into.fence(place, span)
+            into.move(place, span, log_end=None, read=0, fresh=0, dead=[letter], reached=None)
 
     def retry(self) -> None:
         # As the driver: only when there is something to retry, and one partition at a time.
@@ -255,11 +256,11 @@ class OnSpark:
             for one in found:
                 if one.behind:
                     continue
-                wishes = {one.place: (one.id, one.reason)}
+                requests = {one.place: (one.id, one.reason)}
                 given = in_memory([rows([Message(int(one.value or b""), one.place[2], one.place[1])])])
                 try:
                     with self.sink().transaction("dead letters", given, most=10) as into:
-                        assert into.hold(wishes)
+                        assert into.hold(requests)
                         fresh = into.remember(given, Way(repeats=True))
                         into.resolve()
                         if fresh:
@@ -415,6 +416,22 @@ def test_what_was_committed_is_not_applied_again(bench, side):
     assert (bench.numbers(), bench.stands()) == ([1, 2], (BEGIN + 2, 1, 2, 0, 0))
 
 
+def test_a_transaction_locks_its_position_first_and_moves_it_once(bench):
+    """In as few statements as it needs: with BEGIN, and what its session is asked when it is returned."""
+    with Counting(bench.database.url) as counting:
+        side = bench.kind(counting.url, "owner")
+        bench.sides.append(side)
+        side.claim()
+        side.apply(messages(1))
+        counting.statements.clear()
+        assert side.apply(messages(2, 3, at=BEGIN + 1)) == 2
+        sent = [" ".join(one.decode().split()) for one in counting.statements]
+    of_offsets = [one.partition(" ")[0] for one in sent if '"offsets"' in one]
+    assert (of_offsets, len(sent)) == (
+        (["SELECT", "WITH"], 6) if bench.kind is OnInbox else (["SELECT", "UPDATE"], 19)
+    ), "\n".join(sent)
+
+
 # --- Ids --------------------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +525,29 @@ def test_a_retry_applies_it_in_order_and_deletes_it_with_the_effect(bench, side)
     side.retry()
     assert (bench.numbers(), bench.letters()) == ([1, 2], [])
     assert bench.stands() == (BEGIN + 2, 1, 2, 0, 2)
+
+
+def test_a_retry_is_no_progress_of_the_position(bench, side):
+    """What stands still must not look as if it moved."""
+    side.bury(Message(1, BEGIN))
+    bench.run("UPDATE consumer.offsets SET updated_at = '2020-01-01'")
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+    side.retry()
+    assert bench.numbers() == [1]
+    assert bench.run("SELECT count(*) FROM consumer.offsets WHERE updated_at = '2020-01-01'") == [(2,)]
+    assert side.apply(messages(2, at=BEGIN + 1)) == 1
+    assert bench.run("SELECT part FROM consumer.offsets WHERE updated_at > '2020-01-01'") == [(0,)]
+
+
+def test_without_ids_a_position_moves_without_the_table_of_ids(bench, side):
+    """Who deletes old days must not wait for those that remember nothing."""
+    with psycopg.connect(bench.database.url) as blocking:
+        blocking.execute("LOCK TABLE consumer.processed_messages")
+        burying = threading.Thread(target=side.bury, args=(Message(1, BEGIN),), daemon=True)
+        burying.start()
+        burying.join(60)
+        assert not burying.is_alive()
+    assert bench.stands() == (BEGIN + 1, 1, 0, 0, 1)
 
 
 def test_a_retry_that_fails_stays_and_counts(bench, side):

@@ -15,8 +15,8 @@ from range_support import task_decoder
 from support import wait_until
 from typer.testing import CliRunner
 
-from outbox.consumer import letters
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
+from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from outbox.consumer.model import Range, RejectedRecord
 from outbox.inbox import Reject, _member, message_id, once
 from outbox.transform import DEAD_LETTER, Record, Transformer
@@ -170,12 +170,12 @@ def test_the_readers_of_spark(log):
     assert rows == COUNT - len(dead)
     # All of them as letters, and as they are loaded to be retried.
     whole = [
-        letters.DeadLetter(RejectedRecord((log.topic, 0, raw.offset), "failed", "x"), *raw[1:])
+        DeadLetter(RejectedRecord((log.topic, 0, raw.offset), "failed", "x"), *raw[1:])
         for part in parts
         for raw in decoder.incoming.raw(part)
     ]
     with psycopg.connect(log.database.url) as connection:
-        assert letters.write(connection.cursor(), "consumer", log.group, "id", whole) == COUNT
+        assert DeadLetterStore("consumer", log.group).write(connection, "id", whole) == COUNT
         connection.execute("UPDATE consumer.dead_letters SET state = 'retry'")
     assert {at: raw_names(log.letters()[at]) for at in UNDECODABLE} == {at: [name] for at, name in UNDECODABLE.items()}
     look(log)

@@ -118,6 +118,6 @@ def test_a_topic_that_is_not_heard_of_yet_is_asked_for_again_with_little_patienc
     passed = 1.0
     made.start()
     with waited.attempt():
-        survey = view.survey([name])
+        snapshot = view.snapshot([name])
     made.join()
-    assert (survey.missing, set(survey.extents)) == ((), {(name, 0)})
+    assert (snapshot.missing, set(snapshot.bounds)) == ((), {(name, 0)})

@@ -20,6 +20,7 @@ from outbox._clients.checks import Level
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult
+from outbox.consumer.statements import statement
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine
@@ -206,9 +207,7 @@ def test_ids_without_a_time_are_not_even_looked_at(sink):
     sink.remember("g", NO_TIME, 400, count=20_000)
     sink.remember("g", sink.day(KEEP + 3), KEEP + 1, count=5)
     sink.run("ANALYZE consumer.processed_messages_default")
-    query = sql.SQL(STRAY).format(
-        groups=sql.Identifier("consumer", "groups"), default=sql.Identifier("consumer", "processed_messages_default")
-    )
+    query = statement("consumer", STRAY)
     values = {"no_time": NO_TIME, "horizon": sink.day(KEEP), "keep_days": KEEP}
     [plan] = sink.one(sql.SQL("EXPLAIN (ANALYZE, FORMAT json) ") + query, values)
     text = json.dumps(plan)

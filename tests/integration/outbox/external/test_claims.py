@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -11,6 +11,7 @@ from external_support import in_thread, lease_runs_out, payments, provider, sink
 from psycopg import sql
 from support import wait_until
 
+from outbox.consumer import statements
 from outbox.external import External, reservations
 from outbox.external.caller import Caller
 from outbox.external.reservations import Chosen, ReservationAdmin, Reservations
@@ -34,10 +35,8 @@ def insert(connection: psycopg.Connection[Any], kind: str, count: int, key: str,
     connection.execute(INSERT, {"kind": kind, "count": count, "key": key, "state": state})
 
 
-def statement(query: str) -> sql.Composed:
-    return sql.SQL(query).format(
-        **Reservations("consumer", "orders", "payments", payments("http://localhost").rules)._names
-    )
+def statement(query: LiteralString) -> sql.Composed:
+    return statements.statement("consumer", query, front=statements.statement("consumer", reservations._FRONT))
 
 
 def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> tuple[int, dict[str, int]]:

@@ -134,13 +134,13 @@ def _rows(plan: dict[str, Any]) -> int:
 def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
     """2000 of a key, half of them tombstones, take rows by the thousand and not by the million."""
     sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s SELECT generate_series(0, 99), 1")
-    book, version = DedupStore("consumer", "g"), Version("s", {"i": "i"}, "l")
+    dedup, version = DedupStore("consumer", "g"), Version("s", {"i": "i"}, "l")
     upsert = sink.statements(Upsert("s", ["i"], ["i", "l"], deletes=True), list(PAYLOAD)).split(";")
     for keys, tombstone in itertools.product((1, 40), ("n % 2 = 0", "n % 2 = 1", "n <= 1000", "n > 1000")):
         with psycopg.connect(sink.url, cursor_factory=Explaining) as connection:
             cursor = connection.cursor()
             cursor.seen = []
-            BatchTable(cursor, book, COLUMNS, version, "SELECT 1", bisect=True, max_dead=1)
+            BatchTable(cursor, dedup, COLUMNS, version, "SELECT 1", bisect=True, max_dead=1)
             fill = sql.SQL(
                 "WITH made AS (SELECT n, {} AS gone FROM generate_series(1, 2000) AS n) "
                 "INSERT INTO batch (i, l, message_topic, message_part, message_offset, message_key, message_tombstone) "
@@ -149,7 +149,7 @@ def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
             cursor.execute(fill)
             for statement in upsert:
                 cursor.execute(statement)
-            version.reduce(cursor, book, None, suspect=False)
+            version.reduce(cursor, dedup, None, suspect=False)
             assert len(cursor.seen) == 6
             assert max(cursor.seen) < 40_000, (keys, tombstone, cursor.seen)
             connection.rollback()

@@ -98,7 +98,7 @@ def retrying(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Con
 def test_what_is_retried_is_found_among_the_dead_letters_of_all_groups(retrying, plans):
     url, admin = retrying
     store = PostgresGroupStore(url, "consumer", "g", "test")
-    query = sql.SQL(group_store._RETRIED).format(**store._names)
+    query = store._named(group_store._RETRIED)
     plan = explained(admin, plans, query, grp="g", topics=[TOPIC], most=100, keep_order=True)
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 300, plan
     found = store.retried([TOPIC], 4, keep_order=True)

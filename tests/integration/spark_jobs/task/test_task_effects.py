@@ -10,8 +10,7 @@ import pytest
 from consumer_group import COLUMNS
 from task_sink import EFFECT, NOON, Sink, event_id, outcomes, sink
 
-from outbox.consumer import letters
-from outbox.consumer.letters import DeadLetter
+from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from outbox.consumer.model import RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.errors import Reject
@@ -52,7 +51,7 @@ def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
         assert (report["outcome"], "bad name ?" in report["detail"]) == (outcome, True)
     record = RejectedRecord(("t", 0, 0), "rejected", "bad\0name \ud800")
     with psycopg.connect(sink.url) as connection:
-        letters.write(connection.cursor(), "consumer", "g", "id", [DeadLetter(record, None, None, None, "[]", 0)])
+        DeadLetterStore("consumer", "g").write(connection, "id", [DeadLetter(record, None, None, None, "[]", 0)])
     assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
@@ -61,11 +60,11 @@ def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, m
     rejected = [RejectedRecord(("t", 0, offset), "failed", "why") for offset in (0, 1)]
     with psycopg.connect(sink.url) as connection:
         found = [DeadLetter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in rejected]
-        letters.write(connection.cursor(), "consumer", "g", "id", found)
+        DeadLetterStore("consumer", "g").write(connection, "id", found)
     sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
     ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
-    wishes = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
-    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, wishes, rows))
+    requests = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
+    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, requests, rows))
     assert (sink.apply([(event_id(0), 7)])["outcome"], sink.numbers()) == ("applied", [7])
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     kept = "what, details ->> 'offset', convert_from(decode(details ->> 'value_base64', 'base64'), 'UTF8')"

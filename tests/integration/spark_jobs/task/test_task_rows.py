@@ -18,6 +18,7 @@ from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
 from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres import batch_table as applying
+from spark_jobs.postgres.unfit import without_unfit
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory
 
@@ -62,12 +63,12 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
     )
     found: list[RejectedRecord] = []
     texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
-    (left,) = applying.without_unfit([batch], texts, found, max_dead=2)
+    (left,) = without_unfit([batch], texts, found, max_dead=2)
     assert left.column("message_offset").to_pylist() == [0]
     assert sorted(record.place[2] for record in found) == [1, 2]
     # Where they are more than may be put aside, one more is enough.
     with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
-        list(applying.without_unfit([batch], texts, [], max_dead=0))
+        list(without_unfit([batch], texts, [], max_dead=0))
 
 
 STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}

@@ -59,7 +59,7 @@ def test_the_step_before_a_call(row, rules, step):
 
 
 @pytest.mark.parametrize(
-    ("row", "step", "said", "rules", "state", "unsure"),
+    ("row", "step", "outcome", "rules", "state", "unsure"),
     [
         (OPEN, "call", "done", RULES, "confirmed", False),
         (UNSURE, "ask", "done", RULES, "confirmed", False),
@@ -78,14 +78,14 @@ def test_the_step_before_a_call(row, rules, step):
         (dataclasses.replace(BACK, used=3), "cancel", "later", RULES, "stuck", True),
     ],
 )
-def test_what_follows_from_an_answer(row, step, said, rules, state, unsure):
-    change = settle(row, True, step, Answer(said, "text"), rules, 0.5)
+def test_what_follows_from_an_answer(row, step, outcome, rules, state, unsure):
+    change = settle(row, True, step, Answer(outcome, "text"), rules, 0.5)
     assert change is not None
     assert (change.state, change.unsure) == (state, unsure)
 
 
 @pytest.mark.parametrize(
-    ("row", "step", "said", "state", "conflict"),
+    ("row", "step", "outcome", "state", "conflict"),
     [
         (OPEN, "call", "done", "confirmed", False),
         (ReservationState("stuck", unsure=True), "call", "done", "confirmed", False),
@@ -101,8 +101,8 @@ def test_what_follows_from_an_answer(row, step, said, rules, state, unsure):
         (ReservationState("confirmed"), "cancel", "done", "confirmed", True),
     ],
 )
-def test_what_follows_from_a_late_answer(row, step, said, state, conflict):
-    change = settle(row, False, step, Answer(said, "text"), RULES, 0.5)
+def test_what_follows_from_a_late_answer(row, step, outcome, state, conflict):
+    change = settle(row, False, step, Answer(outcome, "text"), RULES, 0.5)
     assert (None if change is None else change.state) == state
     assert (change is not None and change.conflict is not None) == conflict
 
@@ -157,7 +157,7 @@ class Row:
     conflict: bool = False
     open: list[Attempt] = field(default_factory=list)
 
-    def standing(self) -> ReservationState:
+    def reservation(self) -> ReservationState:
         return ReservationState(self.state, self.unsure, self.taking_back, self.known, self.attempts - self.budget_from)
 
 
@@ -189,8 +189,8 @@ class Together(RuleBasedStateMachine):
     def claim(self):
         """Whenever the lease is over, which may be at any time."""
         row = self.row
-        step, _ = first_step(row.standing(), self.rules)
-        row.unsure = row.standing().may_have_happened
+        step, _ = first_step(row.reservation(), self.rules)
+        row.unsure = row.reservation().may_have_happened
         if step == "stuck":
             row.state = "stuck"
             return
@@ -207,13 +207,13 @@ class Together(RuleBasedStateMachine):
         """A request arrives, now or long after its lease; its answer comes back, now or later, or is lost."""
         attempt = data.draw(st.sampled_from(self.unanswered()))
         if attempt.step == "cancel":
-            said = self.provider.cancel()
+            outcome = self.provider.cancel()
         elif attempt.step == "ask" and (self.provider.done or self.provider.barred):
-            said = "refused" if self.provider.barred else "done"
+            outcome = "refused" if self.provider.barred else "done"
         else:
             attempt.step = "call"
-            said = self.provider.charge(willing)
-        attempt.answer = Answer("unknown" if lost else said)
+            outcome = self.provider.charge(willing)
+        attempt.answer = Answer("unknown" if lost else outcome)
         if at_once:
             self.take(attempt, sql_fails=False)
 
@@ -234,19 +234,19 @@ class Together(RuleBasedStateMachine):
         row = self.row
         current = row.attempts == attempt.number and row.state in {"calling", "cancelling"}
         assert attempt.answer is not None
-        change = settle(row.standing(), current, attempt.step, attempt.answer, self.rules, 0.5)
+        change = settle(row.reservation(), current, attempt.step, attempt.answer, self.rules, 0.5)
         if change is None:
             return
         if change.state in {"confirmed", "cancelled"} and not change.conflict:
             if sql_fails:
-                change = effect_failed(row.standing(), change, "sql", self.rules, 0.5)
+                change = effect_failed(row.reservation(), change, "sql", self.rules, 0.5)
             else:
                 self.settled.append(change.state)
         self.write(change, attempt)
 
     def write(self, change: Transition, attempt: Attempt) -> None:
         row = self.row
-        learnt = attempt.answer is not None and attempt.answer.said == "done" and attempt.step != "cancel"
+        learnt = attempt.answer is not None and attempt.answer.outcome == "done" and attempt.step != "cancel"
         row.known = (learnt and not change.taking_back) or (row.known and change.keep_response)
         row.state, row.unsure, row.taking_back = change.state, change.unsure, change.taking_back
         row.conflict = row.conflict or change.conflict is not None

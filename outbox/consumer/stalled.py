@@ -13,7 +13,7 @@ _UNKNOWN = "no error was reported: a message may take as long"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StalledPartition:
     """A partition in which messages wait and that does not move. As text: a sentence.
 
     offset  of the first message that waits; None if the partition's position could not be read yet.
@@ -39,37 +39,37 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._standing: dict[Partition, Standing] = {}
+        self._stalled: dict[Partition, StalledPartition] = {}
 
     def waits(self, place: Partition, offset: int | None) -> None:
         """Note that messages wait in a partition, the first of them at an offset."""
         with self._lock:
-            known = self._standing.get(place)
+            known = self._stalled.get(place)
             if known is None or known.offset != offset:
-                self._standing[place] = Standing(*place, offset, dt.datetime.now(dt.UTC), _UNKNOWN)
+                self._stalled[place] = StalledPartition(*place, offset, dt.datetime.now(dt.UTC), _UNKNOWN)
 
     def moved(self, places: Collection[Partition]) -> None:
         """Note that nothing waits in these partitions, or that they are another member's."""
         with self._lock:
             for place in places:
-                self._standing.pop(place, None)
+                self._stalled.pop(place, None)
 
     def keep(self, places: Collection[Partition]) -> None:
         """Forget all partitions but these."""
         with self._lock:
-            self._standing = {place: one for place, one in self._standing.items() if place in places}
+            self._stalled = {place: one for place, one in self._stalled.items() if place in places}
 
     def failed(self, places: Collection[Partition] | None, why: str) -> None:
         """Note an error that keeps these partitions from moving; None: all in which messages wait."""
         with self._lock:
-            for place in self._standing.keys() & (self._standing.keys() if places is None else set(places)):
-                self._standing[place] = replace(self._standing[place], why=why)
+            for place in self._stalled.keys() & (self._stalled.keys() if places is None else set(places)):
+                self._stalled[place] = replace(self._stalled[place], why=why)
 
-    def stalled(self, seconds: float) -> list[Standing]:
+    def stalled(self, seconds: float) -> list[StalledPartition]:
         """Return the partitions that stand for at least so long."""
         until = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=seconds)
         with self._lock:
             return sorted(
-                (one for one in self._standing.values() if one.since <= until),
+                (one for one in self._stalled.values() if one.since <= until),
                 key=lambda one: (one.topic, one.partition),
             )

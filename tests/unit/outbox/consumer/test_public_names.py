@@ -1,0 +1,35 @@
+"""What ``outbox.consumer`` gives to others, and what it does not bring along."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import outbox.consumer
+
+HEAVY = {"confluent_kafka", "numpy", "psycopg", "pyarrow", "pydantic", "pyspark", "sqlalchemy", "typer"}
+
+
+def test_each_name_is_there_and_no_other():
+    for name in outbox.consumer.__all__:
+        assert getattr(outbox.consumer, name).__name__ or name
+    assert "GroupStore" in outbox.consumer.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = outbox.consumer.Nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("modules", "allowed"),
+    [
+        ("outbox.consumer", set()),
+        ("outbox.consumer.groups, outbox.consumer.letters, outbox.consumer.retention", {"psycopg"}),
+        ("outbox.consumer.kafka_admin, outbox.consumer.stalled", {"confluent_kafka"}),
+    ],
+)
+def test_importing_it_brings_nothing_heavy(modules, allowed):
+    """Each Python worker of Spark's imports it: SQLAlchemy alone takes as long as all of the rest."""
+    code = f"import sys, {modules}; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert {name.partition(".")[0] for name in found} & HEAVY <= allowed
