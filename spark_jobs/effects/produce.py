@@ -37,7 +37,7 @@ from outbox.event import (
 )
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
-from spark_jobs.payloads.decoding import Decoder, TaskReadable, decoder_of
+from spark_jobs.payloads.decoding import Decoder, decoder_of, task_plan_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -196,8 +196,7 @@ class Traced:
 
     def task_plan(self) -> tuple[StructType, Plan] | None:
         """Return the payload's fields and plan; a task adds the two columns itself. See TaskReadable."""
-        decoder = decoder_of(self.schema)
-        return decoder.task_plan() if isinstance(decoder, TaskReadable) else None
+        return task_plan_of(decoder_of(self.schema))
 
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the columns."""

@@ -33,7 +33,7 @@ from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
-from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
+from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable, task_plan_of
 from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
@@ -205,7 +205,7 @@ def traces(job: ConsumerJob) -> bool:
 
 def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
     """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
-    return job.decoder.task_plan()
+    return task_plan_of(job.decoder)
 
 
 def task_decoder(job: ConsumerJob) -> TaskDecoder:
@@ -217,10 +217,10 @@ def task_decoder(job: ConsumerJob) -> TaskDecoder:
     incoming = Incoming(chosen, ids_from(job.strategy), traced)
     kind = arrow_type(_schema(job))
     if found is None:
-        return TaskDecoder(kind, None, incoming, None)
+        return TaskDecoder(kind, None, incoming, None, job.max_payload_bytes)
     fields, plan = found
     plan()  # Raises here what would otherwise fail in every task.
-    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced))
+    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced), job.max_payload_bytes)
 
 
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:

@@ -33,6 +33,7 @@ class TaskDecoder:
     incoming  selects the messages and makes their columns of META.
     columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
               process the rows first.
+    most      the limit of a payload, in bytes: a larger one is not decoded.
     traces    takes a sample of the messages' traces; None if the driver records no span.
     sizes     takes how much is read of each range.
     """
@@ -41,6 +42,7 @@ class TaskDecoder:
     plan: Callable[[], Reader] | None
     incoming: Incoming
     columns: Mapping[str, str] | None
+    most: int
     traces: TraceSample | None = None
     sizes: ReadSizes | None = None
 
@@ -64,14 +66,16 @@ class TaskDecoder:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        from spark_jobs.payloads.reading import columns
+        from spark_jobs.payloads.reading import columns, limited
 
         reader = None if self.plan is None else self.plan()
         names = [kind.name for kind in self.kind]
         for messages in parts:
             if self.traces is not None:
                 self.traces.take(messages, self.incoming)
-            meta, payloads, schemas, problems = self.incoming.taken(messages)
+            meta, payloads, schemas, unreadable = self.incoming.taken(messages)
+            payloads, large = limited(payloads, self.most)
+            problems = pc.coalesce(unreadable, large)
             kinds = list(self.kind)[len(meta) :]
             if reader is None:
                 taken = self.incoming.chosen(messages)

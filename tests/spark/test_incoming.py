@@ -213,7 +213,7 @@ def traced() -> list[tuple]:
 
 @pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
 def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
-    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema, max_payload_bytes=100)
+    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema)
     decoder = spark_rows.task_decoder(job)
     names = [*job.payload_columns(), *META, PROBLEM]
     rows = spark.createDataFrame(traced(), KAFKA).coalesce(1)
