@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from outbox.consumer.ids import uuid8
 from outbox.consumer.messages import (
     FIRST_TIME,
     LAST_TIME,
@@ -165,7 +166,7 @@ class Incoming:
     def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
         if self.ids == "content":
             pairs = zip(messages.keys, messages.values, strict=True)
-            return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+            return pa.array([uuid8(content(key, value)) for key, value in pairs], pa.string())
         if self.ids == "columns":
             return pa.nulls(len(messages), pa.string())
         ids = _ids(headers)
@@ -173,7 +174,7 @@ class Incoming:
             return ids
         times = messages.times.cast(pa.int64()).to_pylist()
         made = [
-            id_ or identity.uuid8(place(messages.topic, messages.part, offset, time))
+            id_ or uuid8(place(messages.topic, messages.part, offset, time))
             for id_, offset, time in zip(ids.to_pylist(), messages.offsets, times, strict=True)
         ]
         return pa.array(made, pa.string())
@@ -256,7 +257,7 @@ def _ids(headers: _Headers) -> pa.Array:
     for number, (name, hashed) in enumerate(zip(given.to_pylist(), wrong.tolist(), strict=True)):
         if name and hashed:
             # Two sources may use the same id (CloudEvents: source and id together are unique).
-            texts[number] = identity.uuid8((sources[number] or b"") + b"\0" + name)
+            texts[number] = uuid8((sources[number] or b"") + b"\0" + name)
         elif name:
             texts[number] = name.decode()
     return pa.array(texts, pa.string())
