@@ -32,7 +32,7 @@ from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import MessageRef, Partition, RejectedRecord, RetryRequest
 from spark_jobs.dedup.strategies import Natural, Version
-from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.job import META
 from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
@@ -48,7 +48,7 @@ from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
 from spark_jobs.task.feed import Feed, rejected_from, rejected_text
 from spark_jobs.task.input import NO_INPUT, TaskInput
-from spark_jobs.task.partition import RangeStopped, stopping
+from spark_jobs.task.partition import RangeStopped, TaskResult, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
-from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import TaskPlan
+from spark_jobs.task.partition import TaskPlan, TaskResult
 from spark_jobs.task.reader import TooMuch
 
 if TYPE_CHECKING:
@@ -90,11 +90,9 @@ class PartitionAttempts:
 
         Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
         """
-        from pyspark.sql import Row
-
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
-            return reported(Row(**row) for row in task.run_here(plan, read))
+            return task.run_here(plan, read)
         results = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         _require_reports(span, results)
         return results
@@ -131,8 +129,8 @@ class PartitionAttempts:
             self._context.require_decoded(self._context.letters(letters))
             (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
-        (row,) = reports
-        return TaskResult(RangeOutcome(row.outcome), row.read, row.fresh, row.detail)
+        (result,) = reported(reports).values()
+        return result
 
 
 def _require_reports(span: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:

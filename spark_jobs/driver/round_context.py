@@ -71,18 +71,6 @@ class OffsetRanges:
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
 
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """An attempt's report on one partition; see task.REPORT."""
-
-    outcome: RangeOutcome
-    read: int = 0
-    fresh: int = 0
-    detail: str = ""
-    behind: int = 0
-    size: int = 0
-
-
 @dataclass
 class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.

@@ -28,7 +28,7 @@ from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from spark_jobs.driver.dead_keys import DeadKeys, Keys
 from spark_jobs.driver.partition_attempts import Attempts
-from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.outcomes import RangeOutcome
@@ -39,6 +39,7 @@ from spark_jobs.task import partition as task
 from spark_jobs.task.behind import behind
 from spark_jobs.task.decoder import BEHIND
 from spark_jobs.task.feed import rejected_from
+from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
 
 if TYPE_CHECKING:

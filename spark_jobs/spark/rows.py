@@ -129,8 +129,9 @@ def of_ranges(
     partitions = sorted(ranges)
     left_out = {partition: frozenset(without.get(partition, ())) for partition in partitions}
     leaf = _leaf(session, len(partitions))
-    read = functools.partial(task.read_range, decoder, dict(ranges), left_out, partitions, settings)
-    rows = in_tasks(leaf, functools.partial(task.of_number, read), _schema(job), pool="read")
+    read = functools.partial(task.read_range, decoder, dict(ranges), left_out)
+    each = functools.partial(task.with_reader, read, partitions, settings)
+    rows = in_tasks(leaf, functools.partial(task.of_number, each), _schema(job), pool="read")
     return Source(decoded(rows, job), leaf, partitions)
 
 
