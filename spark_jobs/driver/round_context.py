@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from outbox.consumer.letters import LONGEST_ERROR, DeadLetter, RetryRecord
@@ -19,15 +19,15 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.decoder import Behind, TaskDecoder
+from spark_jobs.task.accumulators import Sizes, TraceSample, read_sizes
+from spark_jobs.task.behind import Behind
+from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.partition import TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
-from spark_jobs.task.sizes import Largest
-from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark import Accumulator, AccumulatorParam
+    from pyspark import Accumulator
     from pyspark.sql import DataFrame, SparkSession
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
@@ -131,8 +131,7 @@ class RoundContext:
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
-        # One for all rounds: Spark keeps every accumulator for as long as the driver runs.
-        self._sizes: Accumulator[dict[Partition, int]] | None = None
+        self._sizes: Accumulator[Sizes] | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
@@ -140,8 +139,7 @@ class RoundContext:
     def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
-            merging = cast("AccumulatorParam[dict[Partition, int]]", Largest())
-            self._sizes = self.session.sparkContext.accumulator({}, merging)
+            self._sizes = read_sizes(self.session.sparkContext)
         return replace(self._decoder, traces=self.traces, sizes=self._sizes)
 
     def size_read(self, partition: Partition) -> int:

@@ -1,23 +1,21 @@
 """A span for each round, with links to the contexts in which its messages were written.
 
-Tasks return a sample of the messages' traces by an accumulator, only while the driver records a span. A driver needs no
-OpenTelemetry: a process that has not imported it has no tracer provider.
+A driver needs no OpenTelemetry: a process that has not imported it has no tracer provider.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from outbox import _trace
 from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import Counts, RoundContext
-from spark_jobs.task.traces import Bounded, TraceSample
+from spark_jobs.task.accumulators import TraceSample
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
-    from pyspark.accumulators import Accumulator, AccumulatorParam
 
 
 class RoundSpans:
@@ -25,8 +23,7 @@ class RoundSpans:
 
     def __init__(self, context: RoundContext) -> None:
         self._context = context
-        # One for all rounds: Spark keeps every accumulator for as long as the driver runs.
-        self._sample: Accumulator[Any] | None = None
+        self._sample: TraceSample | None = None
 
     def traced(self, partitions: Collection[Partition], work: Callable[[], Counts]) -> Counts:
         """Do the work of a round, in a span if there is a tracer provider. No partitions: dead letters are retried."""
@@ -61,13 +58,12 @@ class RoundSpans:
         from outbox._app import tracing
 
         if self._sample is None:
-            merging = cast("AccumulatorParam[Any]", Bounded(tracing.MOST_LINKS))
-            self._sample = self._context.session.sparkContext.accumulator([], merging)
-        self._sample.value = []
-        self._context.traces = TraceSample(self._sample, tracing.MOST_LINKS)
+            self._sample = TraceSample.of(self._context.session.sparkContext, tracing.MOST_LINKS)
+        self._sample.found.value = []
+        self._context.traces = self._sample
         try:
             return work()
         finally:
             self._context.traces = None
-            for link in tracing.links_to(self._sample.value):
+            for link in tracing.links_to(self._sample.found.value):
                 span.add_link(link.context)

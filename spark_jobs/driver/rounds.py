@@ -18,15 +18,14 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from spark_jobs.driver.dead_keys import DeadKeys, Keys
+from spark_jobs.driver.dead_keys import DeadKeyCache, Keys
 from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
@@ -36,8 +35,7 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.behind import behind
-from spark_jobs.task.decoder import BEHIND
+from spark_jobs.task.behind import BEHIND, DeadKeys, offsets_behind
 from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
@@ -64,7 +62,7 @@ class Rounds:
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
         self._spans = RoundSpans(context)
-        self._dead_keys = DeadKeys(context.store, context.job.topics)
+        self._dead_keys = DeadKeyCache(context.store, context.job.topics)
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
@@ -304,11 +302,11 @@ class Rounds:
         letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
-            keys: dict[tuple[str, bytes], MessageRef | None] = {}
+            keys: dict[str, dict[bytes, MessageRef | None]] = {}
             for place, letter in sorted(letters.items(), reverse=True):
                 # For keys in ``standing``, the tasks have already put the later messages aside.
                 if letter.key is not None and letter.key not in state.standing.get(place[0], ()):
-                    keys[place[0], letter.key] = place
+                    keys.setdefault(place[0], {})[letter.key] = place
             self._put_behind(state, span, keys)
 
     def _stand_behind(self, state: RoundState, span: OffsetRanges, keys: Keys) -> None:
@@ -317,30 +315,23 @@ class Rounds:
             state.standing = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._put_behind(state, span, {(topic, key): None for topic, some in keys.items() for key in some})
+            self._put_behind(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
-    def _put_behind(
-        self, state: RoundState, span: OffsetRanges, keys: Mapping[tuple[str, bytes], MessageRef | None]
-    ) -> None:
-        """Put the messages of these keys aside; of a key with a place, only those that come after it."""
+    def _put_behind(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
+        """Put the messages behind these dead letters aside."""
         if not keys:
             return
-        most = self._job.max_dead + 1
-        places: Iterable[Any]
         without = state.put_aside()
         find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
             with kept(self._context.reading.tasks) as reader:
-                found_here = [
-                    zip(*batch.to_pydict().values(), strict=True)
-                    for part in span.ranges
-                    for batch in find(reader, part)
-                ]
-            places = itertools.chain.from_iterable(found_here)
+                rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
+            places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
-            places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
-        found = {place: RejectedRecord(place, "behind", BEHIND) for place in map(tuple, places)}
+            most = self._job.max_dead + 1
+            places = [tuple(row) for row in self._context.by_ranges(span, find, _PLACES).limit(most).collect()]
+        found = {place: RejectedRecord(place, "behind", BEHIND) for place in places}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)
@@ -358,11 +349,8 @@ class Rounds:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]
-                    for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
-                        place = (*partition, raw.offset)
-                        found[place] = DeadLetter(
-                            rejected[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
-                        )
+                    letters = self._context.task_decoder.incoming.letters(messages.only(numbers), rejected.__getitem__)
+                    found |= {letter.record.place: letter for letter in letters}
         missing = rejected.keys() - found.keys()
         if missing:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
@@ -378,15 +366,21 @@ class Rounds:
 
 def _behind_in(
     incoming: Incoming,
-    keys: Mapping[tuple[str, bytes], MessageRef | None],
+    keys: DeadKeys,
     ranges: Mapping[Partition, Range],
     without: spark.Offsets,
     reader: RangeReader,
     partition: Partition,
 ) -> Iterator[pa.RecordBatch]:
     """Return the places of a range's messages that come after a dead letter of their key."""
-    parts = reader.range(partition, ranges[partition], without.get(partition, ()))
-    return behind(keys, (incoming.chosen(messages).places() for messages in parts))
+    import pyarrow as pa
+
+    topic, part = partition
+    for messages in reader.range(partition, ranges[partition], without.get(partition, ())):
+        found = offsets_behind(keys, incoming.chosen(messages))
+        parts = pa.array([part] * len(found), pa.int32())
+        offsets = pa.array(found, pa.int64())
+        yield pa.RecordBatch.from_pydict({"topic": [topic] * len(found), "partition": parts, "offset": offsets})
 
 
 def _not_deterministic() -> EffectFailed:
