@@ -6,7 +6,8 @@ A driver needs no OpenTelemetry: a process that has not imported it has no trace
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox import _trace
@@ -25,16 +26,19 @@ class RoundSpans:
         self._context = context
         self._sample: TraceSample | None = None
 
-    def traced(self, partitions: Collection[Partition], work: Callable[[], Counts]) -> Counts:
-        """Do the work of a round, in a span if there is a tracer provider. No partitions: dead letters are retried."""
-        if "opentelemetry.trace" not in sys.modules:
-            return work()
+    @contextmanager
+    def traced(self, partitions: Collection[Partition], counts: Counts) -> Iterator[None]:
+        """Put the block in a span, if there is a tracer provider. No partitions: dead letters are retried.
+
+        counts  the figures of the round, at the end of the block.
+        """
+        if not self._configured():
+            yield
+            return
         from opentelemetry.trace import SpanKind
 
         from outbox._app import tracing
 
-        if not tracing.configured():
-            return work()
         job = self._context.job
         topics = {topic for topic, _ in partitions} or set(job.topics)
         attributes: dict[str, str | int] = {
@@ -44,17 +48,25 @@ class RoundSpans:
         }
         with tracing.batch_span(SpanKind.CONSUMER, "process", topics, attributes, []) as span:
             if not span.is_recording():
-                return work()
-            counts = self._with_links(span, work)
-            for name, value in (
-                (_trace.MESSAGE_COUNT, counts.read),
-                (tracing.DUPLICATES, counts.duplicates),
-                (tracing.DEAD, counts.dead),
-            ):
-                span.set_attribute(name, value)
-            return counts
+                yield
+                return
+            with self._linked(span):
+                yield
+            span.set_attribute(_trace.MESSAGE_COUNT, counts.read)
+            span.set_attribute(tracing.DUPLICATES, counts.duplicates)
+            span.set_attribute(tracing.DEAD, counts.dead)
 
-    def _with_links(self, span: Span, work: Callable[[], Counts]) -> Counts:
+    @staticmethod
+    def _configured() -> bool:
+        if "opentelemetry.trace" not in sys.modules:
+            return False
+        from outbox._app import tracing
+
+        return tracing.configured()
+
+    @contextmanager
+    def _linked(self, span: Span) -> Iterator[None]:
+        """Have tasks return a sample of their messages' traces, and link the span to these at the end."""
         from outbox._app import tracing
 
         if self._sample is None:
@@ -62,7 +74,7 @@ class RoundSpans:
         self._sample.found.value = []
         self._context.traces = self._sample
         try:
-            return work()
+            yield
         finally:
             self._context.traces = None
             for link in tracing.links_to(self._sample.found.value):

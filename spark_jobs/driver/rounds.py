@@ -18,7 +18,8 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -36,7 +37,7 @@ from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
 from spark_jobs.task.behind import BEHIND, DeadKeys, offsets_behind
-from spark_jobs.task.feed import rejected_from
+from spark_jobs.task.feed import rejected_from, rejected_text
 from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
 
@@ -73,34 +74,31 @@ class Rounds:
         All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
         driver's own session fails.
         """
+        with self._round(job_groups.described(span.ranges), span.ranges) as counts:
+            state = RoundState(counts=counts)
+            self._context.begin()
+            try:
+                if self._job.keep_order:
+                    self._stand_behind(state, span, self._dead_keys.by_topic())
+                left = span
+                while left.ranges:
+                    results = self._attempt(left, state, generation)
+                    left = left.only(self._settle(left, results, state, generation))
+            except BaseException:
+                self._dead_keys.forget()
+                raise
+            self._dead_keys.add(state.dead.values())
+        return counts
+
+    @contextmanager
+    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
+        """Begin the figures, the span and the Spark jobs of a round, with this description."""
         self.counts = Counts()
         with failures.understood():
-            job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
-            return self._spans.traced(span.ranges, lambda: self._applied(span, generation))
-
-    @failures.understood()
-    def _applied(self, span: OffsetRanges, generation: int) -> Counts:
-        state = RoundState(counts=self.counts)
-        self._context.begin()
-        try:
-            if self._job.keep_order:
-                self._stand_behind(state, span, self._dead_keys.by_topic())
-            self._settle_all(span, state, generation)
-        except BaseException:
-            self._dead_keys.forget()
-            raise
-        self._dead_keys.add(state.dead.values())
-        return state.counts
-
-    def _settle_all(self, span: OffsetRanges, state: RoundState, generation: int) -> None:
-        """Try the ranges until each of them is done."""
-        left = span
-        while left.ranges:
-            results, rejected = self._try(left, state, generation)
-            again = self._settle(left, results, state, rejected, generation)
-            if rejected:
-                self._put_aside(state, left, rejected)
-            left = left.only(again)
+            job_groups.show(self._context.session, self._job.group, shown)
+            # Translated inside the span, so that it shows the error's own type.
+            with self._spans.traced(partitions, self.counts), failures.understood():
+                yield self.counts
 
     def retry(self, generation: int) -> Counts:
         """Apply the dead letters for which a retry was requested, in their order, in one transaction.
@@ -108,14 +106,11 @@ class Rounds:
         If the effect fails without naming a message, smaller groups are tried. Dead letters must not keep the group
         from its new messages: after a few that fail alone, the others are left to the next round.
         """
-        self.counts = Counts()
-        with failures.understood():
-            job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
-            return self._spans.traced((), lambda: self._retried(generation))
+        with self._round("dead letters that are retried", ()) as counts:
+            self._retry_all(generation, counts)
+        return counts
 
-    @failures.understood()
-    def _retried(self, generation: int) -> Counts:
-        counts = self.counts
+    def _retry_all(self, generation: int, counts: Counts) -> None:
         self._context.sinks.look_again()
         self._dead_keys.forget()
         alone = 0
@@ -142,7 +137,6 @@ class Rounds:
                 rejected = [(letters[0], RejectedRecord(letters[0].place, "failed", str(error)))]
                 alone += 1
             self._store.failed_again([(one.id, record) for one, record in rejected], generation)
-        return counts
 
     def _retry(
         self, letters: Sequence[RetryRecord], generation: int, counts: Counts
@@ -172,39 +166,24 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[record.place], record) for record in found]
 
-    def _try(
-        self, span: OffsetRanges, state: RoundState, generation: int
-    ) -> tuple[dict[Partition, TaskResult] | None, list[RejectedRecord]]:
-        """Return the results and the rejected messages. No results: a row that does not decode ended the attempt."""
+    def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+        """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
         try:
             with failures.understood():
-                results = self._attempts.attempt(span, state, generation)
+                return self._attempts.attempt(span, state, generation)
         except failures.Undecoded as error:
-            rejected = self._context.undecoded(self._context.source(span, state.put_aside()).rows)
-            self._raise({}, rejected)
+            rejected = self._context.undecoded(self._context.source(span, state.put_aside()))
             if not rejected:
                 raise _not_deterministic() from error
-            return None, rejected
-        rejected = []
-        for one in results.values():
-            if one.outcome is RangeOutcome.REJECTED:
-                rejected += rejected_from(one.detail)
-        return results, rejected
+            return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
     def _settle(  # noqa: C901  one case for each outcome
-        self,
-        span: OffsetRanges,
-        results: Mapping[Partition, TaskResult] | None,
-        state: RoundState,
-        rejected: Sequence[RejectedRecord],
-        generation: int,
+        self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
-        if results is None:
-            return list(span.ranges)
         again: list[Partition] = []
         empty: list[Partition] = []
-        falling_back: list[Partition] = []
+        rejected: list[RejectedRecord] = []
         ends = False
         for partition, one in results.items():
             match one.outcome:
@@ -217,12 +196,13 @@ class Rounds:
                 case RangeOutcome.EMPTY:
                     empty.append(partition)
                 case RangeOutcome.REJECTED:
+                    rejected += rejected_from(one.detail)
                     again.append(partition)
                 case RangeOutcome.COPY_ERROR:
                     state.lenient.add(partition)
                     again.append(partition)
                 case RangeOutcome.FALLBACK:
-                    falling_back.append(partition)
+                    self._context.slow_down(partition)
                     again.append(partition)
                 case (
                     RangeOutcome.FENCED
@@ -237,11 +217,11 @@ class Rounds:
                     ends = True
                 case _:
                     assert_never(one.outcome)
-        if falling_back:
-            self._context.slow_down(falling_back)
         if empty and not ends:
             self._step_over(span.only(empty), state, generation)
         self._raise(results, rejected)
+        if rejected:
+            self._put_aside(state, span, rejected)
         return again
 
     def _raise(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:

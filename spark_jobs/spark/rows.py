@@ -117,6 +117,29 @@ class Source:
         return dict(enumerate(self.partitions))
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows for the tasks that apply or stage them.
+
+    source   the decoded messages that they are made of.
+    rows     what the job's transform makes of these, in the form that COPY accepts.
+    columns  of ``batch``, with their Postgres types.
+    moved    the transform moves rows between partitions, which it may only with ``atomic="batch"``.
+    """
+
+    source: Source
+    rows: DataFrame
+    columns: Mapping[str, str]
+    moved: bool
+
+
+def prepare(job: ConsumerJob, source: Source) -> Prepared:
+    """Apply the job's transform to messages. Raises JobError for one that would break exactly-once."""
+    rows, moved = shaped(source.rows, job)
+    rows, columns = copyable(rows)
+    return Prepared(source, rows, columns, moved)
+
+
 def of_ranges(
     session: SparkSession,
     job: ConsumerJob,
@@ -276,8 +299,8 @@ def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "pl
             return "headers"
 
 
-def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Apply the job's transform to decoded rows. Raises JobError for one that would break exactly-once.
+def shaped(rows: DataFrame, job: ConsumerJob) -> tuple[DataFrame, bool]:
+    """Return the result of the job's transform for decoded rows, and whether it has moved them; see prepare.
 
     A row with a PROBLEM must not reach the transform, which would take its NULLs for values or silently filter it out.
     Instead, the whole range fails with UNDECODED in the error, and the driver takes the row out.
@@ -285,7 +308,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     from pyspark.sql import functions as F  # noqa: N812
 
     if job.transform is None:
-        return rows
+        return rows, False
     # rand() keeps Spark from moving the transform's filters below this: it moves them past deterministic columns only.
     fail = F.raise_error(F.concat(F.lit(f"{UNDECODED} "), F.rand().cast("string")))
     guarded = rows.withColumn(
@@ -293,7 +316,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     ).drop(PROBLEM)
     result = job.transform(guarded)
     if job.atomic == "batch" and moves_rows(result, guarded):
-        return result
+        return result, True
     if _shuffles(result):
         raise JobError(
             "transform: it moves rows between partitions (an aggregation, distinct, repartition, sort, or a join that "
@@ -303,7 +326,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     missing = [name for name in KEPT if name not in result.columns]
     if missing:
         raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
-    return result
+    return result, False
 
 
 def moves_rows(rows: DataFrame, source: DataFrame) -> bool:

@@ -341,12 +341,17 @@ def run_retry(
 
     retried  the dead letters by their messages' places. Those without a row were filtered; they are resolved too.
     """
+    yield retry(plan, retried, batches).report(("", 0))
+
+
+def retry(plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]) -> TaskResult:
+    """Do what ``run_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
     try:
         result = TaskResult(RangeOutcome.APPLIED, fresh=_apply_retried(plan, retried, feed, batches))
     except RangeStopped as stop:
         result = TaskResult(stop.outcome, detail=stop.detail)
-    yield replace(result, read=feed.rows).report(("", 0))
+    return replace(result, read=feed.rows)
 
 
 def _where(plan: TaskPlan, partition: Partition) -> str:
