@@ -208,7 +208,7 @@ def _schema(job: ConsumerJob) -> StructType:
     """Return the columns that the reading worker produces."""
     from pyspark.sql.types import DataType, StringType, StructType
 
-    names = _META_KINDS | (_TRACE if traces(job) else {})
+    names = _META_KINDS | (_TRACE if isinstance(job.schema, Traced) else {})
     ours = ", ".join(f"{name} {kind}" for name, kind in names.items())
     meta = DataType.fromDDL(ours)
     found = _planned(job)
@@ -222,11 +222,6 @@ def _schema(job: ConsumerJob) -> StructType:
     return StructType([*meta.fields, *own.fields])
 
 
-def traces(job: ConsumerJob) -> bool:
-    """Return whether a task adds the columns of a trace. For a user's decoder, Traced adds them itself."""
-    return isinstance(job.schema, Traced) and _planned(job) is not None
-
-
 def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
     """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
     return task_plan_of(job.decoder)
@@ -237,7 +232,7 @@ def task_decoder(job: ConsumerJob) -> TaskDecoder:
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
     found = _planned(job)
-    traced = traces(job)
+    traced = isinstance(job.schema, Traced)
     incoming = Incoming(chosen, ids_from(job.strategy), traced)
     kind = arrow_type(_schema(job))
     if found is None:

@@ -27,7 +27,7 @@ from outbox.event import CE_TRACEPARENT, CE_TRACESTATE, TRACEPARENT, TRACESTATE
 from spark_jobs import ids as identity
 from spark_jobs.payloads.framing import HEADER
 
-# W3C Trace Context, as effects.produce has it for Spark.
+# W3C Trace Context. As it demands, invalid headers are ignored.
 _TRACE: Final = {
     TRACEPARENT: re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     TRACESTATE: re.compile(rb"[ -~]{1,512}"),
