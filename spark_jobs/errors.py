@@ -1,37 +1,8 @@
-"""The errors that can end a consumer. Every message says what happened, where, and what to do."""
+"""The errors of Spark's consumers, in addition to those of every consumer (``outbox.consumer.errors``)."""
 
 from __future__ import annotations
 
-from outbox.consumer.errors import (
-    ConsumerError,
-    ConsumerUnavailable,
-    CorruptRecords,
-    DataLost,
-    EffectFailed,
-    Fenced,
-    Interrupted,
-    JobError,
-    NotAuthorized,
-    TopicRecreated,
-)
-
-__all__ = [
-    "BadMessage",
-    "CheckpointConflict",
-    "ConsumerError",
-    "ConsumerUnavailable",
-    "CorruptRecords",
-    "DataLost",
-    "EffectFailed",
-    "Fenced",
-    "InputCut",
-    "Interrupted",
-    "JobError",
-    "NotAuthorized",
-    "Reject",
-    "TopicRecreated",
-    "WorkerLost",
-]
+from outbox.consumer.errors import ConsumerError
 
 
 class BadMessage(ConsumerError):

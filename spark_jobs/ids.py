@@ -11,9 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY, uuid8
-
-__all__ = ["Ids", "days", "in_order", "parsed", "uuid8"]
+from outbox.consumer.ids import DAY_MILLISECONDS, LAST_DAY
 
 _NO_DIGIT: Final = 255
 _VALUES: Final = np.full(256, _NO_DIGIT, np.uint8)

@@ -12,7 +12,6 @@ from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
-from spark_jobs.payloads.limited import Limited
 
 if TYPE_CHECKING:
     import psycopg
@@ -160,9 +159,9 @@ class ConsumerJob:
             raise JobError("keep_order: goes with on_bad='dead-letter'; a job that halts never overtakes")
 
     @property
-    def decoder(self) -> Limited:
-        """The decoder of the payload, with the size limit applied."""
-        return Limited(decoder_of(self.schema), self.max_payload_bytes)
+    def decoder(self) -> Decoder:
+        """The decoder of the payload."""
+        return decoder_of(self.schema)
 
     def payload_columns(self) -> tuple[str, ...]:
         """Return the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""

@@ -12,7 +12,8 @@ from confluent_kafka import Producer
 from uuid_utils import uuid7
 
 from benchmarks.consuming.stage import KEYS, Stage
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
 

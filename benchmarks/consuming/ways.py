@@ -18,7 +18,8 @@ from psycopg import sql
 from benchmarks.consuming import debezium
 from benchmarks.consuming.stage import DOCUMENTS, FLAT, LOG, NAMES, NESTED, ORDERS, PARTITIONS, TOTALS, Sink, Stage
 from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import ConsumerJob
 

@@ -78,7 +78,8 @@ def _run(
 
     require_installed()
     from spark_jobs.cli.consume_view import by_topic
-    from spark_jobs.driver.runner import Runner, options_of
+    from spark_jobs.driver.options import options_of
+    from spark_jobs.driver.runner import Runner
     from spark_jobs.health import ConsumerHealth
     from spark_jobs.job import find_job
     from spark_jobs.spark import session

@@ -32,7 +32,7 @@ from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import MessageRef, Partition, RejectedRecord, RetryRequest
 from spark_jobs.dedup.strategies import Natural, Version
-from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.job import META
 from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
@@ -45,11 +45,11 @@ from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransa
 from spark_jobs.postgres.staging import StagePlan, StagingTables, named
 from spark_jobs.postgres.unfit import without_unfit
 from spark_jobs.spark import rows as spark
-from spark_jobs.spark.rows import Offsets
+from spark_jobs.spark.rows import Offsets, Prepared, Source
 from spark_jobs.task import input as task_input
 from spark_jobs.task.feed import Feed, rejected_from, rejected_text
 from spark_jobs.task.input import NO_INPUT, TaskInput
-from spark_jobs.task.partition import RangeStopped, stopping
+from spark_jobs.task.partition import RangeStopped, TaskResult, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,27 +99,25 @@ class BatchAttempts:
         """Apply the ranges once; see Attempts."""
         aside = state.put_aside()
 
-        def rows(without: Offsets) -> DataFrame:
+        def source(without: Offsets) -> Source:
             offsets = {part: [*aside.get(part, ()), *without.get(part, ())] for part in span.ranges}
-            return self._context.source(span, offsets).rows
+            return self._context.source(span, offsets)
 
         try:
-            return self._apply(rows, span, state, generation, {})
+            return self._apply(source, span, state, generation, {})
         except RangeStopped as stop:
-            # One transaction has one outcome: the first partition reports it, and the others are tried again with it.
-            results = dict.fromkeys(span.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
-            return results | {min(span.ranges): TaskResult(stop.outcome, detail=stop.detail)}
+            return span.as_one(TaskResult(stop.outcome, detail=stop.detail))
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
 
-        def chosen(without: Offsets) -> DataFrame:
+        def source(without: Offsets) -> Source:
             out = {(*partition, offset) for partition, offsets in without.items() for offset in offsets}
             return self._context.letters([one for one in letters if one.place not in out])
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
-            results = self._apply(chosen, OffsetRanges({}, {}), state, generation, ids)
+            results = self._apply(source, OffsetRanges({}, {}), state, generation, ids)
         except RangeStopped as stop:
             return TaskResult(stop.outcome, detail=stop.detail)
         read, fresh = sum(one.read for one in results.values()), sum(one.fresh for one in results.values())
@@ -127,37 +125,34 @@ class BatchAttempts:
 
     def _apply(
         self,
-        rows: Callable[[Offsets], DataFrame],
+        source: Callable[[Offsets], Source],
         span: OffsetRanges,
         state: RoundState,
         generation: int,
         retried: Mapping[MessageRef, RetryRequest],
     ) -> dict[Partition, TaskResult]:
-        """Stage, then apply. Returns the report on each partition. Raises Stop."""
+        """Stage, then apply. Returns the report on each partition. Raises RangeStopped.
+
+        source  returns the messages without those at some offsets.
+        """
         self._tables.drop_older(generation)
         try:
-            return self._staged_and_applied(rows, span, state, generation, retried)
+            return self._staged_and_applied(source, span, state, generation, retried)
         finally:
             self._tables.drop_made()
 
     def _staged_and_applied(
         self,
-        rows: Callable[[Offsets], DataFrame],
+        source: Callable[[Offsets], Source],
         span: OffsetRanges,
         state: RoundState,
         generation: int,
         retried: Mapping[MessageRef, RetryRequest],
     ) -> dict[Partition, TaskResult]:
-        messages = rows({})
-        result = spark.shaped(messages, self._job)
-        shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
-        if shuffled:
-            self._check_shuffled(result)
-        # With a shuffle only the columns of META are staged: dedup needs no others, and the content is read again.
-        first = messages.select(*META, PROBLEM) if shuffled else result
-        first, columns = spark.copyable(first)
+        prepared = spark.prepare(self._job, source({}))
+        shuffled = prepared.moved
         most = max(self._job.max_dead, len(retried))
-        staged = self._stage_first(messages, first, columns, generation, most)
+        staged, columns = self._stage_first(prepared, generation, most)
         # With a shuffle the effect applies to the transform's result; see _transformed.
         effect = "" if shuffled else self._sinks.effect(columns, placed=True)
         sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
@@ -181,9 +176,9 @@ class BatchAttempts:
             taken = before
             if fresh and shuffled:
                 repeats = {(topic, part): offsets for topic, part, offsets in cursor.execute(_REPEATS)}
-                applying = self._transformed(cursor, rows(repeats), sink, most)
+                applying = self._transformed(cursor, source(repeats), sink, most)
                 if span.ranges:
-                    self._require_all(rows(repeats), sum(fresh.values()))
+                    self._require_all(source(repeats), sum(fresh.values()))
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
@@ -202,10 +197,11 @@ class BatchAttempts:
             for partition in (span.ranges or read)
         }
 
-    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> BatchTable:
+    def _transformed(self, cursor: psycopg.Cursor[Any], source: Source, sink: PostgresSink, most: int) -> BatchTable:
         """Run the transform over the messages that are not repeats, and replace them in ``batch`` by its result."""
-        result, columns = spark.copyable(spark.shaped(rows, self._job))
-        staged = self._stage(result, columns, sink.generation, (), most, ask=False)
+        prepared = spark.prepare(self._job, source)
+        columns = prepared.columns
+        staged = self._stage(prepared.rows, columns, sink.generation, (), most, ask=False)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
@@ -220,24 +216,24 @@ class BatchAttempts:
             )
         return applying
 
-    def _require_all(self, rows: DataFrame, messages: int) -> None:
+    def _require_all(self, source: Source, messages: int) -> None:
         """Raise ConsumerUnavailable unless the transform has read all messages whose ids are about to be remembered.
 
         If they are all there now, the transform has read them all: compaction removes messages and brings none back.
         """
-        if self._context.reading.compacted(self._job.topics) and (left := rows.count()) != messages:
+        if self._context.reading.compacted(self._job.topics) and (left := source.rows.count()) != messages:
             raise ConsumerUnavailable(
                 f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
                 "tried again"
             )
 
-    def _check_shuffled(self, result: DataFrame) -> None:
+    def _check_shuffled(self, columns: Mapping[str, str]) -> None:
         """Raise JobError for what can't work after a shuffle, before anything is staged."""
         if isinstance(self._job.strategy, Natural | Version):
             raise JobError(
                 "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
             )
-        self._effect_after(spark.copyable(result)[1])
+        self._effect_after(columns)
 
     def _effect_after(self, columns: Mapping[str, str]) -> Any:
         """Return the effect for the rows after a shuffle. They may still be messages, and then have an order."""
@@ -245,15 +241,21 @@ class BatchAttempts:
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
         return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
 
-    def _stage_first(
-        self, messages: DataFrame, rows: DataFrame, columns: Mapping[str, str], generation: int, most: int
-    ) -> _Staged:
-        """Stage the rows that the round's transaction begins with, made from ``messages``. Raises Stop or Undecoded."""
+    def _stage_first(self, prepared: Prepared, generation: int, most: int) -> tuple[_Staged, Mapping[str, str]]:
+        """Stage the rows that the round's transaction begins with. Returns their columns too.
+
+        Raises RangeStopped or Undecoded.
+        """
+        rows, columns = prepared.rows, prepared.columns
+        if prepared.moved:
+            self._check_shuffled(columns)
+            # Only the columns of META are staged: dedup needs no others, and the content is read again.
+            rows, columns = spark.copyable(prepared.source.rows.select(*META, PROBLEM))
         with stopping("the round"), translated("the round"):
             staged = self._stage(rows, columns, generation, self._job.reducing.required, most, ask=True)
         if not staged.names:
-            self._context.require_decoded(messages)
-        return staged
+            self._context.require_decoded(prepared.source)
+        return staged, columns
 
     def _stage(
         self,

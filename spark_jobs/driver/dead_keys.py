@@ -24,7 +24,7 @@ Keys = Mapping[str, AbstractSet[bytes]]
 """Keys by topic."""
 
 
-class DeadKeys:
+class DeadKeyCache:
     """The keys of dead letters of some topics."""
 
     def __init__(self, store: GroupStore, topics: Sequence[str]) -> None:

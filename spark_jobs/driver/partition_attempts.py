@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
-from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import TaskPlan
+from spark_jobs.task.partition import TaskPlan, TaskResult
 from spark_jobs.task.reader import TooMuch
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Row
 
+    from spark_jobs.spark.rows import Prepared
     from spark_jobs.task.incoming import Messages
     from spark_jobs.task.input import TaskInput
 
@@ -66,19 +68,15 @@ class PartitionAttempts:
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         """Apply the ranges once; see Attempts."""
-        context = self._context
-        if context.task_decoder.columns is not None:
-            return self._attempt_reading(context.task_decoder.columns, span, state, generation)
-        source = context.source(span, state.put_aside())
-        rows = spark.shaped(source.rows, self._job)
-        tasks = source.tasks(rows)
-        rows, columns = spark.copyable(rows)
-        plan = replace(context.plan(span, state, generation, columns), tasks=tasks)
-        applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
-        results = reported(applied.collect())
+        if self._context.task_decoder.columns is not None:
+            return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
+        prepared = self._context.prepare(span, state.put_aside())
+        tasks = prepared.source.tasks(prepared.rows)
+        plan = replace(self._context.plan(span, state, generation, prepared.columns), tasks=tasks)
+        results = _reports(prepared, functools.partial(task.run, plan))
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
-            context.require_decoded(source.rows)
+            self._context.require_decoded(prepared.source)
             return dict.fromkeys(span.ranges, TaskResult(RangeOutcome.EMPTY))
         _require_reports(span, results)
         return results
@@ -90,11 +88,9 @@ class PartitionAttempts:
 
         Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
         """
-        from pyspark.sql import Row
-
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
-            return reported(Row(**row) for row in task.run_here(plan, read))
+            return task.run_here(plan, read)
         results = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         _require_reports(span, results)
         return results
@@ -116,23 +112,25 @@ class PartitionAttempts:
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
-        from pyspark.sql import Row
-
-        rows = spark.shaped(self._context.letters(letters), self._job)
-        spark.require_one_task(rows)
-        rows, columns = spark.copyable(rows)
-        plan = replace(self._context.plan(OffsetRanges({}, {}), state, generation, columns), max_dead=len(letters))
+        prepared = spark.prepare(self._job, self._context.letters(letters))
+        spark.require_one_task(prepared.rows)
+        plan = self._context.plan(OffsetRanges({}, {}), state, generation, prepared.columns)
+        plan = replace(plan, max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
-        reports = spark.in_tasks(
-            rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
-        ).collect()
-        if not reports:
+        results = _reports(prepared, functools.partial(task.run_retry, plan, ids))
+        if not results:
             # Spark saw that the transform filters all rows, and ran no task. The letters are resolved all the same.
-            self._context.require_decoded(self._context.letters(letters))
-            (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
-            reports = [Row(**made.to_pylist()[0])]
-        (row,) = reports
-        return TaskResult(RangeOutcome(row.outcome), row.read, row.fresh, row.detail)
+            self._context.require_decoded(prepared.source)
+            return task.retry(plan, ids, task_input.in_memory(()))
+        (result,) = results.values()
+        return result
+
+
+def _reports(
+    prepared: Prepared, run: Callable[[TaskInput[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+) -> dict[Partition, TaskResult]:
+    """Run a task's function over prepared rows."""
+    return reported(spark.in_tasks(prepared.rows, lambda rows: run(task_input.from_spark(rows)), task.REPORT).collect())
 
 
 def _require_reports(span: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from outbox.consumer.errors import JobError
-from spark_jobs.driver.runner import Options, Report, Runner, Totals, options_of
+from spark_jobs.driver.options import Options, Report, Totals, options_of
+from spark_jobs.driver.runner import Runner
 from spark_jobs.spark import session as spark_session
 from spark_jobs.spark.installed import require_installed
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from outbox.consumer.letters import LONGEST_ERROR, DeadLetter, RetryRecord
@@ -19,15 +19,15 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.decoder import Behind, TaskDecoder
-from spark_jobs.task.partition import TaskPlan
+from spark_jobs.task.accumulators import Sizes, TraceSample, read_sizes
+from spark_jobs.task.behind import Behind
+from spark_jobs.task.decoder import TaskDecoder
+from spark_jobs.task.partition import TaskPlan, TaskResult
 from spark_jobs.task.reader import RangeReader, ReaderSettings
-from spark_jobs.task.sizes import Largest
-from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark import Accumulator, AccumulatorParam
+    from pyspark import Accumulator
     from pyspark.sql import DataFrame, SparkSession
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
@@ -65,22 +65,15 @@ class OffsetRanges:
     ranges: Mapping[Partition, Range]
     log_ends: Mapping[Partition, int]
 
+    def as_one(self, result: TaskResult) -> dict[Partition, TaskResult]:
+        """Return one result for all: the first partition reports it, and the others are tried again with it."""
+        others = dict.fromkeys(self.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
+        return others | {min(self.ranges): result}
+
     def only(self, partitions: Iterable[Partition]) -> OffsetRanges:
         """Return the span of some of the partitions."""
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
-
-
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """An attempt's report on one partition; see task.REPORT."""
-
-    outcome: RangeOutcome
-    read: int = 0
-    fresh: int = 0
-    detail: str = ""
-    behind: int = 0
-    size: int = 0
 
 
 @dataclass
@@ -143,8 +136,7 @@ class RoundContext:
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
-        # One for all rounds: Spark keeps every accumulator for as long as the driver runs.
-        self._sizes: Accumulator[dict[Partition, int]] | None = None
+        self._sizes: Accumulator[Sizes] | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
@@ -152,8 +144,7 @@ class RoundContext:
     def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
-            merging = cast("AccumulatorParam[dict[Partition, int]]", Largest())
-            self._sizes = self.session.sparkContext.accumulator({}, merging)
+            self._sizes = read_sizes(self.session.sparkContext)
         return replace(self._decoder, traces=self.traces, sizes=self._sizes)
 
     def size_read(self, partition: Partition) -> int:
@@ -183,10 +174,10 @@ class RoundContext:
         """Expect more repeats in a partition that had one."""
         self._suspects[partition] = SUSPECT_ROUNDS
 
-    def slow_down(self, partitions: Iterable[Partition]) -> None:
-        """Send the rows of these partitions through ``batch``, and inspect the sink's table again: it may be new."""
+    def slow_down(self, partition: Partition) -> None:
+        """Send the rows of a partition through ``batch``, and inspect the sink's table again: it may be new."""
         self.sinks.look_again()
-        self._slow |= dict.fromkeys(partitions, SUSPECT_ROUNDS)
+        self._slow[partition] = SUSPECT_ROUNDS
 
     def plan(self, span: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         """Return what a task needs to apply its range."""
@@ -220,9 +211,13 @@ class RoundContext:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
         return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
 
-    def letters(self, letters: Sequence[RetryRecord]) -> DataFrame:
+    def prepare(self, span: OffsetRanges, exclude: spark.Offsets) -> spark.Prepared:
+        """Return the rows of the ranges for tasks, without the messages at the offsets in ``exclude``."""
+        return spark.prepare(self.job, self.source(span, exclude))
+
+    def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
         """Return dead letters that are retried as Spark rows."""
-        return spark.of_letters(self.session, self.job, self.task_decoder, letters).rows
+        return spark.of_letters(self.session, self.job, self.task_decoder, letters)
 
     def by_ranges(self, span: OffsetRanges, do: OfRange, schema: str) -> DataFrame:
         """Return the results of a function for each range, with one task per range."""
@@ -235,24 +230,24 @@ class RoundContext:
         settings = self.reading.tasks
         return replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
-    def undecoded(self, rows: DataFrame) -> list[RejectedRecord]:
-        """Return the messages of the rows that could not be decoded."""
+    def undecoded(self, source: spark.Source) -> list[RejectedRecord]:
+        """Return the messages that could not be decoded."""
         from pyspark.sql import functions as F  # noqa: N812
 
         problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
         found = (
-            rows.filter(F.col(PROBLEM).isNotNull())
+            source.rows.filter(F.col(PROBLEM).isNotNull())
             .select("message_topic", "message_part", "message_offset", problem)
             .limit(self.job.max_dead + 1)
             .collect()
         )
         return [RejectedRecord((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
 
-    def require_decoded(self, rows: DataFrame) -> None:
-        """Raise Undecoded if one of these rows does not decode.
+    def require_decoded(self, source: spark.Source) -> None:
+        """Raise Undecoded if one of these messages does not decode.
 
-        For rows that Spark has not read because it saw that none passes the transform: if the table on the other side
-        of a join is empty, for example, there is nothing to run.
+        For messages that Spark has not read because it saw that none passes the transform, such as a join with an
+        empty table.
         """
-        if self.undecoded(rows):
+        if self.undecoded(source):
             raise failures.Undecoded

@@ -1,23 +1,22 @@
 """A span for each round, with links to the contexts in which its messages were written.
 
-Tasks return a sample of the messages' traces by an accumulator, only while the driver records a span. A driver needs no
-OpenTelemetry: a process that has not imported it has no tracer provider.
+A driver needs no OpenTelemetry: a process that has not imported it has no tracer provider.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from outbox import _trace
 from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import Counts, RoundContext
-from spark_jobs.task.traces import Bounded, TraceSample
+from spark_jobs.task.accumulators import TraceSample
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
-    from pyspark.accumulators import Accumulator, AccumulatorParam
 
 
 class RoundSpans:
@@ -25,19 +24,21 @@ class RoundSpans:
 
     def __init__(self, context: RoundContext) -> None:
         self._context = context
-        # One for all rounds: Spark keeps every accumulator for as long as the driver runs.
-        self._sample: Accumulator[Any] | None = None
+        self._sample: TraceSample | None = None
 
-    def traced(self, partitions: Collection[Partition], work: Callable[[], Counts]) -> Counts:
-        """Do the work of a round, in a span if there is a tracer provider. No partitions: dead letters are retried."""
-        if "opentelemetry.trace" not in sys.modules:
-            return work()
+    @contextmanager
+    def traced(self, partitions: Collection[Partition], counts: Counts) -> Iterator[None]:
+        """Put the block in a span, if there is a tracer provider. No partitions: dead letters are retried.
+
+        counts  the figures of the round, at the end of the block.
+        """
+        if not self._configured():
+            yield
+            return
         from opentelemetry.trace import SpanKind
 
         from outbox._app import tracing
 
-        if not tracing.configured():
-            return work()
         job = self._context.job
         topics = {topic for topic, _ in partitions} or set(job.topics)
         attributes: dict[str, str | int] = {
@@ -47,27 +48,34 @@ class RoundSpans:
         }
         with tracing.batch_span(SpanKind.CONSUMER, "process", topics, attributes, []) as span:
             if not span.is_recording():
-                return work()
-            counts = self._with_links(span, work)
-            for name, value in (
-                (_trace.MESSAGE_COUNT, counts.read),
-                (tracing.DUPLICATES, counts.duplicates),
-                (tracing.DEAD, counts.dead),
-            ):
-                span.set_attribute(name, value)
-            return counts
+                yield
+                return
+            with self._linked(span):
+                yield
+            span.set_attribute(_trace.MESSAGE_COUNT, counts.read)
+            span.set_attribute(tracing.DUPLICATES, counts.duplicates)
+            span.set_attribute(tracing.DEAD, counts.dead)
 
-    def _with_links(self, span: Span, work: Callable[[], Counts]) -> Counts:
+    @staticmethod
+    def _configured() -> bool:
+        if "opentelemetry.trace" not in sys.modules:
+            return False
+        from outbox._app import tracing
+
+        return tracing.configured()
+
+    @contextmanager
+    def _linked(self, span: Span) -> Iterator[None]:
+        """Have tasks return a sample of their messages' traces, and link the span to these at the end."""
         from outbox._app import tracing
 
         if self._sample is None:
-            merging = cast("AccumulatorParam[Any]", Bounded(tracing.MOST_LINKS))
-            self._sample = self._context.session.sparkContext.accumulator([], merging)
-        self._sample.value = []
-        self._context.traces = TraceSample(self._sample, tracing.MOST_LINKS)
+            self._sample = TraceSample.of(self._context.session.sparkContext, tracing.MOST_LINKS)
+        self._sample.found.value = []
+        self._context.traces = self._sample
         try:
-            return work()
+            yield
         finally:
             self._context.traces = None
-            for link in tracing.links_to(self._sample.value):
+            for link in tracing.links_to(self._sample.found.value):
                 span.add_link(link.context)

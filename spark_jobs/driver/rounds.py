@@ -18,17 +18,17 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from spark_jobs.driver.dead_keys import DeadKeys, Keys
+from spark_jobs.driver.dead_keys import DeadKeyCache, Keys
 from spark_jobs.driver.partition_attempts import Attempts
-from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState, TaskResult
+from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.outcomes import RangeOutcome
@@ -36,9 +36,9 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.behind import behind
-from spark_jobs.task.decoder import BEHIND
-from spark_jobs.task.feed import rejected_from
+from spark_jobs.task.behind import BEHIND, DeadKeys, offsets_behind
+from spark_jobs.task.feed import rejected_from, rejected_text
+from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Rounds:
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
         self._spans = RoundSpans(context)
-        self._dead_keys = DeadKeys(context.store, context.job.topics)
+        self._dead_keys = DeadKeyCache(context.store, context.job.topics)
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
@@ -74,34 +74,31 @@ class Rounds:
         All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
         driver's own session fails.
         """
+        with self._round(job_groups.described(span.ranges), span.ranges) as counts:
+            state = RoundState(counts=counts)
+            self._context.begin()
+            try:
+                if self._job.keep_order:
+                    self._stand_behind(state, span, self._dead_keys.by_topic())
+                left = span
+                while left.ranges:
+                    results = self._attempt(left, state, generation)
+                    left = left.only(self._settle(left, results, state, generation))
+            except BaseException:
+                self._dead_keys.forget()
+                raise
+            self._dead_keys.add(state.dead.values())
+        return counts
+
+    @contextmanager
+    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
+        """Begin the figures, the span and the Spark jobs of a round, with this description."""
         self.counts = Counts()
         with failures.understood():
-            job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
-            return self._spans.traced(span.ranges, lambda: self._applied(span, generation))
-
-    @failures.understood()
-    def _applied(self, span: OffsetRanges, generation: int) -> Counts:
-        state = RoundState(counts=self.counts)
-        self._context.begin()
-        try:
-            if self._job.keep_order:
-                self._stand_behind(state, span, self._dead_keys.by_topic())
-            self._settle_all(span, state, generation)
-        except BaseException:
-            self._dead_keys.forget()
-            raise
-        self._dead_keys.add(state.dead.values())
-        return state.counts
-
-    def _settle_all(self, span: OffsetRanges, state: RoundState, generation: int) -> None:
-        """Try the ranges until each of them is done."""
-        left = span
-        while left.ranges:
-            results, rejected = self._try(left, state, generation)
-            again = self._settle(left, results, state, rejected, generation)
-            if rejected:
-                self._put_aside(state, left, rejected)
-            left = left.only(again)
+            job_groups.show(self._context.session, self._job.group, shown)
+            # Translated inside the span, so that it shows the error's own type.
+            with self._spans.traced(partitions, self.counts), failures.understood():
+                yield self.counts
 
     def retry(self, generation: int) -> Counts:
         """Apply the dead letters for which a retry was requested, in their order, in one transaction.
@@ -109,14 +106,11 @@ class Rounds:
         If the effect fails without naming a message, smaller groups are tried. Dead letters must not keep the group
         from its new messages: after a few that fail alone, the others are left to the next round.
         """
-        self.counts = Counts()
-        with failures.understood():
-            job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
-            return self._spans.traced((), lambda: self._retried(generation))
+        with self._round("dead letters that are retried", ()) as counts:
+            self._retry_all(generation, counts)
+        return counts
 
-    @failures.understood()
-    def _retried(self, generation: int) -> Counts:
-        counts = self.counts
+    def _retry_all(self, generation: int, counts: Counts) -> None:
         self._context.sinks.look_again()
         self._dead_keys.forget()
         alone = 0
@@ -143,7 +137,6 @@ class Rounds:
                 rejected = [(letters[0], RejectedRecord(letters[0].place, "failed", str(error)))]
                 alone += 1
             self._store.failed_again([(one.id, record) for one, record in rejected], generation)
-        return counts
 
     def _retry(
         self, letters: Sequence[RetryRecord], generation: int, counts: Counts
@@ -173,39 +166,24 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[record.place], record) for record in found]
 
-    def _try(
-        self, span: OffsetRanges, state: RoundState, generation: int
-    ) -> tuple[dict[Partition, TaskResult] | None, list[RejectedRecord]]:
-        """Return the results and the rejected messages. No results: a row that does not decode ended the attempt."""
+    def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+        """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
         try:
             with failures.understood():
-                results = self._attempts.attempt(span, state, generation)
+                return self._attempts.attempt(span, state, generation)
         except failures.Undecoded as error:
-            rejected = self._context.undecoded(self._context.source(span, state.put_aside()).rows)
-            self._raise({}, rejected)
+            rejected = self._context.undecoded(self._context.source(span, state.put_aside()))
             if not rejected:
                 raise _not_deterministic() from error
-            return None, rejected
-        rejected = []
-        for one in results.values():
-            if one.outcome is RangeOutcome.REJECTED:
-                rejected += rejected_from(one.detail)
-        return results, rejected
+            return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
     def _settle(  # noqa: C901  one case for each outcome
-        self,
-        span: OffsetRanges,
-        results: Mapping[Partition, TaskResult] | None,
-        state: RoundState,
-        rejected: Sequence[RejectedRecord],
-        generation: int,
+        self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
-        if results is None:
-            return list(span.ranges)
         again: list[Partition] = []
         empty: list[Partition] = []
-        falling_back: list[Partition] = []
+        rejected: list[RejectedRecord] = []
         ends = False
         for partition, one in results.items():
             match one.outcome:
@@ -218,12 +196,13 @@ class Rounds:
                 case RangeOutcome.EMPTY:
                     empty.append(partition)
                 case RangeOutcome.REJECTED:
+                    rejected += rejected_from(one.detail)
                     again.append(partition)
                 case RangeOutcome.COPY_ERROR:
                     state.lenient.add(partition)
                     again.append(partition)
                 case RangeOutcome.FALLBACK:
-                    falling_back.append(partition)
+                    self._context.slow_down(partition)
                     again.append(partition)
                 case (
                     RangeOutcome.FENCED
@@ -238,11 +217,11 @@ class Rounds:
                     ends = True
                 case _:
                     assert_never(one.outcome)
-        if falling_back:
-            self._context.slow_down(falling_back)
         if empty and not ends:
             self._step_over(span.only(empty), state, generation)
         self._raise(results, rejected)
+        if rejected:
+            self._put_aside(state, span, rejected)
         return again
 
     def _raise(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
@@ -303,11 +282,11 @@ class Rounds:
         letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
-            keys: dict[tuple[str, bytes], MessageRef | None] = {}
+            keys: dict[str, dict[bytes, MessageRef | None]] = {}
             for place, letter in sorted(letters.items(), reverse=True):
                 # For keys in ``standing``, the tasks have already put the later messages aside.
                 if letter.key is not None and letter.key not in state.standing.get(place[0], ()):
-                    keys[place[0], letter.key] = place
+                    keys.setdefault(place[0], {})[letter.key] = place
             self._put_behind(state, span, keys)
 
     def _stand_behind(self, state: RoundState, span: OffsetRanges, keys: Keys) -> None:
@@ -316,30 +295,23 @@ class Rounds:
             state.standing = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._put_behind(state, span, {(topic, key): None for topic, some in keys.items() for key in some})
+            self._put_behind(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
-    def _put_behind(
-        self, state: RoundState, span: OffsetRanges, keys: Mapping[tuple[str, bytes], MessageRef | None]
-    ) -> None:
-        """Put the messages of these keys aside; of a key with a place, only those that come after it."""
+    def _put_behind(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
+        """Put the messages behind these dead letters aside."""
         if not keys:
             return
-        most = self._job.max_dead + 1
-        places: Iterable[Any]
         without = state.put_aside()
         find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
             with kept(self._context.reading.tasks) as reader:
-                found_here = [
-                    zip(*batch.to_pydict().values(), strict=True)
-                    for part in span.ranges
-                    for batch in find(reader, part)
-                ]
-            places = itertools.chain.from_iterable(found_here)
+                rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
+            places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
-            places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
-        found = {place: RejectedRecord(place, "behind", BEHIND) for place in map(tuple, places)}
+            most = self._job.max_dead + 1
+            places = [tuple(row) for row in self._context.by_ranges(span, find, _PLACES).limit(most).collect()]
+        found = {place: RejectedRecord(place, "behind", BEHIND) for place in places}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)
@@ -357,11 +329,8 @@ class Rounds:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]
-                    for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
-                        place = (*partition, raw.offset)
-                        found[place] = DeadLetter(
-                            rejected[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
-                        )
+                    letters = self._context.task_decoder.incoming.letters(messages.only(numbers), rejected.__getitem__)
+                    found |= {letter.record.place: letter for letter in letters}
         missing = rejected.keys() - found.keys()
         if missing:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
@@ -377,15 +346,21 @@ class Rounds:
 
 def _behind_in(
     incoming: Incoming,
-    keys: Mapping[tuple[str, bytes], MessageRef | None],
+    keys: DeadKeys,
     ranges: Mapping[Partition, Range],
     without: spark.Offsets,
     reader: RangeReader,
     partition: Partition,
 ) -> Iterator[pa.RecordBatch]:
     """Return the places of a range's messages that come after a dead letter of their key."""
-    parts = reader.range(partition, ranges[partition], without.get(partition, ()))
-    return behind(keys, (incoming.chosen(messages).places() for messages in parts))
+    import pyarrow as pa
+
+    topic, part = partition
+    for messages in reader.range(partition, ranges[partition], without.get(partition, ())):
+        found = offsets_behind(keys, incoming.chosen(messages))
+        parts = pa.array([part] * len(found), pa.int32())
+        offsets = pa.array(found, pa.int64())
+        yield pa.RecordBatch.from_pydict({"topic": [topic] * len(found), "partition": parts, "offset": offsets})
 
 
 def _not_deterministic() -> EffectFailed:

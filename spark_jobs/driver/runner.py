@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
 
@@ -48,10 +48,10 @@ from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
 from outbox.consumer.progress import progress
-from outbox.consumer.retention import KEEP_DAYS
 from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
+from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
@@ -70,9 +70,6 @@ from spark_jobs.task.reader import ReaderSettings, close_kept
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from outbox._app.settings import Settings
-
-
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver checks the sink: whether the group is still its own, and for dead letters to retry."""
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
@@ -81,86 +78,6 @@ _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
 """Those of them that do not pass once a single message has been tried by itself."""
 _PINNED_SECONDS: Final = 5.0
 """How often to ask Kafka what waits behind open transactions; rounds do not need this request."""
-
-
-MAX_BYTES: Final = 512 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to run a job. All times are in seconds.
-
-    url, schema  the sink's database, and the schema of the consumers' tables there.
-    kafka        librdkafka's options for the driver and the tasks: addresses and credentials.
-    max_records  messages in a round at most, over all partitions.
-    max_bytes    bytes in a round at most, estimated from the average message size of each topic in earlier rounds.
-    idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
-    patience     how long ``once`` waits for a server that is away; see patience.
-    keep_days    how long ids are remembered; see retention.
-    verdict_seconds  how long a single message must keep failing by itself before the job ends and names it: losing an
-                 executor now and then is no message's fault.
-    refused_seconds  how long Kafka may refuse the credentials, which may be changing at the moment.
-    driver_records  rounds of up to this many messages run in the driver, where the job allows it; see rounds.
-    """
-
-    url: str = field(repr=False)
-    kafka: Mapping[str, str] = field(repr=False)
-    schema: str = "consumer"
-    max_records: int | None = 200_000
-    max_bytes: int = MAX_BYTES
-    idle_seconds: float = 0.05
-    patience: float = 60.0
-    max_backoff_seconds: float = 5.0
-    keep_days: int = KEEP_DAYS
-    driver_records: int = 2_000
-    verdict_seconds: float = 30.0
-    refused_seconds: float = 300.0
-
-
-def options_of(settings: Settings, url: str, max_records: int) -> Options:
-    """Return the options for these settings."""
-    from outbox._app.settings import client_options
-
-    return Options(
-        url=url,
-        kafka=client_options(settings),
-        schema=settings.consumer_schema,
-        max_records=max_records,
-        keep_days=settings.consumer.keep_days,
-        driver_records=settings.consumer.driver_records,
-        max_bytes=settings.consumer.max_bytes,
-    )
-
-
-@dataclass
-class Totals:
-    """The figures of a run.
-
-    applied     new messages, and dead letters that were retried with success.
-    duplicates  messages that had been applied before or, with Natural and Version, were not the newest of their key.
-    dead        messages that became dead letters.
-    """
-
-    group: str
-    read: int = 0
-    applied: int = 0
-    duplicates: int = 0
-    dead: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-
-    @property
-    def rows_per_second(self) -> float:
-        """Messages read a second, over the whole run."""
-        return round(self.read / self.seconds, 1) if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures for ``--json``."""
-        return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": self.rows_per_second}
-
-
-Report = Callable[[str, Mapping[str, Any]], None]
-"""Called with what happens: a short text and its figures."""
 
 
 class Runner:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
 from psycopg import sql
@@ -27,8 +27,6 @@ from psycopg import sql
 from outbox.consumer.errors import JobError
 from outbox.errors import EventError
 from outbox.event import (
-    CE_TRACEPARENT,
-    CE_TRACESTATE,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_TYPE,
     TRACEPARENT,
@@ -37,10 +35,10 @@ from outbox.event import (
 )
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
-from spark_jobs.payloads.decoding import Decoder, TaskReadable, decoder_of
+from spark_jobs.payloads.decoding import Decoder, decoder_of, task_plan_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
     from spark_jobs.payloads.decoding import Plan
@@ -77,9 +75,6 @@ _TRACED: Final = """
        nullif(coalesce({own}::jsonb, '{{}}') || CASE WHEN {own}::jsonb ? 'traceparent'::text THEN '{{}}' ELSE
            pg_catalog.jsonb_strip_nulls(pg_catalog.jsonb_build_object(
                'traceparent', traceparent, 'tracestate', tracestate)) END, '{{}}')"""
-# W3C Trace Context. As it demands, invalid headers are ignored.
-_TRACEPARENT: Final = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
-_TRACESTATE: Final = r"\A[ -~]{1,512}\z"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,31 +190,12 @@ class Traced:
         return (*inner, TRACEPARENT, TRACESTATE)
 
     def task_plan(self) -> tuple[StructType, Plan] | None:
-        """Return the payload's fields and plan; a task adds the two columns itself. See TaskReadable."""
-        decoder = decoder_of(self.schema)
-        return decoder.task_plan() if isinstance(decoder, TaskReadable) else None
+        """Return the payload's fields and plan; see TaskReadable."""
+        return task_plan_of(decoder_of(self.schema))
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the columns."""
-        from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
-
-        hop, origin = (_fitting(name, _TRACEPARENT) for name in (TRACEPARENT, CE_TRACEPARENT))
-        state = F.when(hop.isNotNull(), _fitting(TRACESTATE, _TRACESTATE)).when(
-            origin.isNotNull(), _fitting(CE_TRACESTATE, _TRACESTATE)
-        )
-        traced = rows.withColumns({TRACEPARENT: F.coalesce(hop, origin), TRACESTATE: state})
-        return decoder_of(self.schema).decode(traced)
-
-
-def _fitting(header: str, pattern: str) -> Column:
-    """Return the value of the first header of this name; NULL if it does not match the pattern."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    def named(one: Column) -> Column:
-        return one["key"] == header
-
-    value: Any = F.get(F.filter("headers", named), F.lit(0))["value"].cast("string")
-    return F.when(value.rlike(pattern), value)
+        """Add the payload's columns. The task that reads the messages has added the other two."""
+        return decoder_of(self.schema).decode(rows)
 
 
 def _expression(text: str) -> sql.Composed:

@@ -342,6 +342,11 @@ def decoder_of(schema: str | Decoder | None) -> Decoder:
     return Json(schema) if isinstance(schema, str) else schema
 
 
+def task_plan_of(decoder: Decoder) -> tuple[StructType, Plan] | None:
+    """Return the fields and the plan with which a task can read payloads itself; None if only Spark can."""
+    return decoder.task_plan() if isinstance(decoder, TaskReadable) else None
+
+
 def _declared(schema: str) -> StructType | None:
     """Return a DDL's fields, None for VARIANT."""
     from pyspark.errors import PySparkException

@@ -63,6 +63,20 @@ def shown(name: str) -> str:
     return f"field {name}" if _NAME.fullmatch(name) else "a field"
 
 
+def limited(payloads: pa.Array, most: int) -> tuple[pa.Array, pa.Array]:
+    """Return the payloads with null for those of more than ``most`` bytes, and for each of these the problem."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    sizes = pc.binary_length(payloads)
+    large = pc.fill_null(pc.greater(sizes, most), False)
+    if not large.true_count:
+        return payloads, pa.nulls(len(payloads), pa.string())
+    after = f" bytes, and the job takes {most} at most (max_payload_bytes)"
+    text = pc.binary_join_element_wise("the payload has ", sizes.cast(pa.string()), after, "")
+    return pc.if_else(large, pa.scalar(None, payloads.type), payloads), pc.if_else(large, text, pa.scalar(None))
+
+
 def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.StructType) -> pa.StructArray:
     """Read a batch. The last field of ``kind`` is for the problem; a null payload gives a row of nulls."""
     import pyarrow as pa

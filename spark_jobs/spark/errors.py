@@ -1,12 +1,11 @@
-"""Translate failures of Kafka, Postgres or Spark into the errors of ``spark_jobs.errors``.
+"""Translate failures of Kafka, Postgres or Spark into ConsumerErrors.
 
-Tasks report the errors that they know as a row of their result, with the error's class. The others come as Spark
-errors:
+Tasks report the errors that they know as a row of their result. The others come as Spark errors:
 
 | Spark's error                                       | what it becomes                                     |
 |-----------------------------------------------------|-----------------------------------------------------|
 | a row that does not decode reached a transform      | Undecoded                                           |
-| Python code has raised one of ``errors``            | the same                                            |
+| Python code has raised one of MAY_PASS, or JobError | the same                                            |
 | ... a psycopg error that may pass on another try    | ConsumerUnavailable                                 |
 | ... ConnectionError or TimeoutError                 | ConsumerUnavailable                                 |
 | Kafka's Java client: authentication, authorization  | NotAuthorized                                       |
@@ -79,7 +78,7 @@ class Undecoded(Exception):
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Turn Spark's errors into those of ``spark_jobs.errors``, or Undecoded."""
+    """Turn Spark's errors into ConsumerErrors, or Undecoded."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
@@ -136,7 +135,7 @@ def first_line(error: BaseException) -> str:
     """Return the line of a Spark error that says what happened: the last one from Python, or else the first line."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    python = [line for line in lines if line.startswith(("psycopg.", "outbox.", "spark_jobs.", "Caused by:"))]
     if not python and (raised := _raised_line(text)):
         # An error that a transform raised.
         python = [raised]

@@ -33,7 +33,7 @@ from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
-from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
+from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable, task_plan_of
 from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
@@ -117,6 +117,29 @@ class Source:
         return dict(enumerate(self.partitions))
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Rows for the tasks that apply or stage them.
+
+    source   the decoded messages that they are made of.
+    rows     what the job's transform makes of these, in the form that COPY accepts.
+    columns  of ``batch``, with their Postgres types.
+    moved    the transform moves rows between partitions, which it may only with ``atomic="batch"``.
+    """
+
+    source: Source
+    rows: DataFrame
+    columns: Mapping[str, str]
+    moved: bool
+
+
+def prepare(job: ConsumerJob, source: Source) -> Prepared:
+    """Apply the job's transform to messages. Raises JobError for one that would break exactly-once."""
+    rows, moved = shaped(source.rows, job)
+    rows, columns = copyable(rows)
+    return Prepared(source, rows, columns, moved)
+
+
 def of_ranges(
     session: SparkSession,
     job: ConsumerJob,
@@ -129,8 +152,9 @@ def of_ranges(
     partitions = sorted(ranges)
     left_out = {partition: frozenset(without.get(partition, ())) for partition in partitions}
     leaf = _leaf(session, len(partitions))
-    read = functools.partial(task.read_range, decoder, dict(ranges), left_out, partitions, settings)
-    rows = in_tasks(leaf, functools.partial(task.of_number, read), _schema(job), pool="read")
+    read = functools.partial(task.read_range, decoder, dict(ranges), left_out)
+    each = functools.partial(task.with_reader, read, partitions, settings)
+    rows = in_tasks(leaf, functools.partial(task.of_number, each), _schema(job), pool="read")
     return Source(decoded(rows, job), leaf, partitions)
 
 
@@ -184,7 +208,7 @@ def _schema(job: ConsumerJob) -> StructType:
     """Return the columns that the reading worker produces."""
     from pyspark.sql.types import DataType, StringType, StructType
 
-    names = _META_KINDS | (_TRACE if traces(job) else {})
+    names = _META_KINDS | (_TRACE if isinstance(job.schema, Traced) else {})
     ours = ", ".join(f"{name} {kind}" for name, kind in names.items())
     meta = DataType.fromDDL(ours)
     found = _planned(job)
@@ -198,14 +222,9 @@ def _schema(job: ConsumerJob) -> StructType:
     return StructType([*meta.fields, *own.fields])
 
 
-def traces(job: ConsumerJob) -> bool:
-    """Return whether a task adds the columns of a trace. For a user's decoder, Traced adds them itself."""
-    return isinstance(job.schema, Traced) and _planned(job) is not None
-
-
 def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
     """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
-    return job.decoder.task_plan()
+    return task_plan_of(job.decoder)
 
 
 def task_decoder(job: ConsumerJob) -> TaskDecoder:
@@ -213,14 +232,14 @@ def task_decoder(job: ConsumerJob) -> TaskDecoder:
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
     found = _planned(job)
-    traced = traces(job)
+    traced = isinstance(job.schema, Traced)
     incoming = Incoming(chosen, ids_from(job.strategy), traced)
     kind = arrow_type(_schema(job))
     if found is None:
-        return TaskDecoder(kind, None, incoming, None)
+        return TaskDecoder(kind, None, incoming, None, job.max_payload_bytes)
     fields, plan = found
     plan()  # Raises here what would otherwise fail in every task.
-    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced))
+    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced), job.max_payload_bytes)
 
 
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:
@@ -275,8 +294,8 @@ def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "pl
             return "headers"
 
 
-def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Apply the job's transform to decoded rows. Raises JobError for one that would break exactly-once.
+def shaped(rows: DataFrame, job: ConsumerJob) -> tuple[DataFrame, bool]:
+    """Return the result of the job's transform for decoded rows, and whether it has moved them; see prepare.
 
     A row with a PROBLEM must not reach the transform, which would take its NULLs for values or silently filter it out.
     Instead, the whole range fails with UNDECODED in the error, and the driver takes the row out.
@@ -284,7 +303,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     from pyspark.sql import functions as F  # noqa: N812
 
     if job.transform is None:
-        return rows
+        return rows, False
     # rand() keeps Spark from moving the transform's filters below this: it moves them past deterministic columns only.
     fail = F.raise_error(F.concat(F.lit(f"{UNDECODED} "), F.rand().cast("string")))
     guarded = rows.withColumn(
@@ -292,7 +311,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     ).drop(PROBLEM)
     result = job.transform(guarded)
     if job.atomic == "batch" and moves_rows(result, guarded):
-        return result
+        return result, True
     if _shuffles(result):
         raise JobError(
             "transform: it moves rows between partitions (an aggregation, distinct, repartition, sort, or a join that "
@@ -302,7 +321,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     missing = [name for name in KEPT if name not in result.columns]
     if missing:
         raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
-    return result
+    return result, False
 
 
 def moves_rows(rows: DataFrame, source: DataFrame) -> bool:

@@ -1,39 +1,60 @@
-"""Which messages come after a dead letter of their key."""
+"""Which messages wait behind a dead letter of their key, with ``keep_order``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from outbox.consumer.model import MessageRef
+from outbox.consumer.letters import DeadLetter
+from outbox.consumer.model import MessageRef, RejectedRecord
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from spark_jobs.task.incoming import Incoming, Messages
+
+BEHIND: Final = "an earlier message of its key is a dead letter"
+"""The error of a message that is put aside although nothing is wrong with it."""
+
+DeadKeys = Mapping[str, Mapping[bytes, MessageRef | None]]
+"""Topic → key → dead letter. Behind it are the later messages of its partition, and all messages of the key in other
+partitions. Without a dead letter all messages of the key are behind it."""
 
 
-def behind(
-    keys: Mapping[tuple[str, bytes], MessageRef | None], batches: Iterable[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """Return the places of messages that come after a dead letter of their key.
+def offsets_behind(keys: DeadKeys, messages: Messages) -> list[int]:
+    """Return the offsets of the messages that come after a dead letter of their key."""
+    dead = keys.get(messages.topic, {})
+    found = []
+    for offset, key in zip(messages.offsets, messages.keys, strict=True):
+        if key is not None and key in dead:
+            letter = dead[key]
+            if letter is None or messages.part != letter[1] or offset > letter[2]:
+                found.append(offset)
+    return found
 
-    keys  topic and key → place of the dead letter. Behind it are the later messages of its partition, and all messages
-          of the key in other partitions. Without a place all messages of the key are behind it.
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Which messages wait behind a dead letter of an earlier round.
+
+    The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
+    read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
+    allows. A range with more is not applied: its messages are rejected, and the driver counts those of all
+    partitions.
+
+    keys   the keys of the dead letters, by topic.
+    share  how many messages of each range the task may put aside by itself.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
-    by_topic: dict[str, list[bytes]] = {}
-    for topic, key in keys:
-        by_topic.setdefault(topic, []).append(key)
-    wanted = {topic: pa.array(of_topic, pa.binary()) for topic, of_topic in by_topic.items()}
-    for batch in batches:
-        topics, kafka_keys, places = batch.column("topic"), batch.column("key"), batch.drop_columns("key")
-        found: list[int] = []
-        for topic in wanted.keys() & set(pc.unique(topics).to_pylist()):
-            here = pc.and_(pc.equal(topics, topic), pc.is_in(kafka_keys, value_set=wanted[topic]))
-            for row in pc.indices_nonzero(here).to_pylist():
-                dead = keys[topic, kafka_keys[row].as_py()]
-                _, part, offset = (column[row].as_py() for column in places.columns)
-                if dead is None or part != dead[1] or offset > dead[2]:
-                    found.append(row)
-        yield places.take(pa.array(sorted(found), pa.int64()))
+    keys: Mapping[str, AbstractSet[bytes]]
+    share: int
+
+    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[DeadLetter]]:
+        """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
+        keys = self.keys.get(messages.topic, frozenset())
+        behind = [number for number, key in enumerate(messages.keys) if key in keys]
+        if not behind:
+            return messages, []
+        others = [number for number, key in enumerate(messages.keys) if key not in keys]
+        letters = incoming.letters(messages.only(behind[:most]), lambda ref: RejectedRecord(ref, "behind", BEHIND))
+        return messages.only(others), letters

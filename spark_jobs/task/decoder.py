@@ -1,26 +1,19 @@
-"""The messages that a task has read itself: turned into rows, and divided by what waits behind a dead letter."""
+"""The messages that a task has read itself, as rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-from outbox.consumer.letters import DeadLetter
-from outbox.consumer.model import RejectedRecord
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.accumulators import Accumulator
 
     from outbox.consumer.model import Partition
     from spark_jobs.payloads.reading import Reader
+    from spark_jobs.task.accumulators import Sizes, TraceSample
     from spark_jobs.task.incoming import Incoming, Messages
-    from spark_jobs.task.sizes import ReadSizes
-    from spark_jobs.task.traces import TraceSample
-
-BEHIND: Final = "an earlier message of its key is a dead letter"
-"""The error of a message that is put aside although nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +26,7 @@ class TaskDecoder:
     incoming  selects the messages and makes their columns of META.
     columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
               process the rows first.
+    most      the limit of a payload, in bytes: a larger one is not decoded.
     traces    takes a sample of the messages' traces; None if the driver records no span.
     sizes     takes how much is read of each range.
     """
@@ -41,8 +35,9 @@ class TaskDecoder:
     plan: Callable[[], Reader] | None
     incoming: Incoming
     columns: Mapping[str, str] | None
+    most: int
     traces: TraceSample | None = None
-    sizes: ReadSizes | None = None
+    sizes: Accumulator[Sizes] | None = None
 
     def note_size(self, partition: Partition, size: int) -> None:
         """Record how much was read of a partition's range."""
@@ -64,14 +59,16 @@ class TaskDecoder:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        from spark_jobs.payloads.reading import columns
+        from spark_jobs.payloads.reading import columns, limited
 
         reader = None if self.plan is None else self.plan()
         names = [kind.name for kind in self.kind]
         for messages in parts:
             if self.traces is not None:
                 self.traces.take(messages, self.incoming)
-            meta, payloads, schemas, problems = self.incoming.taken(messages)
+            meta, payloads, schemas, unreadable = self.incoming.taken(messages)
+            payloads, large = limited(payloads, self.most)
+            problems = pc.coalesce(unreadable, large)
             kinds = list(self.kind)[len(meta) :]
             if reader is None:
                 taken = self.incoming.chosen(messages)
@@ -82,40 +79,3 @@ class TaskDecoder:
                 fields.append(pc.coalesce(problems, problem) if problems.null_count < len(problems) else problem)
             columns_of_meta = [meta[name] for name in names[: len(meta)]]
             yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields], names=names)
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """Which messages wait behind a dead letter of an earlier round, with ``keep_order``.
-
-    The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
-    read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
-    allows. A range with more is not applied: its messages are rejected, and the driver counts those of all
-    partitions.
-
-    keys   the keys of the dead letters, by topic.
-    share  how many messages of each range the task may put aside by itself.
-    """
-
-    keys: Mapping[str, AbstractSet[bytes]]
-    share: int
-
-    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[DeadLetter]]:
-        """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
-        keys = self.keys.get(messages.topic, frozenset())
-        behind = [number for number, key in enumerate(messages.keys) if key in keys]
-        if not behind:
-            return messages, []
-        others = [number for number, key in enumerate(messages.keys) if key not in keys]
-        named = [
-            DeadLetter(
-                RejectedRecord((messages.topic, messages.part, raw.offset), "behind", BEHIND),
-                raw.message_id,
-                raw.key,
-                raw.value,
-                raw.headers,
-                raw.time,
-            )
-            for raw in incoming.raw(messages.only(behind[:most]))
-        ]
-        return messages.only(others), named

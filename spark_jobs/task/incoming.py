@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from outbox.consumer.ids import uuid8
+from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import (
     FIRST_TIME,
     LAST_TIME,
@@ -20,11 +22,12 @@ from outbox.consumer.messages import (
     UndecodableHeaders,
     stored_headers,
 )
+from outbox.consumer.model import MessageRef, RejectedRecord
 from outbox.event import CE_TRACEPARENT, CE_TRACESTATE, TRACEPARENT, TRACESTATE
 from spark_jobs import ids as identity
 from spark_jobs.payloads.framing import HEADER
 
-# W3C Trace Context, as effects.produce has it for Spark.
+# W3C Trace Context. As it demands, invalid headers are ignored.
 _TRACE: Final = {
     TRACEPARENT: re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     TRACESTATE: re.compile(rb"[ -~]{1,512}"),
@@ -64,16 +67,6 @@ class Messages:
         columns = zip(*((p.offsets, p.milliseconds, p.keys, p.values, p.headers) for p in parts), strict=True)
         listed: list[list[Any]] = [list(chain.from_iterable(column)) for column in columns]
         return Messages(parts[0].topic, parts[0].part, *listed)
-
-    def places(self) -> pa.RecordBatch:
-        """Return topic, partition, offset and key."""
-        columns = {
-            "topic": pa.repeat(self.topic, len(self)),
-            "partition": pa.repeat(pa.scalar(self.part, pa.int32()), len(self)),
-            "offset": pa.array(self.offsets, pa.int64()),
-            "key": pa.array(self.keys, pa.binary()),
-        }
-        return pa.RecordBatch.from_pydict(columns)
 
     def traces(self, most: int) -> list[tuple[str, str | None]]:
         """Return up to ``most`` distinct traces: of each message that of the last hop, or else that of the writer."""
@@ -139,13 +132,13 @@ class Incoming:
         """Return the messages of the selected types."""
         return messages if self.types is None else self._chosen(messages)[0]
 
-    def raw(self, messages: Messages) -> list[Raw]:
-        """Return each message in the form that a dead letter keeps."""
+    def letters(self, messages: Messages, why: Callable[[MessageRef], RejectedRecord]) -> list[DeadLetter]:
+        """Return each message as a dead letter. ``why`` returns the reason for the message at a place."""
         unknown = self.ids in {"content", "columns"}
         ids = [None] * len(messages) if unknown else _ids(_Headers(messages.headers)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
-            Raw(offset, id_, key, value, stored_headers(headers), time)
+            DeadLetter(why((messages.topic, messages.part, offset)), id_, key, value, stored_headers(headers), time)
             for offset, id_, key, value, headers, time in zip(
                 messages.offsets, ids, messages.keys, messages.values, messages.headers, times, strict=True
             )
@@ -165,7 +158,7 @@ class Incoming:
     def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
         if self.ids == "content":
             pairs = zip(messages.keys, messages.values, strict=True)
-            return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+            return pa.array([uuid8(content(key, value)) for key, value in pairs], pa.string())
         if self.ids == "columns":
             return pa.nulls(len(messages), pa.string())
         ids = _ids(headers)
@@ -173,21 +166,10 @@ class Incoming:
             return ids
         times = messages.times.cast(pa.int64()).to_pylist()
         made = [
-            id_ or identity.uuid8(place(messages.topic, messages.part, offset, time))
+            id_ or uuid8(place(messages.topic, messages.part, offset, time))
             for id_, offset, time in zip(ids.to_pylist(), messages.offsets, times, strict=True)
         ]
         return pa.array(made, pa.string())
-
-
-class Raw(NamedTuple):
-    """A message in the form that a dead letter keeps. ``headers``: JSON. ``time``: in microseconds of Unix time."""
-
-    offset: int
-    message_id: str | None
-    key: bytes | None
-    value: bytes | None
-    headers: str
-    time: int
 
 
 class _Headers:
@@ -256,7 +238,7 @@ def _ids(headers: _Headers) -> pa.Array:
     for number, (name, hashed) in enumerate(zip(given.to_pylist(), wrong.tolist(), strict=True)):
         if name and hashed:
             # Two sources may use the same id (CloudEvents: source and id together are unique).
-            texts[number] = identity.uuid8((sources[number] or b"") + b"\0" + name)
+            texts[number] = uuid8((sources[number] or b"") + b"\0" + name)
         elif name:
             texts[number] = name.decode()
     return pa.array(texts, pa.string())

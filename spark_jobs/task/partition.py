@@ -24,7 +24,8 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from outbox.consumer.errors import (
@@ -45,7 +46,8 @@ from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
 from spark_jobs.sink import Sink, Way
-from spark_jobs.task.decoder import Behind, TaskDecoder
+from spark_jobs.task.behind import Behind
+from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text
 from spark_jobs.task.input import NO_INPUT, TaskInput, from_spark
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
@@ -57,9 +59,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
-REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
-"""The columns of a task's report to the driver, as Spark DDL. ``outcome`` is a RangeOutcome, ``behind`` the number of
-messages that were put aside instead of applied (see decoder.Behind), ``size`` the rows' size in memory, in bytes."""
+REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string, behind long, size long"
+"""The columns of a task's report, as Spark DDL: the partition and its TaskResult."""
 
 FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.DENIED: NotAuthorized,
@@ -69,6 +70,42 @@ FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.UNAVAILABLE: ConsumerUnavailable,
 }
 """The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
+
+_STOPPING: Final[Mapping[type[Exception], RangeOutcome]] = {
+    CopyError: RangeOutcome.COPY_ERROR,
+    FallbackToBatch: RangeOutcome.FALLBACK,
+    Fenced: RangeOutcome.FENCED,
+    OffsetMoved: RangeOutcome.MOVED,
+    EffectFailed: RangeOutcome.BROKEN,
+    **{kind: outcome for outcome, kind in FAILURES.items()},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """What a task reports to the driver about one partition.
+
+    read, fresh  the number of rows, and of those that were never applied before.
+    detail       the rejected messages (see feed.rejected_text), or the text of the error.
+    behind       how many messages were put aside instead of applied; see decoder.Behind.
+    size         the rows' size in memory, in bytes.
+    """
+
+    outcome: RangeOutcome
+    read: int = 0
+    fresh: int = 0
+    detail: str = ""
+    behind: int = 0
+    size: int = 0
+
+    def report(self, partition: Partition) -> pa.RecordBatch:
+        """Return the row of REPORT."""
+        import pyarrow as pa
+
+        figures = {name: [value] for name, value in asdict(self).items()}
+        return pa.RecordBatch.from_pydict(
+            {"topic": [partition[0]], "part": pa.array([partition[1]], pa.int32()), **figures}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +196,11 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
     partition = plan.partition()
     if first is None:
         # The range has only transaction markers, or the transform has filtered all of its rows.
-        yield report(partition, RangeOutcome.EMPTY, 0, 0, "")
+        yield TaskResult(RangeOutcome.EMPTY).report(partition)
         return
     named = ("message_topic", "message_part")
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
-    yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches)
+    yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
 
 
 def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
@@ -178,19 +215,16 @@ def read_range(
     decoder: TaskDecoder,
     ranges: Mapping[Partition, Range],
     without: Mapping[Partition, frozenset[int]],
-    partitions: Sequence[Partition],
-    settings: ReaderSettings,
-    number: int,
+    reader: RangeReader,
+    partition: Partition,
 ) -> Iterator[pa.RecordBatch]:
     """Return the rows of one partition's range, except the messages at the offsets in ``without``.
 
     Raises the reader's errors. An end without an error means that the reader has proved the range to be complete.
     """
-    partition = partitions[number]
-    with kept(settings) as reader:
-        messages = reader.range(partition, ranges[partition], without[partition])
-        yield from decoder.decoding(messages)
-        decoder.note_size(partition, messages.size)
+    messages = reader.range(partition, ranges[partition], without[partition])
+    yield from decoder.decoding(messages)
+    decoder.note_size(partition, messages.size)
 
 
 def read_letters(decoder: TaskDecoder, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
@@ -211,7 +245,8 @@ def with_reader(
 
 def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
     """Read a partition's range from Kafka, apply it, and report."""
-    yield run_range(plan, partition, reader.range(partition, plan.ranges[partition], plan.without(partition)))
+    messages = reader.range(partition, plan.ranges[partition], plan.without(partition))
+    yield run_range(plan, partition, messages).report(partition)
 
 
 def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
@@ -221,27 +256,25 @@ def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskI
         return reader.whole(plan.ranges, without)
 
 
-def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
-    """Do the tasks' work in this process, one range after the other, and return the rows of REPORT.
+def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> dict[Partition, TaskResult]:
+    """Do the tasks' work in this process, one range after the other.
 
-    An error that a task would raise is reported as ``broken``: the other ranges are tried, and counted, all the same.
+    An error that a task would raise is reported as BROKEN: the other ranges are tried, and counted, all the same.
     """
     plan = replace(plan, here=True)
-    rows: list[dict[str, Any]] = []
+    results: dict[Partition, TaskResult] = {}
     for partition, messages in read.items():
         try:
-            made = run_range(plan, partition, messages)
+            results[partition] = run_range(plan, partition, messages)
         except Exception as error:  # noqa: BLE001  reported, with its trace in the log
             _LOG.warning("%s: the driver can't run the job", _where(plan, partition), exc_info=True)
-            made = report(
-                partition, RangeOutcome.BROKEN, 0, 0, storable(f"the driver can't run the job: {shown(error)}")
-            )
-        rows += made.to_pylist()
-    return rows
+            why = storable(f"the driver can't run the job: {shown(error)}")
+            results[partition] = TaskResult(RangeOutcome.BROKEN, detail=why)
+    return results
 
 
-def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> pa.RecordBatch:
-    """Apply a partition's range, which the caller reads from Kafka, and return the report.
+def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> TaskResult:
+    """Apply a partition's range, which the caller reads from Kafka.
 
     Unlike ``run``, it also moves the offset over a range without messages, because here their absence is proved.
     """
@@ -251,14 +284,14 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
             # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
             first = next(messages, None)
     except RangeStopped as stop:
-        return report(partition, stop.outcome, 0, 0, stop.detail)
+        return TaskResult(stop.outcome, detail=stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     aside: list[DeadLetter] = []
     rows = plan.decoder.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
-    made = _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
+    result = _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
     plan.decoder.note_size(partition, messages.size)
-    return made
+    return result
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -> Iterator[Messages]:
@@ -276,18 +309,14 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
         yield taken
 
 
-def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> pa.RecordBatch:
-    outcome, fresh, detail = RangeOutcome.APPLIED, 0, ""
+def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
     try:
-        applied = _apply(plan, partition, feed, source)
-        if applied is None:
-            outcome = RangeOutcome.ALREADY
-        else:
-            fresh = applied
+        fresh = _apply(plan, partition, feed, source)
     except RangeStopped as stop:
-        outcome, detail = stop.outcome, stop.detail
-    behind = len(feed.aside) if outcome is RangeOutcome.APPLIED else 0
-    return report(partition, outcome, feed.rows, fresh, detail, behind=behind, size=feed.size)
+        return TaskResult(stop.outcome, feed.rows, detail=stop.detail, size=feed.size)
+    if fresh is None:
+        return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
+    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=len(feed.aside), size=feed.size)
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -312,33 +341,17 @@ def run_retry(
 
     retried  the dead letters by their messages' places. Those without a row were filtered; they are resolved too.
     """
+    yield retry(plan, retried, batches).report(("", 0))
+
+
+def retry(plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]) -> TaskResult:
+    """Do what ``run_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
-    outcome, fresh, detail = RangeOutcome.APPLIED, 0, ""
     try:
-        fresh = _apply_retried(plan, retried, feed, batches)
+        result = TaskResult(RangeOutcome.APPLIED, fresh=_apply_retried(plan, retried, feed, batches))
     except RangeStopped as stop:
-        outcome, detail = stop.outcome, stop.detail
-    yield report(("", 0), outcome, feed.rows, fresh, detail)
-
-
-def report(
-    partition: Partition, outcome: RangeOutcome, read: int, fresh: int, detail: str, *, behind: int = 0, size: int = 0
-) -> pa.RecordBatch:
-    """Return a row of REPORT."""
-    import pyarrow as pa
-
-    return pa.RecordBatch.from_pydict(
-        {
-            "topic": [partition[0]],
-            "part": pa.array([partition[1]], pa.int32()),
-            "outcome": [outcome],
-            "read": pa.array([read], pa.int64()),
-            "size": pa.array([size], pa.int64()),
-            "fresh": pa.array([fresh], pa.int64()),
-            "behind": pa.array([behind], pa.int64()),
-            "detail": [detail],
-        }
-    )
+        result = TaskResult(stop.outcome, detail=stop.detail)
+    return replace(result, read=feed.rows)
 
 
 def _where(plan: TaskPlan, partition: Partition) -> str:
@@ -380,33 +393,18 @@ def _apply_retried(
     return fresh
 
 
-class stopping:  # noqa: N801  reads as what it does
-    """Turns the known errors that end a transaction into a Stop. ``where`` is the start of the error's text."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RejectedRecords):
-            raise RangeStopped(RangeOutcome.REJECTED, rejected_text(error.found)) from error
-        if isinstance(error, CopyError):
-            raise RangeStopped(RangeOutcome.COPY_ERROR, "") from error
-        if isinstance(error, FallbackToBatch):
-            raise RangeStopped(RangeOutcome.FALLBACK, "") from error
-        if isinstance(error, Fenced):
-            raise RangeStopped(RangeOutcome.FENCED, str(error)) from error
-        if isinstance(error, OffsetMoved):
-            raise RangeStopped(RangeOutcome.MOVED, str(error)) from error
-        if isinstance(error, EffectError | JobError):
-            raise RangeStopped(RangeOutcome.BROKEN, f"{self._where}: {error}") from error
-        if isinstance(error, EffectFailed):
-            raise RangeStopped(RangeOutcome.BROKEN, str(error)) from error
-        for outcome, failing in FAILURES.items():
-            if isinstance(error, failing):
-                raise RangeStopped(outcome, str(error)) from error
+@contextmanager
+def stopping(where: str) -> Iterator[None]:
+    """Turn the known errors that end a transaction into RangeStopped. ``where`` begins the text of the job's errors."""
+    try:
+        yield
+    except RejectedRecords as error:
+        raise RangeStopped(RangeOutcome.REJECTED, rejected_text(error.found)) from error
+    except (EffectError, JobError) as error:
+        raise RangeStopped(RangeOutcome.BROKEN, f"{where}: {error}") from error
+    except tuple(_STOPPING) as error:
+        outcome = next(outcome for kind, outcome in _STOPPING.items() if isinstance(error, kind))
+        raise RangeStopped(outcome, str(error)) from error
 
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:

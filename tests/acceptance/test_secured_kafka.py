@@ -34,7 +34,8 @@ from outbox.sandbox.java import java
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
 from spark_jobs.task.reader import RangeReader, ReaderSettings

@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs.driver.runner import Totals
+from spark_jobs.driver.options import Totals
 
 pytestmark = pytest.mark.spark
 

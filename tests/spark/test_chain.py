@@ -24,7 +24,8 @@ from uuid_utils.compat import uuid7
 from outbox._app import migrate as db
 from outbox.consumer.errors import JobError
 from spark_jobs import enrich_orders, order_totals
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 from spark_jobs.effects.produce import Traced, derived_id
 from spark_jobs.job import ConsumerJob
 

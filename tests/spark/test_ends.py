@@ -20,7 +20,8 @@ from proxy import TcpProxy
 from support import wait_until
 
 from outbox.consumer.errors import ConsumerUnavailable
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 
 pytestmark = pytest.mark.spark
 

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import random
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,6 +198,19 @@ TRACES = [HOP, ORIGIN, b"", HOP.upper(), HOP + b"\n", HOP[:-1], b"\xff" + HOP[1:
 STATES = [b"vendor=1,other=2", b"", b"x" * 512, b"x" * 513, "schl\u00fcssel".encode(), b"a\tb", None]
 
 
+def trace_by_spark() -> dict[str, Any]:
+    """Return the columns of Traced."""
+
+    def fitting(name: str, pattern: str) -> Any:
+        return F.when(header(name).rlike(pattern), header(name))
+
+    parent = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
+    hop, origin = (fitting(name, parent) for name in ("traceparent", "ce_traceparent"))
+    states = [fitting(name, r"\A[ -~]{1,512}\z") for name in ("tracestate", "ce_tracestate")]
+    state = F.when(hop.isNotNull(), states[0]).when(origin.isNotNull(), states[1])
+    return {"traceparent": F.coalesce(hop, origin), "tracestate": state}
+
+
 def traced() -> list[tuple]:
     """Messages with every combination of what the four headers may hold, and payloads of all kinds."""
     chance = random.Random(3)
@@ -213,11 +227,14 @@ def traced() -> list[tuple]:
 
 @pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
 def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
-    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema, max_payload_bytes=100)
+    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema)
     decoder = spark_rows.task_decoder(job)
     names = [*job.payload_columns(), *META, PROBLEM]
     rows = spark.createDataFrame(traced(), KAFKA).coalesce(1)
-    expected = job.decoder.decode(by_spark(rows, job)).select(*names).toArrow().to_pylist()
+    from_kafka = by_spark(rows, job)
+    if schema is not None:
+        from_kafka = from_kafka.withColumns(trace_by_spark())
+    expected = job.decoder.decode(from_kafka).select(*names).toArrow().to_pylist()
     by_task = [
         row for batch in decoder.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
     ]
@@ -228,6 +245,18 @@ def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
         assert {row["traceparent"] for row in by_task} == {None, HOP.decode(), ORIGIN.decode()}
         assert {row["tracestate"] for row in by_task} == {None, "vendor=1,other=2", "x" * 512}
     assert any(row[PROBLEM] for row in by_task)
+
+
+def test_a_payload_that_spark_reads_is_traced_too(bench):
+    job = replace(
+        bench.job,
+        schema=Traced("variant"),
+        setup="CREATE TABLE IF NOT EXISTS seen (payload jsonb, traceparent text)",
+        effect="INSERT INTO seen SELECT payload, traceparent FROM batch",
+    )
+    bench.send_raw(b'{"n": 1}', [("ce_id", V7.encode()), ("ce_traceparent", ORIGIN), ("traceparent", b"no")])
+    assert bench.once(job).applied == 1
+    assert bench.rows("SELECT * FROM seen") == [({"n": 1}, ORIGIN.decode())]
 
 
 def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):

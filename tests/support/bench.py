@@ -16,7 +16,8 @@ from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
 from spark_jobs import order_totals
-from spark_jobs.driver.runner import Options, Runner, Totals
+from spark_jobs.driver.options import Options, Totals
+from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 
 

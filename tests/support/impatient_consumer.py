@@ -15,7 +15,7 @@ from typing import Any
 
 from outbox.consumer import kafka_admin as kafka
 from relay.cli import main
-from spark_jobs.driver import runner
+from spark_jobs.driver import options
 from spark_jobs.task import reader
 
 
@@ -35,7 +35,7 @@ def impatient(function: Any, name: str, was: float, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    impatient(runner.Options.__init__, "patience", 60.0, 10.0)
+    impatient(options.Options.__init__, "patience", 60.0, 10.0)
     impatient(kafka.KafkaAdmin.__init__, "seconds", 20.0, 6.0)
     impatient(reader.ReaderSettings.__init__, "patience_seconds", 30.0, 6.0)
     main()

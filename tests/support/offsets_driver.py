@@ -21,8 +21,9 @@ from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from relay.cli.app import app
+from spark_jobs.driver.options import Options
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
 

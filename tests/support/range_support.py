@@ -58,4 +58,5 @@ def task_decoder(types: tuple[str, ...] | None = None, ids: Any = "headers") -> 
     meta = [(name, kinds.get(kind, pa.string())) for name, kind in META.items()]
     kind = pa.struct([*meta, ("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return TaskDecoder(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)
+    columns = {"n": "integer"} | META
+    return TaskDecoder(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), columns, 16 * 2**20)

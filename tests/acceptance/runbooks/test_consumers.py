@@ -31,9 +31,10 @@ from task_sink import event_id
 from outbox._app.prometheus import serve
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from spark_jobs.driver.options import Options
 from spark_jobs.driver.poison_search import PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.runner import Runner
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
 from spark_jobs.metrics import ConsumerMetrics

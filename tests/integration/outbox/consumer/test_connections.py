@@ -21,7 +21,8 @@ from support import look_up, wait_until
 from outbox._app import migrate as db
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.options import Options
+from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import PostgresGroupStore

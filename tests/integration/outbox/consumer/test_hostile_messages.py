@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+from functools import partial
 from typing import Any
 
 import orjson
@@ -169,11 +170,8 @@ def test_the_readers_of_spark(log):
     assert {one.place[2]: one.reason for one in feed.found} == dead
     assert rows == COUNT - len(dead)
     # All of them as letters, and as they are loaded to be retried.
-    whole = [
-        DeadLetter(RejectedRecord((log.topic, 0, raw.offset), "failed", "x"), *raw[1:])
-        for part in parts
-        for raw in decoder.incoming.raw(part)
-    ]
+    failed = partial(RejectedRecord, reason="failed", error="x")
+    whole = [letter for part in parts for letter in decoder.incoming.letters(part, failed)]
     with psycopg.connect(log.database.url) as connection:
         assert DeadLetterStore("consumer", log.group).write(connection, "id", whole) == COUNT
         connection.execute("UPDATE consumer.dead_letters SET state = 'retry'")

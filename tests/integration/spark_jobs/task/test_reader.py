@@ -9,6 +9,7 @@ import pickle
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from raw_kafka import produce
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
+from outbox.consumer.model import RejectedRecord
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from spark_jobs.errors import InputCut
@@ -210,12 +212,10 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
         assert (rows.num_rows, len(problems)) == (count, 200)
         assert len(taken.incoming.chosen(part)) == count
         # And so it is when it is tried again, from what its letter has.
-        letters = taken.incoming.raw(part)[::2]
+        letters = taken.incoming.letters(part, partial(RejectedRecord, reason="failed", error="x"))[::2]
         noon = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
         again = [
-            RetryRecord(
-                1, (topic, PART, one.offset), one.key, one.value, orjson.loads(one.headers), noon, "undecodable", False
-            )
+            RetryRecord(1, one.record.place, one.key, one.value, orjson.loads(one.headers), noon, "undecodable", False)
             for one in letters
         ]
         headers = pickle.loads(pickle.dumps([one.message_headers() for one in again]))

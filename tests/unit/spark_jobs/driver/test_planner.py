@@ -12,8 +12,9 @@ from outbox.consumer.errors import DataLost, JobError, TopicRecreated
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
 from outbox.errors import ConfigurationError
+from spark_jobs.driver.options import Options
 from spark_jobs.driver.planner import ENOUGH, FEW, new_partitions, next_turn, plan, waiting_for_others
-from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob, find_job
 
 ID = {"t": "id-1"}

@@ -7,13 +7,15 @@ import io
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
+from range_support import task_decoder
 
 from outbox.consumer.errors import JobError
 from spark_jobs.effects.produce import Traced
@@ -22,15 +24,11 @@ from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
-from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable, task_plan_of
 from spark_jobs.payloads.json_columns import JsonReader
-from spark_jobs.payloads.reading import Policy, Problem, columns
+from spark_jobs.payloads.reading import Policy, Problem, columns, limited
 from spark_jobs.payloads.registry import Schema
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
-    from spark_jobs.payloads.decoding import Plan
+from spark_jobs.task.incoming import Messages
 
 NESTED = t.StructType(
     [
@@ -376,52 +374,40 @@ def test_protobuf_that_is_nested_without_an_end():
     assert bad[PROBLEM]
 
 
-class Declared:
-    """Json, with fields that no running Spark has to read as DDL."""
-
-    def __init__(self, fields: t.StructType, make: Callable[..., Any]) -> None:
-        self._fields = fields
-        self._make = make
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._fields.fieldNames())
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        raise AssertionError("it is done in the task")
-
-    def task_plan(self) -> tuple[t.StructType, Plan]:
-        return self._fields, lambda: self._make(self._fields, Policy())
+def read_limited(way: str, values: list[bytes | None], most: int) -> list[dict[str, Any]]:
+    """Read a batch as the task of a job with this ``max_payload_bytes`` does."""
+    payloads, problems = limited(pa.array(values, pa.binary()), most)
+    rows = read(way, payloads.to_pylist())
+    return [row | {PROBLEM: large or row[PROBLEM]} for row, large in zip(rows, problems.to_pylist(), strict=True)]
 
 
-def limited(decoder: Any, **declared: Any) -> tuple[t.StructType, Any]:
-    found = ConsumerJob("g", ["t"], "SELECT 1", schema=decoder, **declared).decoder.task_plan()
-    assert found is not None
-    return found[0], found[1]()
-
-
-@pytest.mark.parametrize("make", [JsonReader, json_payload.reader])
-@pytest.mark.parametrize("fields", [PLAIN, DECIMAL, NESTED], ids=["plain", "decimal", "nested"])
-def test_a_payload_beyond_the_limit_is_not_read(fields, make):
-    kind, reader = limited(Declared(fields, make), max_payload_bytes=20)
+@pytest.mark.parametrize("way", ["plain", "decimal", "nested", "alone"])
+def test_a_payload_beyond_the_limit_is_not_read(way):
     fits, large = b'{"text":"123456789"}', b'{"text":"1234567890"}'
     assert (len(fits), len(large)) == (20, 21)
-    rows = read_with(reader, kind, [fits, large, None, fits])
-    assert [row["text"] for row in rows] == ["123456789", None, None, "123456789"]
-    said = "the payload has 21 bytes, and the job takes 20 at most (max_payload_bytes)"
-    assert [row[PROBLEM] for row in rows] == [None, said, None, None]
     # What would not decode either is not even looked at.
-    with pytest.raises(Problem, match="21 bytes"):
-        reader(b"[" * 21, None)
+    rows = read_limited(way, [fits, large, None, fits, b"[" * 21], 20)
+    assert [row["text"] for row in rows] == ["123456789", None, None, "123456789", None]
+    said = "the payload has 21 bytes, and the job takes 20 at most (max_payload_bytes)"
+    assert [row[PROBLEM] for row in rows] == [None, said, None, None, said]
 
 
 def test_the_limit_is_above_what_kafka_takes_by_default():
-    kind, reader = limited(Declared(PLAIN, JsonReader))
     text = "x" * (16 * 2**20 - len('{"text":""}'))
-    rows = read_with(reader, kind, [b'{"text":"%s"}' % text.encode(), b'{"text":"%sx"}' % text.encode()])
+    most = ConsumerJob("g", ["t"], "SELECT 1").max_payload_bytes
+    rows = read_limited("plain", [b'{"text":"%s"}' % text.encode(), b'{"text":"%sx"}' % text.encode()], most)
     assert [row["text"] == text for row in rows] == [True, False]
     assert "16777217 bytes" in rows[1][PROBLEM]
 
 
-def test_a_decoder_that_works_in_spark_only_still_does():
-    assert ConsumerJob("g", ["t"], "SELECT 1", schema="variant").decoder.task_plan() is None
-    assert ConsumerJob("g", ["t"], "SELECT 1", schema=Traced("variant")).decoder.task_plan() is None
+def test_a_task_limits_the_payloads_that_it_decodes():
+    messages = Messages("t", 0, [0, 1], [0, 0], [None, None], [b'{"n": 1}', b'{"n": 10}'], [[], []])
+    (rows,) = replace(task_decoder(), most=8).decoding([messages])
+    assert rows.column("n").to_pylist() == [1, None]
+    assert rows.column("message_tombstone").to_pylist() == [False, False]
+    assert [row is not None for row in rows.column(PROBLEM).to_pylist()] == [False, True]
+
+
+@pytest.mark.parametrize("schema", ["variant", Traced("variant")])
+def test_a_variant_is_read_by_spark_only(schema):
+    assert task_plan_of(ConsumerJob("g", ["t"], "SELECT 1", schema=schema).decoder) is None

@@ -26,6 +26,10 @@ def test_what_ends_a_job_names_the_error_of_its_transform():
     for text, shown in (
         (f"An exception was thrown from the Python worker:{traceback}\nJVM stacktrace:\n\tat a.B", "jobs.X: n is 7"),
         (f"thrown:{traceback}spark_jobs.errors.InputCut: no end\n", "spark_jobs.errors.InputCut: no end"),
+        (
+            f"thrown:{traceback}psycopg.OperationalError: gone\n\noutbox.consumer.errors.ConsumerUnavailable: away\n",
+            "outbox.consumer.errors.ConsumerUnavailable: away",
+        ),
         ("[DIVIDE_BY_ZERO] by zero\n\tat a.B", "[DIVIDE_BY_ZERO] by zero"),
         ("", "Exception"),
     ):
@@ -47,11 +51,10 @@ def python(raised: str, before: str = "") -> Exception:
         (python("psycopg.errors.UndefinedColumn: no"), EffectFailed),
         (python("psycopg.errors.ProgramLimitExceeded: no"), EffectFailed),
         (python("spark_jobs.errors.InputCut: ended"), InputCut),
-        (python("spark_jobs.errors.ConsumerUnavailable: away"), ConsumerUnavailable),
-        (python("spark_jobs.errors.CorruptRecords: no"), CorruptRecords),
-        (python("spark_jobs.errors.NotAuthorized: no"), NotAuthorized),
+        (python("outbox.consumer.errors.CorruptRecords: no"), CorruptRecords),
+        (python("outbox.consumer.errors.NotAuthorized: no"), NotAuthorized),
         (python("outbox.consumer.errors.ConsumerUnavailable: away"), ConsumerUnavailable),
-        (python("spark_jobs.errors.JobError: no"), JobError),
+        (python("outbox.consumer.errors.JobError: no"), JobError),
         (python("ConnectionRefusedError: no"), ConsumerUnavailable),
         (python("TimeoutError"), ConsumerUnavailable),
         (python("ValueError: psycopg.OperationalError: is only a text here"), EffectFailed),
