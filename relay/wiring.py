@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -198,20 +198,12 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
     router = build_router(settings)
     failures = Failures(settings.db_schema, failure_policy(settings), router)
     once = settings.delivery is Delivery.AT_MOST_ONCE
-    kept = KeptMarks()
-
-    def polling(events: Events) -> PollingSource:
-        return PollingSource(
-            connect,
-            settings.db_schema,
-            failures,
-            archive=settings.relay.archive_days > 0,
-            on_dead=events.dead,
-            renew_part=renew_part,
-            watch_seconds=settings.relay.watch_seconds,
-            overlap=not once,
-            kept=kept,
-        )
+    options: dict[str, Any] = {
+        "archive": settings.relay.archive_days > 0,
+        "renew_part": renew_part,
+        "watch_seconds": settings.relay.watch_seconds,
+        "kept": KeptMarks(),
+    }
 
     def held(claim: Claim) -> bool:
         try:
@@ -223,9 +215,8 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
         return False
 
     def new_source(events: Events) -> Source:
-        if once:
-            return AtMostOnceSource(polling(events), failures, on_lost=events.lost, on_dead=events.dead, held=held)
-        return polling(events)
+        source = partial(AtMostOnceSource, on_lost=events.lost, held=held) if once else PollingSource
+        return source(connect, settings.db_schema, failures, on_dead=events.dead, **options)
 
     return new_source
 
