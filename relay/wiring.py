@@ -40,12 +40,14 @@ from relay.parts import build_router, build_topics, failure_policy
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
+from relay.reports import LoopReports
 from relay.settle.retries import Failures
 from relay.settle.settlement import RENEW_PART
-from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
+from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.tracing import TracedPublisher
+from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
@@ -180,7 +182,7 @@ class _Wal:
         if stream is not None:
             stream.close()
 
-    def source(self, events: Events) -> Source:
+    def source(self, reports: LoopReports) -> Source:
         """Return a source on the stream."""
         assert self._stream is not None
         return StreamSource(
@@ -188,13 +190,15 @@ class _Wal:
             self._settings.db_schema,
             self._failures,
             stream=self._stream,
-            on_dead=events.dead,
+            on_dead=reports.dead,
             archive=self._settings.relay.archive_days > 0,
             renew_part=self._renew_part,
         )
 
 
-def _source(settings: Settings, connect: Connector, renew_part: float, topics: Topics) -> Callable[[Events], Source]:
+def _source(
+    settings: Settings, connect: Connector, renew_part: float, topics: Topics
+) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = Failures(settings.db_schema, failure_policy(settings), router)
     once = settings.delivery is Delivery.AT_MOST_ONCE
@@ -214,9 +218,9 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
             pass
         return False
 
-    def new_source(events: Events) -> Source:
-        source = partial(AtMostOnceSource, on_lost=events.lost, held=held) if once else PollingSource
-        return source(connect, settings.db_schema, failures, on_dead=events.dead, **options)
+    def new_source(reports: LoopReports) -> Source:
+        source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if once else PollingSource
+        return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
     return new_source
 

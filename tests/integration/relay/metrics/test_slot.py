@@ -22,7 +22,8 @@ from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.metrics import relay as metrics
 from relay.metrics.relay import SlotWatch
-from relay.supervisor import Components, MaintenanceTask, Supervisor
+from relay.supervisor import Components, Supervisor
+from relay.upkeep import MaintenanceTask
 from relay.wal.slot import SlotNames
 
 __all__ = ["wal"]
