@@ -24,8 +24,9 @@ import structlog
 
 from outbox.errors import SchemaError
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease, LetGo
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
 from relay.database import Connector, begin_session, unavailable_on_error

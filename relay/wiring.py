@@ -19,8 +19,8 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
-from relay.core.loop import LoopSettings
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.database import Connector
