@@ -342,8 +342,8 @@ class WorkerLoop:
         """Record what became of the events. Returns the lanes for which that has failed."""
         published: dict[int, list[Result]] = {}
         for number, receipt in sent.receipts.items():
-            results = [result for result in receipt.results if isinstance(result[1], Published)]
-            if results and receipt.batch is None and (lane := self._lanes.get(number)) is not None:
+            lane = self._lanes.get(number) if receipt.batch is None else None
+            if lane is not None and (results := [each for each in receipt.results if isinstance(each[1], Published)]):
                 published[number] = results
                 # The turn before may or may not be settled by now.
                 lane.unsettled = [*lane.unsettled, *results] if number in settling else results
