@@ -16,44 +16,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
 from outbox.errors import SchemaError
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease, LetGo
-from relay.core.loop import LoopSettings, WorkerLoop
-from relay.core.marker import StateLost
+from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
-from relay.core.ports import Claim, LaneLost, Publisher, Source, Unavailable
-from relay.database import Connector, StandingError, begin_session, unavailable_on_error
+from relay.core.ports import Publisher, Source, Unavailable
+from relay.database import Connector, begin_session, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, next_step, source_problem
-from relay.settle.settlement import lanes_text
+from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
+from relay.upkeep import MaintenanceTask, UpkeepThread
 
 log = structlog.get_logger("relay")
 
 # How long a relay that released its lanes because it can't publish takes no free ones.
 _STAY_AWAY_SECONDS: Final = 60.0
-# A longer wait is logged as an error, and again each time this has passed.
-_STANDING_SECONDS: Final = 60.0
 _FORGET_SECONDS: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class MaintenanceTask:
-    """A task besides publishing, which runs every ``seconds``.
-
-    Each has its own thread: leases must be renewed while it waits for a lock, and it must alert while everything else
-    waits for a standby.
-    """
-
-    name: str
-    task: Callable[[], None]
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +53,7 @@ class Components:
     shutdown_seconds: float
     loop: LoopSettings
     connect: Connector
-    source: Callable[[Events], Source]
+    source: Callable[[LoopReports], Source]
     """Makes a source that reports to these."""
     publisher: Callable[[Source], Publisher]
     """Makes a publisher for the worker's source."""
@@ -93,143 +79,6 @@ class Components:
     """What the relay has been told, for the first line of the log."""
 
 
-class Meter(Protocol):
-    """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
-
-    def events(self, result: str, count: int) -> None:
-        """Count events: published, refused, dead or lost."""
-        ...
-
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        """Record a turn of this many events, and how many seconds each of its stages took."""
-        ...
-
-    def lanes_lost(self, count: int) -> None:
-        """Count lanes that another relay has taken."""
-        ...
-
-
-class Events(Protocol):
-    """Receives reports of sources, besides what they return to the loop."""
-
-    def dead(self, lane: int, claim: Claim) -> None:
-        """Report an event that failed for good: it is in dead_letters."""
-        ...
-
-    def lost(self, lane: int, count: int) -> None:
-        """At-most-once: report ``count`` events that may not have reached Kafka, and will not be sent again."""
-        ...
-
-
-class _Log:
-    """Logs the reports of the worker's loop, and records them in its health.
-
-    The reason of a lane's wait is logged once, and again every minute.
-    """
-
-    def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
-        self.count = 0
-        self._health = health
-        self._meter = meter
-        self._said: dict[int, tuple[str, float]] = {}
-
-    def published(self, count: int) -> None:
-        self.count += count
-        self._counted("published", count)
-
-    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        if self._meter is not None:
-            stages = {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds}
-            self._meter.turn(events, stages)
-
-    def _counted(self, result: str, count: int) -> None:
-        if self._meter is not None:
-            self._meter.events(result, count)
-
-    def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        self._counted("refused", 1)
-        log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
-
-    def dead(self, lane: int, claim: Claim) -> None:
-        self._counted("dead", 1)
-        log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
-
-    def lost(self, lane: int, count: int) -> None:
-        self._counted("lost", count)
-        log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
-
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        if isinstance(error, LaneLost):
-            self._forget(lanes)
-            if self._meter is not None:
-                self._meter.lanes_lost(len(lanes))
-            log.warning("lane lost", lanes=_listed(lanes), error=str(error))
-            return
-        seconds = self._health.waits(lanes, error)
-        if isinstance(error, StateLost | StandingError):
-            # It waits until an operator has acted; then it goes on by itself.
-            if self._is_due(lanes, str(error)):
-                log.error("lane stopped", lanes=_listed(lanes), error=str(error))
-        elif seconds >= _STANDING_SECONDS:
-            # Not by its text, which may be another one each time.
-            if self._is_due(lanes, type(error).__name__):
-                log.error("still waiting", lanes=_listed(lanes), error=str(error), seconds=round(seconds))
-        else:
-            log.warning(
-                "waiting for a server", lanes=_listed(lanes), error=str(error), wait_seconds=round(wait_seconds, 2)
-            )
-
-    def recovered(self, lanes: Collection[int]) -> None:
-        self._forget(lanes)
-        log.info("publishing again", lanes=_listed(lanes))
-
-    def _is_due(self, lanes: Collection[int], what: str) -> bool:
-        """Return whether this was not logged within the last minute for one of the lanes."""
-        now = time.monotonic()
-        due = [
-            lane
-            for lane in lanes
-            if (said := self._said.get(lane)) is None or said[0] != what or now - said[1] >= _STANDING_SECONDS
-        ]
-        self._said.update(dict.fromkeys(lanes if due else (), (what, now)))
-        return bool(due)
-
-    def _forget(self, lanes: Collection[int]) -> None:
-        self._health.goes_on(lanes)
-        for lane in lanes:
-            self._said.pop(lane, None)
-
-
-class _Complaint:
-    """Logs failures outside of the loop: the first one, and again every minute.
-
-    ``text`` is the first message. If an operator is needed, it is an error from the beginning.
-    """
-
-    def __init__(self, text: str, **named: str) -> None:
-        self._text = text
-        self._named = named
-        self._said: tuple[str, float] | None = None
-
-    def failed(self, error: Exception, seconds: float) -> None:
-        """Log a failed attempt, if it is due. ``seconds``: the time since the first one."""
-        # Not by its text, which may be another one each time.
-        what, now = type(error).__name__, time.monotonic()
-        if self._said is not None and self._said[0] == what and now - self._said[1] < _STANDING_SECONDS:
-            return
-        self._said = (what, now)
-        if seconds >= _STANDING_SECONDS:
-            log.error("still waiting", **self._named, error=str(error), seconds=round(seconds))
-        elif isinstance(error, StandingError):
-            log.error(self._text, **self._named, error=str(error))
-        else:
-            log.warning(self._text, **self._named, error=str(error))
-
-    def over(self) -> None:
-        """Record that it works again."""
-        self._said = None
-
-
 class _WorkerThread(threading.Thread):
     """The worker's loop in a thread. ``error`` is the exception that ended it, if one did."""
 
@@ -237,7 +86,7 @@ class _WorkerThread(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
-        self.observer = _Log(health, components.meter)
+        self.observer = LoopReports(health, components.meter)
         self.loop = WorkerLoop(
             lambda: components.source(self.observer),
             components.publisher,
@@ -255,40 +104,6 @@ class _WorkerThread(threading.Thread):
             self.error = error
 
 
-class _UpkeepThread(threading.Thread):
-    """Runs a task until ``stop``, whatever happens. Failures are logged like those of the control loop."""
-
-    def __init__(self, upkeep: MaintenanceTask, stop: threading.Event, health: WorkerHealth) -> None:
-        super().__init__(name=f"upkeep {upkeep.name}", daemon=True)
-        self._upkeep = upkeep
-        self._stop_now = stop
-        self._health = health
-        self._complaint = _Complaint("upkeep has to wait", upkeep=upkeep.name)
-
-    def run(self) -> None:
-        while True:
-            try:
-                self._upkeep.task()
-            except (Unavailable, SchemaError) as error:
-                self._complaint.failed(error, self._health.upkeep_waits(self._upkeep.name))
-            except Exception:
-                self._health.upkeep_waits(self._upkeep.name)
-                log.exception("upkeep failed", upkeep=self._upkeep.name)
-            else:
-                self._complaint.over()
-                self._health.upkeep_goes_on(self._upkeep.name)
-            if self._stop_now.wait(self._upkeep.seconds):
-                return
-
-
-def _shown(claim: Claim) -> dict[str, str]:
-    return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
-
-
-def _listed(lanes: Collection[int]) -> str:
-    return lanes_text(lanes).partition(" ")[2]
-
-
 class Supervisor:
     """Runs one worker until ``stop`` is set. Waits for unavailable servers as long as it takes."""
 
@@ -298,16 +113,16 @@ class Supervisor:
         self._health = WorkerHealth(STANDING_LEASES * components.lease_seconds)
         self._worker = _WorkerThread(components, self._held, self._health)
         self._source_problem: str | None = None
-        self._source_said_at = -_STANDING_SECONDS
+        self._source_reminder = Reminder()
         self._table: LaneTable | None = None
-        self._complaint = _Complaint("waiting for Postgres", what="the leases")
+        self._failures = FailureLog("waiting for Postgres", what="the leases")
         self._fails = False
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         self._beat_at = self._forget_at = -1e9
-        self._told: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
-        self._expired_said_at = -_STANDING_SECONDS
+        self._expired_reminder = Reminder()
 
     def health(self) -> Health:
         """Return what the lanes wait for, what is paused, and whether the relay is ready. Thread-safe."""
@@ -337,7 +152,7 @@ class Supervisor:
         )
         done = threading.Event()
         for upkeep in self._components.upkeep:
-            _UpkeepThread(upkeep, done, self._health).start()
+            UpkeepThread(upkeep, done, self._health).start()
         self._worker.start()
         try:
             while not stop.is_set():
@@ -364,11 +179,11 @@ class Supervisor:
             self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
             if self._fails:
                 self._fails = False
-                self._complaint.over()
+                self._failures.over()
                 log.info("Postgres is back")
         except (Unavailable, SchemaError) as error:
             self._fails = True
-            self._complaint.failed(error, self._health.control_waits(error))
+            self._failures.failed(error, self._health.control_waits(error))
             self._disconnect()
 
     def _connect(self) -> LaneTable:
@@ -405,10 +220,10 @@ class Supervisor:
             if not self._away:
                 table.beat(obeyed)
             self._renew(table)
-        elif obeyed != self._told and not self._away:
+        elif obeyed != self._reported and not self._away:
             # A command waits for it.
             table.beat(obeyed)
-        self._told = obeyed
+        self._reported = obeyed
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
             table.forget_dead()
@@ -416,27 +231,25 @@ class Supervisor:
     def _renew(self, table: LaneTable) -> None:
         renewal = table.renew(self._held.leases)
         if renewal.lost:
-            log.warning("lane lost", lanes=_listed([lease.lane for lease in renewal.lost]))
+            log.warning("lane lost", lanes=listed([lease.lane for lease in renewal.lost]))
         if renewal.switched:
-            log.info("lanes go over to the other source", lanes=_listed([lease.lane for lease in renewal.switched]))
+            log.info("lanes go over to the other source", lanes=listed([lease.lane for lease in renewal.switched]))
         gone = [lease.lane for lease in (*renewal.lost, *renewal.switched)]
         if gone and self._components.all_lanes is not None:
             # The stream is read for all lanes or for none.
             self._held.recall_all()
         else:
             self._held.recall(gone)
-        self._say_what_expired()
+        self._log_expired()
 
-    def _say_what_expired(self) -> None:
+    def _log_expired(self) -> None:
         """Log our lanes whose leases can't be renewed: the loop silently skips them."""
         recalled = self._held.recalled
         expired = [lease for lease in self._held.leases if lease.remaining_seconds < 0 and lease.lane not in recalled]
-        now = time.monotonic()
-        if expired and now - self._expired_said_at >= _STANDING_SECONDS:
-            self._expired_said_at = now
+        if expired and self._expired_reminder.is_due("expired"):
             log.error(
                 "the leases of lanes have run out, and another session has their rows locked; see pg_stat_activity",
-                lanes=_listed([lease.lane for lease in expired]),
+                lanes=listed([lease.lane for lease in expired]),
                 seconds=round(max(-lease.remaining_seconds for lease in expired)),
             )
 
@@ -444,7 +257,7 @@ class Supervisor:
         ours = [gone for gone in let_go if not gone.lost]
         if ours:
             table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
-            log.info("lanes released", lanes=_listed([gone.lease.lane for gone in ours]))
+            log.info("lanes released", lanes=listed([gone.lease.lane for gone in ours]))
         if self._components.all_lanes is not None:
             if self._held.leases:
                 self._held.recall_all()
@@ -470,14 +283,13 @@ class Supervisor:
 
     def _note_source(self, *, waits: bool) -> None:
         """Record whether all lanes are read from the other source; log it at once, and again each minute."""
-        now = time.monotonic()
         if not waits:
-            self._source_problem, self._source_said_at = None, -_STANDING_SECONDS
+            self._source_problem = None
+            self._source_reminder.over()
             return
         ours, other = ("polling", "wal") if self._components.all_lanes is None else ("wal", "polling")
         self._source_problem = source_problem(other, ours)
-        if now - self._source_said_at >= _STANDING_SECONDS:
-            self._source_said_at = now
+        if self._source_reminder.is_due(self._source_problem):
             log.warning(
                 "this outbox is read from another source; this relay waits. See `outbox relay switch`",
                 problem=self._source_problem,
@@ -560,7 +372,7 @@ class Supervisor:
         else:
             log.error(
                 "a turn in flight was abandoned; its events stay in the outbox and will be sent again",
-                lanes=_listed([lease.lane for lease in left]),
+                lanes=listed([lease.lane for lease in left]),
             )
         self._sign_off()
         log.info("relay stopped", published=self._worker.observer.count, **self._components.figures())

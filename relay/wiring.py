@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -19,8 +19,8 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
-from relay.core.loop import LoopSettings
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.database import Connector
@@ -40,12 +40,14 @@ from relay.parts import build_router, build_topics, failure_policy
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
+from relay.reports import LoopReports
 from relay.settle.retries import Failures
 from relay.settle.settlement import RENEW_PART
-from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
+from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.tracing import TracedPublisher
+from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
@@ -180,7 +182,7 @@ class _Wal:
         if stream is not None:
             stream.close()
 
-    def source(self, events: Events) -> Source:
+    def source(self, reports: LoopReports) -> Source:
         """Return a source on the stream."""
         assert self._stream is not None
         return StreamSource(
@@ -188,30 +190,24 @@ class _Wal:
             self._settings.db_schema,
             self._failures,
             stream=self._stream,
-            on_dead=events.dead,
+            on_dead=reports.dead,
             archive=self._settings.relay.archive_days > 0,
             renew_part=self._renew_part,
         )
 
 
-def _source(settings: Settings, connect: Connector, renew_part: float, topics: Topics) -> Callable[[Events], Source]:
+def _source(
+    settings: Settings, connect: Connector, renew_part: float, topics: Topics
+) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = Failures(settings.db_schema, failure_policy(settings), router)
     once = settings.delivery is Delivery.AT_MOST_ONCE
-    kept = KeptMarks()
-
-    def polling(events: Events) -> PollingSource:
-        return PollingSource(
-            connect,
-            settings.db_schema,
-            failures,
-            archive=settings.relay.archive_days > 0,
-            on_dead=events.dead,
-            renew_part=renew_part,
-            watch_seconds=settings.relay.watch_seconds,
-            overlap=not once,
-            kept=kept,
-        )
+    options: dict[str, Any] = {
+        "archive": settings.relay.archive_days > 0,
+        "renew_part": renew_part,
+        "watch_seconds": settings.relay.watch_seconds,
+        "kept": KeptMarks(),
+    }
 
     def held(claim: Claim) -> bool:
         try:
@@ -222,10 +218,9 @@ def _source(settings: Settings, connect: Connector, renew_part: float, topics: T
             pass
         return False
 
-    def new_source(events: Events) -> Source:
-        if once:
-            return AtMostOnceSource(polling(events), failures, on_lost=events.lost, on_dead=events.dead, held=held)
-        return polling(events)
+    def new_source(reports: LoopReports) -> Source:
+        source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if once else PollingSource
+        return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
     return new_source
 

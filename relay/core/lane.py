@@ -10,6 +10,16 @@ from relay.core.lease import Lease
 from relay.core.ports import Result
 
 
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """The size of a turn in events of one lane, and waits in seconds."""
+
+    batch_size: int = 2000
+    max_idle_seconds: float = 0.1
+    min_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 5.0
+
+
 @dataclass(slots=True)
 class Backoff:
     """Waits that double, with jitter, so that not all clients come back at the same moment after an outage."""

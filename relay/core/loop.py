@@ -23,14 +23,14 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
 | an event that was refused is retried    | after the others, in a turn of its own: it fails no others               |
-| something is refused, and not what      | narrowed down: the likeliest events, of each partition one, have turns   |
+| the broker refuses something unnamed    | narrowed down: the likeliest events, one of each partition, have turns   |
 |                                         | of their own, after those before them. Without a guess, the lanes that   |
 |                                         | the broker names, or all, are halved until one is left, and then its     |
 |                                         | batch until one event is left. If it passes in parts, turns are halved   |
 | a turn does not finish in time          | the next one is half as large                                            |
-| it does but for topics that take none   | they wait by themselves, the others go on at full size; see              |
-| of their messages                       | kafka/topics.py                                                          |
-| one lane can't be taken over or settled | it is tried again by itself, with backoff; the others go on              |
+| it finishes, except for topics that     | their events wait, the others go on at full size; see kafka/topics.py    |
+| accept no messages                      |                                                                          |
+| one lane can't be taken over or settled | it alone is retried, with backoff; the others go on                      |
 | a lane is paused                        | its turn in flight ends and is settled; then it is not read, and its     |
 |                                         | lease is kept. See pauses.py                                             |
 """
@@ -40,27 +40,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Final, Protocol, assert_never
+from typing import Final, assert_never
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.lane import Backoff, Lane
+from relay.core.lane import Backoff, Lane, LoopSettings
 from relay.core.lease import HeldLanes
 from relay.core.marker import StateLost
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import (
     Batches,
     BatchRefused,
-    Claim,
     Completed,
     DatabaseUnavailable,
     Failed,
     Fetched,
     LaneLost,
     Late,
+    Observer,
     Published,
     Publisher,
     Receipt,
+    Refused,
     Result,
     Sent,
     Source,
@@ -75,51 +75,14 @@ _ABSENT_SECONDS: Final = 10.0
 _SETTLE_SECONDS: Final = 10.0
 
 
-class Observer(Protocol):
-    """Receives the loop's reports. Must not raise and must not wait."""
-
-    def published(self, count: int) -> None:
-        """Report that ``count`` events were acknowledged."""
-        ...
-
-    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        """Report how long a turn of this many events took.
-
-        Reading includes settling the turn before, where both are one statement.
-        """
-        ...
-
-    def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """Report an event that can't be published as it is."""
-        ...
-
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        """Report that a server is unavailable, or an operator is needed; the loop tries again after the wait."""
-        ...
-
-    def recovered(self, lanes: Collection[int]) -> None:
-        """Report the first success after ``unavailable``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSettings:
-    """The size of a turn in events of one lane, and waits in seconds."""
-
-    batch_size: int = 2000
-    max_idle_seconds: float = 0.1
-    min_backoff_seconds: float = 0.1
-    max_backoff_seconds: float = 5.0
-
-
 class WorkerLoop:
     """Publishes the lanes that it is given until it is stopped.
 
-    source and publisher are created anew after every failure, the publisher after the source and before anything is
+    Source and publisher are created anew after every failure, the publisher after the source and before anything is
     read: a transactional publisher fences its predecessor and makes the source settle what that one committed.
-    Acknowledged events are settled, repeatedly if necessary, before anything more is published: if settling never
-    succeeds, a lane stands still instead of sending its batch again and again. ``stop`` ends the loop after the current
-    turn; it then lets go of all lanes.
+    Acknowledged events are settled before anything more is published: if settling never succeeds, a lane stands still
+    instead of sending its batch again and again. ``stop`` ends the loop after the current turn; then all lanes are
+    released.
     """
 
     def __init__(
@@ -172,20 +135,21 @@ class WorkerLoop:
     def _turn(self) -> bool:
         """Publish one batch of each lane that has one. Returns whether there was anything to publish."""
         self._take_and_let_go()
-        # After lanes were taken: the pauses were handed over before them.
+        # The control loop hands over pauses before lanes: read them after the lanes.
         self._pauses.obeyed = self._pauses.now
         if not self._lanes:
-            # A stream ends with its lanes; a connection is opened again when lanes come.
+            # The stream ends with its lanes; the connections are opened again when lanes come.
             self._close()
             return False
         source = self._opened()
         if self._publisher is None:
             self._publisher = self._new_publisher(source)
-        # Before lanes join, which may need a producer; the leases are checked after both.
+        # Joining may need a producer, and the leases must be checked after both.
         self._publisher.serve()
         self._join(self._publisher)
         ready = self._ready()
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
+        source.go_on_without(self._absent())
         quiet = self._pause(source, paused)
         limits = self._sizes.limits([number for number in ready if number not in paused])
         if not limits:
@@ -193,15 +157,14 @@ class WorkerLoop:
                 self._succeeded(quiet)
             return False
         source.leave_out(self._publisher.paused())
-        source.go_on_without(self._absent())
         began = time.monotonic()
         fetched = source.fetch(limits)
         read_seconds = time.monotonic() - began
         self._sizes.note_taken(limits.keys(), fetched.batches)
         fine = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
-            self._forget_rows(fine - set(fetched.settling))
-        self._give_up_failed(fetched.failed)
+            self._note_settled(fine - set(fetched.settling))
+        self._give_up(fetched.failed)
         if not fetched.batches:
             if fetched.known:
                 self._succeeded(fine)
@@ -213,19 +176,19 @@ class WorkerLoop:
         return True
 
     def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> float:
-        """Publish what was read, and settle it. Events that were refused before come last, and fail no others.
+        """Publish what was read, and settle it. Returns how long publishing took.
 
-        They are sent only if the others are published. After a refusal a new producer may fence the relay that has
-        taken a lane meanwhile, and only the next fetch checks the leases. A topic that answers nothing is recognized
-        beside others that answer: after a late turn of theirs, they go with the others once. Returns how long
-        publishing took.
+        Events that were refused before come last, so that they fail no others, and only if the others are published:
+        after a refusal a new producer may fence the relay that has taken a lane meanwhile, and only the next fetch
+        checks the leases. If they time out, they go with the others once: a topic that answers nothing is recognized
+        beside others that answer.
         """
         seconds = 0.0
         settling = set(fetched.settling)
         retried = set(fetched.retried) if self._retries_apart else set()
         self._retries_apart = True
         for again in (False, True):
-            # The others may have led to lanes being given up.
+            # The first half may have given lanes up.
             batches = {
                 number: batch
                 for number, batch in fetched.batches.items()
@@ -259,37 +222,41 @@ class WorkerLoop:
                 # Lanes that are still ours are read again.
                 if publisher_unusable:
                     self._close_publisher()
-                self._give_up_failed(lanes)
+                self._give_up(lanes)
             case Failed(DatabaseUnavailable() as error):
-                # Nothing is published, and the source would wait for a statement that has taken too long.
+                # Nothing is published. Settling would wait for the statement that has taken too long.
                 raise error
-            case Failed():
-                failed = self._sizes.narrowed(batches, sent) if narrows else sent
-                self._settle(source, failed, fine, settling)
-            case Completed():
-                self._settle(source, sent, fine, settling)
+            case Failed(error):
+                self._settle(source, self._sizes.narrowed(batches, sent) if narrows else sent, settling)
+                # What was refused is narrowed down by the next turns, without waiting.
+                if not isinstance(error, BatchRefused):
+                    raise error
+            case Completed(receipts):
+                failed = self._settle(source, sent, settling)
+                self._sizes.completed(receipts.keys())
+                self._succeeded([number for number in fine if number not in failed])
             case _:
                 assert_never(sent)
 
     def _take_and_let_go(self) -> None:
         for lease in self._held.leases:
             known = self._lanes.get(lease.lane)
-            if known is None or known.lease is not lease:
-                # The lease may have expired and been taken again: published events still have to be settled.
-                unsettled = [] if known is None else known.unsettled
-                if known is not None:
-                    self._sizes.forget(lease.lane)
-                self._lanes[lease.lane] = Lane(lease, self._new_backoff(), unsettled=unsettled)
-                if self._source is not None:
-                    self._source.hold(lease)
-        if any(self._unsettled_rows(number) for number in self._held.recalled & self._lanes.keys()):
+            if known is not None and known.lease is lease:
+                continue
+            lane = self._lanes[lease.lane] = Lane(lease, self._new_backoff())
+            if known is not None:
+                # The lease has expired and was taken again: published events still have to be settled.
+                self._sizes.forget(lease.lane)
+                lane.unsettled = known.unsettled
+            if self._source is not None:
+                self._source.hold(lease)
+        if any(self._lanes[number].unsettled for number in self._held.recalled & self._lanes.keys()):
             self._settle_recalled()
-        recalled = self._held.recalled & self._lanes.keys()
-        if recalled:
+        if recalled := self._held.recalled & self._lanes.keys():
             self._let_go(recalled)
 
     def _settle_recalled(self) -> None:
-        """Settle the events that the next holders would send again; but do not keep lanes for ever if that fails."""
+        """Settle events that the next holders would send again. If that keeps failing, release the lanes without it."""
         try:
             self._opened()
         except (Unavailable, SchemaError):
@@ -312,9 +279,8 @@ class WorkerLoop:
         due = [
             lane.lease
             for lane in self._lanes.values()
-            if not lane.joined and not lane.backoff.waits and not self._unsettled_rows(lane.lease.lane)
+            if not (lane.joined or lane.backoff.waits or lane.unsettled) and lane.lease.secure
         ]
-        due = [lease for lease in due if lease.secure]
         if not due:
             return
         failed = publisher.join(due)
@@ -332,13 +298,11 @@ class WorkerLoop:
         if not lanes and not any(lane.paused for lane in self._lanes.values()):
             return []
         failed: Mapping[int, OutboxError] = source.flush(new) if new else {}
-        self._forget_rows([number for number in new if number not in failed])
-        # If everything else is paused, no fetch comes that would.
-        source.go_on_without(self._absent())
+        self._note_settled([number for number in new if number not in failed])
         failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
         for number, lane in self._lanes.items():
             lane.paused = number in lanes and number not in failed
-        self._give_up_failed(failed)
+        self._give_up(failed)
         return [number for number in lanes if number not in failed]
 
     def _new_backoff(self) -> Backoff:
@@ -356,75 +320,59 @@ class WorkerLoop:
             if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
         ]
 
-    def _give_up_failed(self, failed: Mapping[int, OutboxError]) -> None:
-        for lane in failed.keys() & self._lanes.keys():
-            self._lanes[lane].joined = False
-        self._give_up(failed)
-
     def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
-            lane = self._lanes.get(number)
-            if lane is None:
+            if (lane := self._lanes.get(number)) is None:
                 continue
+            lane.joined = False
             if isinstance(error, LaneLost):
                 self._observer.unavailable([number], error, 0.0)
                 self._drop(number, clean=False, lost=True)
                 continue
             delay = lane.backoff.failed()
-            known = by_text.setdefault(str(error), (error, [], delay))
-            known[1].append(number)
+            by_text.setdefault(str(error), (error, [], delay))[1].append(number)
         for error, lanes, delay in by_text.values():
             self._observer.unavailable(lanes, error, delay)
 
     # What became of a turn
 
-    def _settle(
-        self, source: Source, sent: Completed | Failed, fine: Collection[int], settling: Collection[int]
-    ) -> None:
+    def _settle(self, source: Source, sent: Completed | Failed, settling: Collection[int]) -> Mapping[int, OutboxError]:
+        """Record what became of the events. Returns the lanes for which that has failed."""
         published: dict[int, list[Result]] = {}
         for number, receipt in sent.receipts.items():
-            if receipt.batch is None and (lane := self._lanes.get(number)) is not None:
-                results = [result for result in receipt.results if isinstance(result[1], Published)]
-                if results:
-                    published[number] = results
-                    # The turn before may or may not be settled by now.
-                    lane.unsettled = [*lane.unsettled, *results] if number in settling else results
+            lane = self._lanes.get(number) if receipt.batch is None else None
+            if lane is not None and (results := [each for each in receipt.results if isinstance(each[1], Published)]):
+                published[number] = results
+                # The turn before may or may not be settled by now.
+                lane.unsettled = [*lane.unsettled, *results] if number in settling else results
         failed = source.settle(sent.receipts)
         for number in settling:
             if number not in failed and (known := self._lanes.get(number)) is not None:
-                self._forget_rows([number])
-                known.unsettled = published.get(number, known.unsettled)
+                known.unsettled = published.get(number, [])
         self._report(sent.receipts)
         if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
-            self._forget_rows(sent.receipts.keys() - failed.keys())
+            self._note_settled(sent.receipts.keys() - failed.keys())
             self._close_publisher()
-        self._give_up_failed(failed)
-        match sent:
-            case Completed(receipts):
-                self._sizes.completed(receipts.keys())
-                self._succeeded([number for number in fine if number not in failed])
-            case Failed(BatchRefused()):
-                # The next turns narrow it down, without waiting.
-                pass
-            case Failed(error):
-                raise error
-            case _:
-                assert_never(sent)
+        self._give_up(failed)
+        return failed
 
     def _report(self, receipts: Mapping[int, Receipt]) -> None:
-        count = 0
+        published = 0
         for number, receipt in receipts.items():
             for claim, outcome in receipt.results:
-                if isinstance(outcome, Published):
-                    count += 1
-                else:
-                    self._observer.refused(number, claim, outcome.reason)
-        if count:
-            self._observer.published(count)
+                match outcome:
+                    case Published():
+                        published += 1
+                    case Refused(reason):
+                        self._observer.refused(number, claim, reason)
+                    case _:
+                        assert_never(outcome)
+        if published:
+            self._observer.published(published)
 
     def _succeeded(self, fine: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
@@ -437,7 +385,8 @@ class WorkerLoop:
 
     def _idle(self) -> None:
         """Wait until there may be something to do."""
-        self._serve()
+        if self._publisher is not None:
+            self._publisher.serve()
         lanes = [number for number in self._ready() if not self._pauses.obeyed.holds(number)]
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
@@ -448,13 +397,10 @@ class WorkerLoop:
             seconds = min(seconds, max(min(waits), 0.01))
         while not self._source.wait(lanes, seconds, self._stop):
             self.turned_at = time.monotonic()
-            self._serve()
+            if self._publisher is not None:
+                self._publisher.serve()
             if self._stop.is_set() or waits or self._changed():
                 return
-
-    def _serve(self) -> None:
-        if self._publisher is not None:
-            self._publisher.serve()
 
     def _changed(self) -> bool:
         """Return whether lanes were given or recalled, pauses have changed, or a lease is no longer secure."""
@@ -495,38 +441,29 @@ class WorkerLoop:
                 if len(part) > 1:
                     size = len(part) // 2
                     continue
-                text = f"event {part[0][0].event_id} is published, and stays behind: {error}"
+                text = f"event {part[0][0].event_id} is published, but can't be settled: {error}"
                 failed = {number: type(error)(text)}
             if failed:
                 lane.unsettled = left
                 self._give_up(failed)
                 return
             left = left[size:]
-        self._forget_rows([number])
+        lane.unsettled = []
 
-    def _unsettled_rows(self, number: int) -> bool:
-        """Return whether Postgres may still have rows of the lane that are published."""
-        return bool(self._lanes[number].unsettled)
-
-    def _forget_rows(self, lanes: Collection[int]) -> None:
-        """Record that published rows are settled."""
+    def _note_settled(self, lanes: Collection[int]) -> None:
+        """Record that Postgres has settled all published events of these lanes."""
         for number in lanes:
-            lane = self._lanes.get(number)
-            if lane is not None:
+            if (lane := self._lanes.get(number)) is not None:
                 lane.unsettled = []
 
     # Letting go
 
     def _let_go(self, lanes: Collection[int]) -> None:
         """Settle what is pending of these lanes, and let go of them."""
-        failed: Mapping[int, OutboxError] = {}
-        clean = self._source is not None and self._publisher is not None
-        if self._source is not None:
-            failed = self._source.flush(lanes)
+        failed = {} if self._source is None else self._source.flush(lanes)
         for number in list(lanes):
-            lost = isinstance(failed.get(number), LaneLost)
-            joined = self._lanes[number].joined
-            self._drop(number, clean=clean and joined and number not in failed, lost=lost)
+            clean = self._lanes[number].joined and number not in failed
+            self._drop(number, clean=clean, lost=isinstance(failed.get(number), LaneLost))
 
     def _drop(self, number: int, *, clean: bool, lost: bool) -> None:
         if self._source is not None:
@@ -538,7 +475,7 @@ class WorkerLoop:
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
-            if self._source is None and any(map(self._unsettled_rows, self._lanes)):
+            if self._source is None and any(lane.unsettled for lane in self._lanes.values()):
                 self._opened()
             self._let_go(list(self._lanes))
         except (Unavailable, SchemaError) as error:
@@ -553,8 +490,6 @@ class WorkerLoop:
         finally:
             if source is not None:
                 source.close()
-            for lane in self._lanes.values():
-                lane.joined = False
 
     def _close_publisher(self) -> None:
         publisher, self._publisher = self._publisher, None

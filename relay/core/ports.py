@@ -45,6 +45,11 @@ class Claim(NamedTuple):
     lane: int = -1
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Return the aggregate, whose events keep their order."""
+        return self.aggregate_type, self.aggregate_id
+
+    @property
     def size(self) -> int:
         """Return the bytes of the payload."""
         return 0 if self.value is None else len(self.value)
@@ -370,4 +375,31 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Discard what is queued and disconnect. Safe to call twice."""
+        ...
+
+
+class Observer(Protocol):
+    """Receives the loop's reports. Must not raise and must not wait."""
+
+    def published(self, count: int) -> None:
+        """Report that ``count`` events were acknowledged."""
+        ...
+
+    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
+        """Report how long a turn of this many events took.
+
+        Reading includes settling the turn before, where both are one statement.
+        """
+        ...
+
+    def refused(self, lane: int, claim: Claim, reason: str) -> None:
+        """Report an event that can't be published as it is."""
+        ...
+
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
+        """Report that a server is unavailable, or an operator is needed. The loop retries after the wait."""
+        ...
+
+    def recovered(self, lanes: Collection[int]) -> None:
+        """Report the first success after ``unavailable``."""
         ...

@@ -18,8 +18,6 @@ BUSY_SECONDS: Final = 2.0
 
 _BUSY_AGAIN_SECONDS: Final = 10.0
 
-# Callbacks and statistics of the relay's own producer, which nothing would serve here.
-_NOT_WANTED: Final = frozenset({"statistics.interval.ms", "stats_cb", "error_cb", "on_delivery"})
 _FORBIDDEN: Final = frozenset(
     {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
 )
@@ -87,7 +85,7 @@ def is_busy(error: KafkaException) -> bool:
 
 
 class ShortLivedProducer(Producer):
-    """A producer for one transaction at most: no statistics, quick to retry.
+    """A producer for at most one transaction, which retries quickly.
 
     Raises ConfigurationError for an unknown option.
     """
@@ -95,7 +93,7 @@ class ShortLivedProducer(Producer):
     def __init__(self, options: Mapping[str, Any], transactional_id: str) -> None:
         self._errors = ConnectionErrors()
         values = {
-            **{name: value for name, value in options.items() if name not in _NOT_WANTED},
+            **options,
             "transactional.id": transactional_id,
             # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
             "retry.backoff.ms": "100",

@@ -100,12 +100,14 @@ class BatchProducer:
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
-        self._fatal: KafkaError | None = None
+        self.fatal: KafkaError | None = None
+        """The producer's fatal error, if it has one."""
+        self.broken_off = False
+        """Whether librdkafka took no more messages, because the transaction has failed."""
         self._connections = ConnectionErrors()
         self._late = False
         self._trial: float | None = None
         self._stalled: list[str] | None = None
-        self._broken_off = False
         self._used: set[str] = set()
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Result]] = {}
@@ -126,33 +128,22 @@ class BatchProducer:
     @property
     def failed(self) -> bool:
         """Return whether a message of the turn, or the producer itself, failed."""
-        return bool(self._failed) or bool(self._markers) or self._fatal is not None
+        return bool(self._failed) or bool(self._markers) or self.fatal is not None
 
     @property
     def dropped(self) -> bool:
-        """Return whether librdkafka aborted the transaction without a cause in any message: for AddPartitionsToTxn,
-        say.
+        """Return whether librdkafka aborted the transaction without a cause in any message.
 
-        It then purges the messages, and produce() refuses more.
+        An error of AddPartitionsToTxn does that: librdkafka then purges the messages, and produce() refuses more.
         """
         errors = [*(error for _, error in self._failed.values()), *self._markers.values()]
         return (
             self._transactional
             and not self._late
-            and self._fatal is None
-            and (self._broken_off or bool(errors))
+            and self.fatal is None
+            and (self.broken_off or bool(errors))
             and all(error.code() in _CONSEQUENCES for error in errors)
         )
-
-    @property
-    def broken_off(self) -> bool:
-        """Return whether librdkafka took no more messages, because the transaction has failed."""
-        return self._broken_off
-
-    @property
-    def fatal(self) -> KafkaError | None:
-        """The producer's fatal error, if it has one."""
-        return self._fatal
 
     @property
     def anything_sent(self) -> bool:
@@ -180,7 +171,7 @@ class BatchProducer:
             for claim in claims:
                 if not may_send(lane):
                     break
-                if waiting and (claim.aggregate_type, claim.aggregate_id) in waiting:
+                if waiting and claim.key in waiting:
                     continue
                 outcome = self._send(claim, deadline)
                 if outcome is None:
@@ -192,7 +183,7 @@ class BatchProducer:
                 if self._once:
                     refused.append((claim, Refused(outcome.reason if isinstance(outcome, Refused) else str(outcome))))
                     continue
-                waiting.add((claim.aggregate_type, claim.aggregate_id))
+                waiting.add(claim.key)
                 if isinstance(outcome, Refused):
                     refused.append((claim, outcome))
                 else:
@@ -228,7 +219,7 @@ class BatchProducer:
                 self._late = True
             if self._late or (self._transactional and self.failed):
                 self.producer.purge()
-            elif self._fatal is not None:
+            elif self.fatal is not None:
                 self.producer.purge(in_flight=False)
             elif not self.failed:
                 self._flush(min(seconds, flush_seconds))
@@ -244,8 +235,6 @@ class BatchProducer:
                 lane: [(claim, offsets[claim.position]) for claim in claims if claim.position in offsets]
                 for lane, claims in self.sent.items()
             }
-        if not failed:
-            return {lane: [(claim, PUBLISHED) for claim in claims] for lane, claims in self.sent.items()}
         return {
             lane: [(claim, PUBLISHED) for claim in claims if claim.position not in failed]
             for lane, claims in self.sent.items()
@@ -268,15 +257,9 @@ class BatchProducer:
         """
         if self._once:
             return dict(self.refused)
-        failed: set[tuple[str, str]] = set()
-        claims: Sequence[Claim] = [claim for claim, _ in self._failed.values()]
-        if aborted:
-            claims = [claim for sent in self.sent.values() for claim in sent]
-        failed = {(claim.aggregate_type, claim.aggregate_id) for claim in claims}
-        return {
-            lane: [r for r in refused if (r[0].aggregate_type, r[0].aggregate_id) not in failed]
-            for lane, refused in self.refused.items()
-        }
+        sent = (claim for claims in self.sent.values() for claim in claims)
+        failed = {claim.key for claim in (sent if aborted else (claim for claim, _ in self._failed.values()))}
+        return {lane: [r for r in refused if r[0].key not in failed] for lane, refused in self.refused.items()}
 
     def refused_alone(self) -> dict[int, list[Result]]:
         """Return the events that the broker refuses for sure, by lane: no other event of their partition was refused,
@@ -287,8 +270,7 @@ class BatchProducer:
         alone: dict[int, list[Result]] = {}
         for (_, partition), claims in self._refused_of_partitions().items():
             claim = claims[0]
-            key = claim.aggregate_type, claim.aggregate_id
-            first = next(each for each in self.sent[claim.lane] if (each.aggregate_type, each.aggregate_id) == key)
+            first = next(each for each in self.sent[claim.lane] if each.key == claim.key)
             reason = self._refusal(claim, self._failed[claim.position][1])
             if partition >= 0 and len(claims) == 1 and first is claim and reason is not None:
                 alone.setdefault(claim.lane, []).append((claim, Refused(reason)))
@@ -365,16 +347,15 @@ class BatchProducer:
         """Return the failure if neither an event nor a topic caused it."""
         if self._late:
             return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}")
-        for claim, error in causes:
-            text = f"{error.str()}{self._lost()}{self._connections.reason_for(error)}"
-            return BrokerUnavailable(f"Kafka, sending to {self._topic(claim)!r}: {text}")
-        for lane, error in self._markers.items():
+        failed = [(f"to {self._topic(claim)!r}", error) for claim, error in causes]
+        failed += [(f"the marker of lane {lane}", error) for lane, error in self._markers.items()]
+        for what, error in failed:
             if error.code() not in _CONSEQUENCES:
                 text = f"{error.str()}{self._lost()}{self._connections.reason_for(error)}"
-                return BrokerUnavailable(f"Kafka, sending the marker of lane {lane}: {text}")
-        if self._fatal is not None and self._fatal.code() == KafkaError._FENCED:
-            return BrokerUnavailable(f"Kafka: another relay has taken a lane over ({self._fatal.str()}){self._lost()}")
-        text = self._fatal.str() if self._fatal is not None else "the batch was dropped"
+                return BrokerUnavailable(f"Kafka, sending {what}: {text}")
+        if self.fatal is not None and self.fatal.code() == KafkaError._FENCED:
+            return BrokerUnavailable(f"Kafka: another relay has taken a lane over ({self.fatal.str()}){self._lost()}")
+        text = self.fatal.str() if self.fatal is not None else "the batch was dropped"
         return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
 
     def forbidden_topics(self) -> list[str]:
@@ -398,7 +379,7 @@ class BatchProducer:
         return self._connections.explained(error, self.producer)
 
     def serve(self) -> None:
-        """Serve callbacks; until then librdkafka queues its statistics without limit. Raises Unavailable."""
+        """Serve librdkafka's callbacks. Raises Unavailable."""
         self._poll(0)
 
     def close(self) -> None:
@@ -459,7 +440,7 @@ class BatchProducer:
                     reason = f"{TOPIC_REFUSALS[code].format(topic=topic)} ({text_of(error)})"
                     self._topics.refused(topic, reason)
                     return TopicUnusable(topic, reason)
-                self._broken_off = code == KafkaError._STATE
+                self.broken_off = code == KafkaError._STATE
                 raise BrokerUnavailable(f"Kafka, sending to {topic!r}: {text_of(error)}") from error
             else:
                 return None
@@ -489,7 +470,7 @@ class BatchProducer:
         # A fatal error is raised as an exception too. Each message's own report has its result.
         if not error.args[0].fatal():
             raise BrokerUnavailable(f"Kafka: {text_of(error)}") from error
-        self._fatal = error.args[0]
+        self.fatal = error.args[0]
 
     def _on_failure(self, claim: Claim, error: KafkaError | None, message: Any) -> None:
         if error is not None:
@@ -512,4 +493,4 @@ class BatchProducer:
         self._connections.hear(error)
         # librdkafka handles brokers that come and go; a fatal error ends this producer.
         if error.fatal():
-            self._fatal = error
+            self.fatal = error

@@ -47,7 +47,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException
@@ -55,7 +55,7 @@ from confluent_kafka import KafkaError, KafkaException
 from outbox._app.choices import HeaderSet
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.marker import Identity, Marker
+from relay.core.marker import Marker
 from relay.core.ports import (
     Batches,
     BatchRefused,
@@ -118,20 +118,11 @@ class _TransactionalProducer(BatchProducer):
 
 
 class _NotConfirmed(Exception):
-    """The turn must not be committed: for example, some of its lanes are not ours any more."""
+    """The turn must not be committed: for example, another relay has taken some of its lanes."""
 
     def __init__(self, lanes: Mapping[int, OutboxError]) -> None:
         super().__init__(lanes)
         self.lanes = lanes
-
-
-@dataclass(slots=True)
-class _Joined:
-    """A lane that was taken over, with its last batch on Kafka."""
-
-    batch: int
-    epoch: int
-    identity: Identity
 
 
 class TransactionalPublisher:
@@ -167,7 +158,8 @@ class TransactionalPublisher:
         self._topics = topics
         self._state = state
         self._figures = figures
-        self._joined: dict[int, _Joined] = {}
+        self._joined: dict[int, Marker] = {}
+        """The lanes that were taken over, each with its last marker on Kafka, under our epoch."""
         self._turn = 0
         self._closed = False
         self._senders: list[_TransactionalProducer] = []
@@ -199,17 +191,19 @@ class TransactionalPublisher:
         failed = dict(taken.failed)
         self._state.require(self._lanes)
         by_lane = {lease.lane: lease for lease in leases}
-        new = {lane: identity for lane, (marker, identity) in taken.markers.items() if marker is None}
+        new: dict[int, Marker] = {}
         for lane, (marker, identity) in taken.markers.items():
-            if marker is not None:
-                self._joined[lane] = _Joined(marker.batch, by_lane[lane].epoch, identity)
+            batch, epoch = 1 if marker is None else marker.batch, by_lane[lane].epoch
+            last = Marker(batch, epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
+            (new if marker is None else self._joined)[lane] = last
         if new:
-            for lane, marker in self._first_markers(new, by_lane).items():
-                adopted = self._takeover.adopt(by_lane[lane], marker)
-                if isinstance(adopted, OutboxError):
-                    failed[lane] = adopted
-                else:
-                    self._joined[lane] = _Joined(marker.batch, by_lane[lane].epoch, adopted[1])
+            self._write_first_markers(new)
+        for lane, marker in new.items():
+            adopted = self._takeover.adopt(by_lane[lane], marker)
+            if isinstance(adopted, OutboxError):
+                failed[lane] = adopted
+            else:
+                self._joined[lane] = marker
         return failed
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
@@ -258,14 +252,11 @@ class TransactionalPublisher:
 
         Not in ``publish``: this fences whoever has taken a lane, so the leases have to be checked after it.
         """
-        self._poll()
+        for each in self._senders:
+            each.serve()
         sender = self._senders[self._turn % len(self._senders)]
         if not self._closed and not sender.initialized and (busy := self._init(sender)) is not None:
             raise busy
-
-    def _poll(self) -> None:
-        for sender in self._senders:
-            sender.serve()
 
     def _next_sender(self) -> _TransactionalProducer:
         first = self._turn % len(self._senders)
@@ -293,8 +284,7 @@ class TransactionalPublisher:
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], sender.sent[lane]) for lane in numbers}
         self._commit(sender, markers, deadline, confirm)
-        for lane, number in numbers.items():
-            self._joined[lane].batch = number
+        self._joined |= markers
         failpoint("txn.committed")
         self._turn += 1
         sender.note_written()
@@ -337,24 +327,16 @@ class TransactionalPublisher:
         return None
 
     def _marker(self, lane: int, number: int, sent: Sequence[Claim]) -> Marker:
-        joined = self._joined[lane]
-        return Marker(
-            number,
-            joined.epoch,
-            joined.identity.system_identifier,
-            joined.identity.timeline,
-            tuple(claim.position for claim in sent),
-            tuple(claim.event_id for claim in sent),
-            None if sent[-1].at is None else sent[-1].at.commit_lsn,
-            self._base_id,
+        return replace(
+            self._joined[lane],
+            batch=number,
+            positions=tuple(claim.position for claim in sent),
+            event_ids=tuple(claim.event_id for claim in sent),
+            commit_lsn=None if sent[-1].at is None else sent[-1].at.commit_lsn,
         )
 
-    def _first_markers(self, new: Mapping[int, Identity], leases: Mapping[int, Lease]) -> dict[int, Marker]:
+    def _write_first_markers(self, markers: Mapping[int, Marker]) -> None:
         """Write empty markers, so that from the first event on a missing marker means lost data."""
-        markers = {
-            lane: Marker(1, leases[lane].epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
-            for lane, identity in new.items()
-        }
         sender = self._next_sender()
         try:
             sender.producer.begin_transaction()
@@ -366,9 +348,8 @@ class TransactionalPublisher:
         failpoint("takeover.first_marker")
         if sender.suspicious:
             raise BrokerUnavailable(
-                "Kafka: the lanes' first markers took long to commit; once more, with new producers"
+                "Kafka: the lanes' first markers took long to commit; they are written again, by new producers"
             )
-        return markers
 
     def _commit(
         self,

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+from uuid import UUID
 
 import orjson
+import psycopg
 
 from outbox._app.settings import client_options
-
-if TYPE_CHECKING:
-    from uuid import UUID
-
-    import psycopg
-
-    from outbox.consumer.admin.dead_letters import DeadLetters, Selection
-    from outbox.consumer.admin.offsets import Group
-    from outbox.consumer.admin.page import ConsumerPages, Filter
-    from outbox.consumer.kafka_admin import KafkaAdmin
-    from outbox.external.reservations import ReservationAdmin
-    from relay.config import Settings
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
+from outbox.consumer.admin.offsets import Group, Offsets
+from outbox.consumer.admin.page import COUNTED, ConsumerPages, Filter
+from outbox.consumer.admin.status import has_tables
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.postgres_errors import connect
+from outbox.external.reservations import Chosen, ReservationAdmin
+from relay.config import Settings
 
 _KAFKA_SECONDS: Final = 5.0
 
@@ -36,47 +34,35 @@ class Consumers:
     @classmethod
     def connector(cls, settings: Settings, sink_url: str | None) -> Callable[[], psycopg.Connection[Any]]:
         """Return the function that opens a connection to the sink."""
-        from outbox.consumer.postgres_errors import connect
-
         url = sink_url or settings.require_database()
         return lambda: connect(url, "outbox web")
 
     def exist(self) -> bool:
         """Return whether the database has the consumers' tables. Raises ConsumerUnavailable."""
-        from outbox.consumer.admin.status import has_tables
-
         with self._session() as connection:
             return has_tables(connection, self._settings.consumer_schema)
 
     @contextmanager
     def pages(self) -> Iterator[ConsumerPages]:
         """Yield the queries of the page."""
-        from outbox.consumer.admin.page import ConsumerPages
-
         with self._session() as connection:
             yield ConsumerPages(connection, self._settings.consumer_schema)
 
     @contextmanager
     def dead_letters(self) -> Iterator[DeadLetters]:
         """Yield the operator's actions on dead letters."""
-        from outbox.consumer.admin.dead_letters import DeadLetters
-
         with self._session() as connection:
             yield DeadLetters(connection, self._settings.consumer_schema)
 
     @contextmanager
     def reservations(self) -> Iterator[ReservationAdmin]:
         """Yield the operator's actions on calls to other systems."""
-        from outbox.external.reservations import ReservationAdmin
-
         with self._session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
 
     @staticmethod
     def filter(kind: str | None, group: str | None, topic: str | None, cause: str | None) -> Filter:
         """Return a filter of dead letters; None: any."""
-        from outbox.consumer.admin.page import Filter
-
         return Filter(kind, group, topic, cause)
 
     def selection(self, chosen: Filter | Sequence[int]) -> tuple[Selection, bool]:
@@ -84,19 +70,14 @@ class Consumers:
 
         Raises ConsumerUnavailable and SchemaError.
         """
-        from outbox.consumer.admin import page
-        from outbox.consumer.admin.dead_letters import Selection
-
-        if not isinstance(chosen, page.Filter):
+        if not isinstance(chosen, Filter):
             return Selection(ids=chosen), False
         with self.pages() as pages:
             found = pages.selection(chosen)
-        return found, len(found.ids or ()) >= page.COUNTED
+        return found, len(found.ids or ()) >= COUNTED
 
     def dead_letter(self, number: int) -> dict[str, Any]:
         """Return a dead letter in a readable form; ``value`` is text. Raises NotFound."""
-        from outbox.consumer.admin.dead_letters import readable
-
         with self.dead_letters() as letters:
             found = readable(letters.show(number))
         if found["value_encoding"] == "json":
@@ -106,8 +87,6 @@ class Consumers:
 
     def stuck_calls(self, most: int) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
         """Return how many calls to other systems there are in each state, and the first of those that are stuck."""
-        from outbox.external.reservations import Chosen
-
         if not self.exist():
             return {}, []
         with self.reservations() as reservations:
@@ -115,15 +94,11 @@ class Consumers:
 
     def retry_call(self, group: str, name: str, message_id: UUID, reason: str | None) -> bool:
         """Retry a stuck call. Returns whether it was stuck."""
-        from outbox.external.reservations import Chosen
-
         with self.reservations() as reservations:
             return bool(reservations.retry(Chosen(group, name, [message_id]), why=reason))
 
     def cancel_call(self, group: str, name: str, message_id: UUID, reason: str) -> bool:
         """Cancel a stuck call. Returns whether it was stuck."""
-        from outbox.external.reservations import Chosen
-
         with self.reservations() as reservations:
             return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
 
@@ -132,9 +107,6 @@ class Consumers:
 
         Raises NotFound, ConsumerUnavailable and SchemaError.
         """
-        from outbox.consumer.admin.offsets import Offsets
-        from outbox.consumer.kafka_admin import KafkaAdmin
-
         self._kafka = self._kafka or KafkaAdmin(client_options(self._settings), seconds=_KAFKA_SECONDS)
         with self._session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)

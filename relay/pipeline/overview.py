@@ -9,14 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from outbox._app.settings import client_options
+from outbox.consumer.admin import status as consumers
+from outbox.consumer.admin.status import GroupState
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError, OutboxError
-
-if TYPE_CHECKING:
-    from outbox.consumer.admin.status import GroupState
-    from relay.config import Settings
-    from relay.insights import OutboxState
+from relay.config import Settings
+from relay.database import Connector
+from relay.insights import OutboxState, look
+from relay.wal.slot import slot_names
 
 _KAFKA_SECONDS: Final = 5.0
 
@@ -102,14 +106,6 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
 
     Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
     """
-    from outbox._app.settings import client_options
-    from outbox.consumer.admin import status as consumers
-    from outbox.consumer.kafka_admin import KafkaAdmin
-    from outbox.consumer.postgres_errors import connect
-    from relay.database import Connector
-    from relay.insights import look
-    from relay.wal.slot import slot_names
-
     connector = Connector(settings.require_database(), "outbox status")
     sink = sink_url or settings.require_database()
     kafka: KafkaAdmin | None = None

@@ -6,24 +6,19 @@ import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import IsolationLevel, KafkaException
-from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
 from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
+from relay.config import Settings
 from relay.core.ports import BrokerUnavailable
 from relay.kafka.client import text_of
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
 
-if TYPE_CHECKING:
-    from relay.config import Settings
-
 _SECONDS: Final = 5.0
-_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
-_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,20 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
+from outbox._app.settings import client_options
+from outbox.consumer.admin import trace as consumers
+from outbox.consumer.admin.status import has_tables
+from outbox.consumer.admin.trace import GroupTrace
+from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
-
-if TYPE_CHECKING:
-    from outbox.consumer.admin.trace import GroupTrace
-    from relay.config import Settings
-    from relay.operations.trace import Event, Place
+from relay.config import Settings
+from relay.database import Connector
+from relay.kafka.routing import NoRoute
+from relay.operations.trace import Event, Place, find, search, written_at
+from relay.parts import build_router
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +94,6 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
 
     Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
     """
-    from outbox.consumer.admin import trace as consumers
-    from outbox.consumer.admin.status import has_tables
-    from outbox.consumer.postgres_errors import connect
-    from relay.database import Connector
-    from relay.operations.trace import find
-
     hidden: dict[str, str] = {}
     with Connector(settings.require_database(), "outbox trace")() as connection:
         found = Found(find(connection, settings.db_schema, event_id, hidden))
@@ -127,9 +126,6 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
     named   whether somebody has named the topics: they are read also if nothing says when the event was written, or if
             a place of it is known, because it may stand there more than once.
     """
-    from outbox._app.settings import client_options
-    from relay.operations.trace import search, written_at
-
     found.searched = True
     event = found.event
     since = event.created_at or written_at(event.event_id)
@@ -158,9 +154,6 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
 
 def _topics(settings: Settings, event: Event) -> list[str]:
     """Return the event's topic; for an event that left no row, all topics that the routes name."""
-    from relay.kafka.routing import NoRoute
-    from relay.parts import build_router
-
     router = build_router(settings)
     if event.aggregate_type is None:
         return sorted({route.topic for route in (settings.routes or {}).values()})

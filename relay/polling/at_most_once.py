@@ -22,89 +22,63 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
+
+import psycopg
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.lease import Lease
-from relay.core.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable, kind_of
+from relay.core.ports import Claim, Fetched, Receipt, Unavailable, kind_of
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource, refused_of
 from relay.settle.retries import Failures
 from relay.settle.settlement import NOTHING, UnsettledBatch
 
 
-class AtMostOnceSource:
+class AtMostOnceSource(PollingSource):
     """A polling source whose events leave the table when they are read. See ports.Source for the contract.
 
     ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
-    letters at once. The polling source must not read ahead, because rows are deleted when they are read. ``held``
-    returns whether an event must stay because its topic is paused or can't be written to: a publisher would find that
-    out too late. It decides by the event's kind, and may raise Unavailable.
+    letters at once. It never reads ahead, because rows are deleted when they are read. ``held`` returns whether an
+    event must stay because its topic is paused or can't be written to: a publisher would find that out too late. It
+    decides by the event's kind, and may raise Unavailable.
     """
 
     def __init__(
         self,
-        source: PollingSource,
+        connect: Callable[[], psycopg.Connection[Any]],
+        schema: str,
         failures: Failures,
         *,
         on_lost: Callable[[int, int], None],
-        on_dead: Callable[[int, Claim], None],
         held: Callable[[Claim], bool] = lambda _: False,
+        **options: Any,
     ) -> None:
-        self._source = source
-        self._failures = failures
+        super().__init__(connect, schema, failures, overlap=False, **options)
+        # The statement that deletes the rows checks the leases too. Behind a pooler it may run in another session, and
+        # proves nothing about what was read before it.
+        self._settles_with_read = self.session.pooled
         self._on_lost = on_lost
-        self._on_dead = on_dead
         self._is_held = held
         self._sent: dict[int, int] = {}
 
-    @property
-    def store(self) -> TakeoverStore:
-        """The database's side of taking lanes over."""
-        return self._source.store
-
-    def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
-        self._source.hold(lease)
-
-    def drop(self, lane: int) -> None:
-        """Forget a lane."""
-        self._source.drop(lane)
-
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
-        fetched = self._without_held(self._source.fetch(limits, unsettled=True))
-        settlement = self._source.settlement
+        fetched = self._without_held(super().fetch(limits))
         for lane, claims in fetched.batches.items():
-            settlement.lanes[lane].pending = UnsettledBatch(claims)
+            self.settlement.lanes[lane].pending = UnsettledBatch(claims)
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
-        failed = settlement.settle(list(fetched.batches))
+        failed = self.settlement.settle(list(fetched.batches))
         for lane in failed:
             # Never sent: as pending rows they would be deleted with the next turn.
-            settlement.lanes[lane].pending = NOTHING
+            self.settlement.lanes[lane].pending = NOTHING
         batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         return Fetched(batches, {**fetched.failed, **failed})
 
-    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
-        """Return no failures: rows of a lane that is not fetched stay in the table."""
-        return self._source.pause(lanes)
-
-    def go_on_without(self, lanes: Collection[int]) -> None:
-        """Do nothing: rows of different lanes do not wait for each other."""
-
-    def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: a fetch settles the turn before."""
-        return {}
-
-    def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not fetch events of these kinds."""
-        self._source.leave_out(kinds)
-
-    def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
+    def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Keep refused events as dead letters, and count lost ones: their rows are deleted already."""
         sent, self._sent = self._sent, {}
         for lane, receipt in receipts.items():
@@ -113,7 +87,7 @@ class AtMostOnceSource:
             if refused:
                 try:
                     with unavailable_on_error(f"keeping dead letters of lane {lane}"):
-                        self._failures.bury(self._source.connection, lane, refused)
+                        self._failures.bury(self.connection, lane, refused)
                 except (Unavailable, SchemaError):
                     # Their rows are deleted, so they are lost.
                     self._on_lost(lane, count - len(receipt.results) + len(refused))
@@ -126,18 +100,10 @@ class AtMostOnceSource:
         self._lose(sent)
         return {}
 
-    def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: events are settled when they are read."""
-        return {}
-
-    def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events."""
-        return self._source.wait(lanes, seconds, stop)
-
     def close(self) -> None:
         """Close the connection."""
         self._lose(self._sent)
-        self._source.close()
+        super().close()
 
     def _without_held(self, fetched: Fetched) -> Fetched:
         """Return what may be published now. The rest stays in the table; the publisher says that it is left out."""

@@ -41,6 +41,7 @@ import psycopg
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
+from relay.core.marker import Marker
 from relay.core.ports import Batches, Claim, Fetched, Kind, Published, Receipt, Refused
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
@@ -93,6 +94,7 @@ class PollingSource:
         archive: bool = False,
         on_dead: Callable[[int, Claim], None] = lambda _lane, _claim: None,
         on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
+        on_adopted: Callable[[int, Marker | None], None] = lambda _lane, _marker: None,
         renew_part: float = RENEW_PART,
         watch_seconds: float = 0.003,
         turn_bytes: int = TURN_BYTES,
@@ -112,7 +114,8 @@ class PollingSource:
         self.reader = LaneReader(
             self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept
         )
-        self.store = RowTakeover(self.session, self._queries, failures)
+        self.store = RowTakeover(self.session, self._queries, failures, on_adopted)
+        self._settles_with_read = True
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
         self._overlaps = overlap and not self.session.pooled
         self._step = _CLIENT_STEP_SECONDS
@@ -137,15 +140,11 @@ class PollingSource:
         self.reader.drop(lane)
         self._discard_ahead()
 
-    def fetch(self, limits: Mapping[int, int], *, unsettled: bool = False) -> Fetched:
-        """Settle what is pending, and return the lowest unpublished events of these lanes.
-
-        ``unsettled``: the caller settles these lanes before it publishes anything, on this connection. Behind a pooler
-        that would prove nothing about what was read.
-        """
+    def fetch(self, limits: Mapping[int, int]) -> Fetched:
+        """Settle what is pending, and return the lowest unpublished events of these lanes."""
         failed = self.session.finish_settling()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            turn = self._run(limits, settles=self.session.pooled or not unsettled)
+            turn = self._run(limits)
         failed |= turn.failed
         batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
         if batches:
@@ -256,14 +255,14 @@ class PollingSource:
         settling = self.settlement.latest_settling(limits) if self._overlaps else Settling.FIRST
         return self.reader.plan_turn(limits, self._in_hand(), settling)
 
-    def _run(self, limits: Mapping[int, int], *, settles: bool) -> _Turn:
-        """Read, and settle the turn before, unless the plan allows to do that later."""
+    def _run(self, limits: Mapping[int, int]) -> _Turn:
+        """Read, and settle the turn before, unless that comes later."""
         plan = self._plan(limits)
         with self.session.one_session(limits):
             counts = self.session.read_turn(plan)
             collected = self.reader.collected(plan, counts, limits)
             turn = self._decided(plan, collected, limits)
-            if turn.settling is not Settling.FIRST or not turn.settled or not settles:
+            if turn.settling is not Settling.FIRST or not turn.settled or not self._settles_with_read:
                 return turn
             failpoint("batch.settling")
             with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):

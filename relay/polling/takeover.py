@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from psycopg import errors
 
@@ -19,14 +19,24 @@ from relay.settle.statements import lease_values
 
 
 class RowTakeover:
-    """Takes over lanes. See ports.TakeoverStore for the contract."""
+    """Takes over lanes. See ports.TakeoverStore for the contract.
 
-    def __init__(self, session: Session, queries: Queries, failures: Failures) -> None:
+    ``on_adopted`` is called with each lane that was taken over, and the marker to go on from.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        queries: Queries,
+        failures: Failures,
+        on_adopted: Callable[[int, Marker | None], None],
+    ) -> None:
         self._session = session
         self._settlement = session.settlement
         self._connection = session.connection
         self._queries = queries
         self._failures = failures
+        self._on_adopted = on_adopted
         self._identity: Identity | None = None
 
     def lane_count(self) -> int:
@@ -58,6 +68,7 @@ class RowTakeover:
         held_lane = self._settlement.lanes[lane]
         if self._is_ours(held_lane, marker, own_id):
             assert self._identity is not None
+            self._on_adopted(lane, marker)
             return marker, self._identity
         with self._session.transaction(lease, f"taking lane {lane} over"):
             try:
@@ -88,6 +99,7 @@ class RowTakeover:
         held_lane.expected = batch if own_id is not None else None
         held_lane.own_id = own_id
         held_lane.confirmed = True
+        self._on_adopted(lane, adopted)
         return adopted, Identity(system_identifier, timeline)
 
     def _is_ours(self, held: SettledLane, marker: Marker | None, own_id: str | None) -> bool:

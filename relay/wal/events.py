@@ -10,22 +10,7 @@ from outbox.errors import SchemaError
 from relay.core.position import WalPosition
 from relay.wal.channel import StreamEvent
 from relay.wal.lane_hash import lane_of
-from relay.wal.pgoutput import (
-    Begin,
-    Commit,
-    Delete,
-    Insert,
-    Message,
-    Origin,
-    Relation,
-    Truncate,
-    Type,
-    Update,
-    Value,
-    decode,
-    insert_head,
-    two_numbers,
-)
+from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
 from relay.wal.slot import REPAIR, heartbeat_prefix
 
 # No message begins with it.
@@ -82,8 +67,7 @@ class EventReader:
                 self.end = lsn, None
             case Relation() as relation_:
                 self._relation(relation_)
-            case Type() | Origin() | Message() | Update() | Delete() | Truncate():
-                # They are not needed, and the publication has only inserts.
+            case Message() | None:
                 pass
             case other:
                 assert_never(other)
@@ -120,7 +104,7 @@ class _Columns:
     """The positions of the columns of ``events`` in a row of the stream. Raises SchemaError when one is missing."""
 
     def __init__(self, relation: Relation) -> None:
-        places = {column.name: number for number, column in enumerate(relation.columns)}
+        places = {name: number for number, name in enumerate(relation.columns)}
         # Generated columns are sent since Postgres 18.
         needed = ("id", "lane") if "lane" in places else ("id", "aggregate_type", "aggregate_id")
         for name in needed:
@@ -130,7 +114,7 @@ class _Columns:
                     f"see `outbox db check`; when it is as it was, {REPAIR}"
                 )
         self._id, *self._key = (places[name] for name in needed)
-        self.two_numbers = [column.name for column in relation.columns] == ["id", "lane"]
+        self.two_numbers = list(relation.columns) == ["id", "lane"]
         """Whether a row has only its id and its lane."""
 
     def event(self, row: Sequence[Value], lanes: int) -> tuple[int, int]:

@@ -31,10 +31,11 @@ import structlog
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.marker import Identity, Marker
+from relay.core.marker import Marker
 from relay.core.ports import Claim, Fetched, Kind, Receipt
+from relay.core.position import WalPosition
 from relay.database import unavailable_on_error
-from relay.polling.source import PollingSource
+from relay.polling.source import PollingSource, refused_of
 from relay.settle.retries import Failures
 from relay.settle.settlement import UnsettledBatch, lanes_text
 from relay.settle.statements import lease_values
@@ -45,7 +46,6 @@ from relay.wal.from_table import TableReader
 from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
-from relay.wal.settling import StreamSettling, positions
 
 log = structlog.get_logger("relay")
 
@@ -62,22 +62,25 @@ class StreamSource:
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
         self._stream = stream
+        self._failures = failures
+        self._on_dead = on_dead
         self._table = PollingSource(
             connect,
             schema,
             failures,
             on_dead=on_dead,
             on_settled=self._note_settled,
+            on_adopted=self._note_adopted,
             watch_seconds=0.0,
             overlap=False,
             **options,
         )
+        self.store = self._table.store
         self._connection = self._table.connection
         self._queries = StreamQueries(schema)
         self._lanes: dict[int, StreamLane] = {}
         self._pauses = Pauses()
         self._states = LaneStates(self._table, self._queries)
-        self._settling = StreamSettling(self._table, self._queries, failures, on_dead)
         parts = (self._lanes, self._table, self._queries, self._states, self._pauses)
         self._stream_reader = StreamReader(*parts)
         self._table_reader = TableReader(*parts)
@@ -86,30 +89,6 @@ class StreamSource:
         self._fetched_at = 0.0
         self._paused: Collection[int] = ()
         self._warned_at = time.monotonic()
-
-    @property
-    def store(self) -> StreamSource:
-        """This source, which also takes lanes over."""
-        return self
-
-    def lane_count(self) -> int:
-        """Return the number of lanes of the outbox."""
-        return self._table.store.lane_count()
-
-    def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
-        """Return this Postgres's identity, and the lanes that have another owner."""
-        return self._table.store.identity(leases)
-
-    def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle the rows that the marker names, and go on in the stream."""
-        adopted, identity = self._table.store.adopt(lease, marker, own_id)
-        lane = self._lanes[lease.lane]
-        lane.published_lsn = 0 if adopted is None else adopted.commit_lsn or 0
-        # Events that were taken from the channel are read again.
-        lane.channel, lane.batch = None, ()
-        if not lane.streaming:
-            lane.state = InTable()
-        return adopted, identity
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
@@ -170,7 +149,7 @@ class StreamSource:
             batch, lane.batch = lane.batch, ()
             receipt = receipts.get(number)
             if batch:
-                error = self._settling.settle(lane, batch, receipt or Receipt())
+                error = self._settle_batch(lane, batch, receipt or Receipt())
                 if error is not None:
                     failed[number] = error
             elif receipt is not None:
@@ -264,6 +243,55 @@ class StreamSource:
             return True
         return False
 
+    # Settling
+
+    def _settle_batch(self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
+        """Record the result of a batch from the stream. Returns the lane's error, if it has one."""
+        refused = refused_of(receipt)
+        if refused or receipt.left_out:
+            return self._move_to_table(lane, batch, receipt, refused)
+        number = lane.lease.lane
+        settled = self._table.settlement.lanes[number]
+        if receipt.results or receipt.batch is not None:
+            settled.pending = UnsettledBatch.of(receipt)
+        if len(receipt.results) == len(batch):
+            return None
+        # Events not known to be published come again. The published ones have to be settled before that.
+        failed = self._table.settlement.settle([number]) if settled.pending else {}
+        if lane.channel is not None:
+            lane.channel.rewind()
+        return failed.get(number)
+
+    def _move_to_table(
+        self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt, refused: Sequence[tuple[Claim, str]]
+    ) -> OutboxError | None:
+        """Settle published events, record refused ones, and leave the rest of the batch to the table."""
+        number = lane.lease.lane
+        dead: list[Claim] = []
+
+        def leave() -> None:
+            if refused:
+                dead.extend(self._failures.record(self._connection, number, refused))
+            self._connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
+
+        settled = self._table.settlement.lanes[number]
+        before, settled.pending = settled.pending, UnsettledBatch.of(receipt)
+        try:
+            error = self._table.session.settle_with(number, f"settling lane {number}", leave)
+        except BaseException:
+            settled.pending = before
+            raise
+        if error is not None:
+            settled.pending = before
+            return error
+        lane.state = InTable()
+        self._table.reader.read_all_again(number)
+        assert lane.channel is not None
+        lane.channel.done(_positions(batch))
+        for claim in dead:
+            self._on_dead(number, claim)
+        return None
+
     # Between stream and table
 
     def _join(self, numbers: Collection[int]) -> dict[int, OutboxError]:
@@ -308,7 +336,20 @@ class StreamSource:
                 assert_never(lane.state)
         self._table_reader.drop(channel)
 
+    def _note_adopted(self, number: int, marker: Marker | None) -> None:
+        lane = self._lanes[number]
+        lane.published_lsn = 0 if marker is None else marker.commit_lsn or 0
+        # Events that were taken from the channel are read again.
+        lane.channel, lane.batch = None, ()
+        if not lane.streaming:
+            lane.state = InTable()
+
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         known = self._lanes.get(lane)
         if known is not None and known.channel is not None:
-            known.channel.done(positions(pending.rows))
+            known.channel.done(_positions(pending.rows))
+
+
+def _positions(claims: Sequence[Claim]) -> list[WalPosition]:
+    """Return the positions of those that came from the stream."""
+    return [claim.at for claim in claims if claim.at is not None]

@@ -39,14 +39,13 @@ class Lane:
         self.lost: list[int] = []
         self._sources: list[OneLane] = []
 
-    def polling(self, failures: Failures, *, archive: bool = False, overlap: bool = True) -> PollingSource:
+    def polling(self, failures: Failures, *, archive: bool = False) -> PollingSource:
         return PollingSource(
             Connector(self.database.url, "test"),
             "outbox",
             failures,
             archive=archive,
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),
-            overlap=overlap,
         )
 
     def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> OneLane:
@@ -56,7 +55,8 @@ class Lane:
     def deleting_source(self, router: Router = BLOCK, held: Callable[[Claim], bool] = lambda _: False) -> OneLane:
         failures = Failures("outbox", FailurePolicy(), router)
         source = AtMostOnceSource(
-            self.polling(failures, overlap=False),
+            Connector(self.database.url, "test"),
+            "outbox",
             failures,
             on_lost=lambda _lane, count: self.lost.append(count),
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),
@@ -64,7 +64,7 @@ class Lane:
         )
         return self._held(source)
 
-    def _held(self, source: PollingSource | AtMostOnceSource) -> OneLane:
+    def _held(self, source: PollingSource) -> OneLane:
         self._sources.append(OneLane(source, self.lease))
         return self._sources[-1]
 

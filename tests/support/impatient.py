@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from relay import insights, supervisor, wiring
+from relay import insights, reports, wiring
 from relay.cli import main
 from relay.kafka import open_transactions
 from relay.kafka.state_topic import StateTopic
@@ -28,7 +28,7 @@ if __name__ == "__main__":
         (wiring, "_WATCH_SECONDS", 0.5),
         (wiring, "_PARTITIONS_SECONDS", 0.5),
         (open_transactions, "_GRACE_SECONDS", 1.0),
-        (supervisor, "_STANDING_SECONDS", 3.0),
+        (reports, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),
     ):
         assert hasattr(module, name)

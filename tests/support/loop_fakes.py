@@ -17,8 +17,9 @@ import pytest
 from outbox.errors import OutboxError, SchemaError
 from relay.core import lane as core_lane
 from relay.core import loop
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import (
     PUBLISHED,

@@ -32,8 +32,7 @@ def marker_first() -> None:
         sender.producer.begin_transaction()
         markers = {lane: self._marker(lane, self._joined[lane].batch + 1, claims) for lane, claims in batches.items()}
         self._commit(sender, markers, time.monotonic() + self._delivery_seconds)
-        for lane in batches:
-            self._joined[lane].batch += 1
+        self._joined |= markers
         self._turn += 1
         return real(self, batches, confirm)
 

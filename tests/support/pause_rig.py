@@ -11,7 +11,7 @@ from support import look_up
 from typer.testing import CliRunner
 
 from relay.cli.app import app
-from relay.core.loop import LoopSettings
+from relay.core.lane import LoopSettings
 from relay.core.pauses import CurrentPauses, Scope, ScopeKind, scopes_of
 from relay.database import Connector
 from relay.kafka.routing import Router

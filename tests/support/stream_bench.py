@@ -17,8 +17,9 @@ from outbox._app import migrate as db
 from outbox._app.choices import OnFailure
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.marker import Identity, Marker, StateLost
 from relay.core.ports import (
     PUBLISHED,

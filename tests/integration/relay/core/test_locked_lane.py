@@ -16,11 +16,9 @@ from relay.settle.retries import FailurePolicy, Failures
 
 
 @pytest.fixture
-def source(request, outbox_postgres):
+def source(outbox_postgres):
     failures = Failures("outbox", FailurePolicy(), Router())
-    source = PollingSource(
-        Connector(outbox_postgres.url, "test"), "outbox", failures, overlap=getattr(request, "param", True)
-    )
+    source = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", failures)
     yield source
     source.close()
 
@@ -51,8 +49,7 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
 
 
-@pytest.mark.parametrize("source", [False], indirect=True, ids=["in step"])
-def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_free(outbox_postgres, source):
+def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_free(outbox_postgres):
     """They are deleted before they are sent: what has not been handed out must not be taken for sent."""
     lost: list[tuple[int, int]] = []
     other = psycopg.connect(outbox_postgres.url)
@@ -65,10 +62,10 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
         return False
 
     once = AtMostOnceSource(
-        source,
+        Connector(outbox_postgres.url, "test"),
+        "outbox",
         Failures("outbox", FailurePolicy(), Router()),
         on_lost=lambda *what: lost.append(what),
-        on_dead=lambda *_: None,
         held=held,
     )
     leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(4)
@@ -95,6 +92,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
         assert isinstance(second.failed[1], LaneBusy)
     while turn().batches:
         pass
+    once.close()
     assert lost == []
     assert sum(map(len, sent.values())) == 400
     assert all(ids == sorted(set(ids)) for ids in sent.values())

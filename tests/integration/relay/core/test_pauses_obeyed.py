@@ -13,8 +13,9 @@ from pause_support import pause, read, resume
 from polling_support import add, source, table, taken
 from support import look_up, wait_until
 
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.pauses import ALL, CurrentPauses, Pauses
 from relay.database import Connector
 from relay.kafka.routing import Router

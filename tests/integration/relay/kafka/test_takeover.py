@@ -376,8 +376,8 @@ def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alon
     place.add()
     after = place.worker("a")
     assert after.join() == {}
-    for joined in after.publisher._joined.values():
-        joined.identity = replace(joined.identity, timeline=2)
+    for lane, marker in after.publisher._joined.items():
+        after.publisher._joined[lane] = replace(marker, timeline=2)
     sent = after.publish(1)
     assert isinstance(sent, Completed)
     after.source.settle(sent.receipts)

@@ -17,12 +17,13 @@ from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
 from outbox._app.prometheus import serve
 from outbox.sandbox._ports import free_ports
-from relay.core.loop import LoopSettings
+from relay.core.lane import LoopSettings
 from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.metrics import relay as metrics
 from relay.metrics.relay import SlotWatch
-from relay.supervisor import Components, MaintenanceTask, Supervisor
+from relay.supervisor import Components, Supervisor
+from relay.upkeep import MaintenanceTask
 from relay.wal.slot import SlotNames
 
 __all__ = ["wal"]

@@ -17,8 +17,9 @@ from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
 from outbox.errors import OutboxError
 from outbox.sandbox._process import patience
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.ports import (
     PUBLISHED,
     Batches,

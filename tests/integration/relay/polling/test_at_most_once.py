@@ -28,7 +28,7 @@ def test_at_most_once_the_rows_are_gone_before_they_are_given_out(lane):
 
 def test_at_most_once_one_commit_deletes_what_was_read_and_checks_the_lease(lane, monkeypatch):
     source = lane.deleting_source()
-    settlement = source.source._source.settlement
+    settlement = source.source.settlement
     sent, send = [], settlement.send
 
     def count(*lanes, **options):

@@ -17,8 +17,9 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import OutboxError
+from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import LoopSettings, WorkerLoop
+from relay.core.loop import WorkerLoop
 from relay.core.ports import (
     PUBLISHED,
     Batches,
@@ -236,7 +237,9 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
             }
             if error != "query_canceled":
                 # Those before it are settled.
-                assert errors[-1].startswith(f"event {bad} is published, and stays behind: Postgres, settling lane 0: ")
+                assert errors[-1].startswith(
+                    f"event {bad} is published, but can't be settled: Postgres, settling lane 0: "
+                )
                 assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
             lane.admin.execute(removed)
             wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)], what="the archive")

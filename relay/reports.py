@@ -1,0 +1,178 @@
+"""Logs and counts what the worker's loop and the control loop report: at once, and again each minute while it lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Final, Protocol
+
+import structlog
+
+from relay.core.health import WorkerHealth
+from relay.core.marker import StateLost
+from relay.core.ports import Claim, LaneLost
+from relay.database import StandingError
+from relay.settle.settlement import lanes_text
+
+log = structlog.get_logger("relay")
+
+# A longer wait is logged as an error, and again each time this has passed.
+_STANDING_SECONDS: Final = 60.0
+
+
+class Meter(Protocol):
+    """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
+
+    def events(self, result: str, count: int) -> None:
+        """Count events: published, refused, dead or lost."""
+        ...
+
+    def turn(self, events: int, stages: Mapping[str, float]) -> None:
+        """Record how long a turn took."""
+        """Record a turn of this many events, and how many seconds each of its stages took."""
+        ...
+
+    def lanes_lost(self, count: int) -> None:
+        """Count lanes that another relay has taken."""
+        ...
+
+
+class Reminder:
+    """Decides when a lasting problem is logged: when it begins or changes, and again each minute."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, float] | None = None
+
+    def is_due(self, problem: str) -> bool:
+        """Return whether the problem has to be logged now."""
+        now = time.monotonic()
+        if self._last is not None and self._last[0] == problem and now - self._last[1] < _STANDING_SECONDS:
+            return False
+        self._last = problem, now
+        return True
+
+    def over(self) -> None:
+        """Record that the problem is over: the next one is logged at once."""
+        self._last = None
+
+
+class LoopReports:
+    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health.
+
+    The reason of a lane's wait is logged once, and again each minute.
+    """
+
+    def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
+        self.count = 0
+        self._health = health
+        self._meter = meter
+        self._logged: dict[int, tuple[str, float]] = {}
+
+    def published(self, count: int) -> None:
+        """Count published events."""
+        self.count += count
+        self._counted("published", count)
+
+    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
+        if self._meter is not None:
+            stages = {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds}
+            self._meter.turn(events, stages)
+
+    def _counted(self, result: str, count: int) -> None:
+        if self._meter is not None:
+            self._meter.events(result, count)
+
+    def refused(self, lane: int, claim: Claim, reason: str) -> None:
+        """Log a refused event."""
+        self._counted("refused", 1)
+        log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
+
+    def dead(self, lane: int, claim: Claim) -> None:
+        """Log an event that failed for good: it is in dead_letters."""
+        self._counted("dead", 1)
+        log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
+
+    def lost(self, lane: int, count: int) -> None:
+        """Log events that may not have reached Kafka and are not sent again (at-most-once)."""
+        self._counted("lost", count)
+        log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
+
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
+        """Log why lanes wait, or that another relay has taken them."""
+        if isinstance(error, LaneLost):
+            self._forget(lanes)
+            if self._meter is not None:
+                self._meter.lanes_lost(len(lanes))
+            log.warning("lane lost", lanes=listed(lanes), error=str(error))
+            return
+        seconds = self._health.waits(lanes, error)
+        if isinstance(error, StateLost | StandingError):
+            # It waits until an operator has acted; then it goes on by itself.
+            if self._is_due(lanes, str(error)):
+                log.error("lane stopped", lanes=listed(lanes), error=str(error))
+        elif seconds >= _STANDING_SECONDS:
+            # Not by its text, which may differ each time.
+            if self._is_due(lanes, type(error).__name__):
+                log.error("still waiting", lanes=listed(lanes), error=str(error), seconds=round(seconds))
+        else:
+            log.warning(
+                "waiting for a server", lanes=listed(lanes), error=str(error), wait_seconds=round(wait_seconds, 2)
+            )
+
+    def recovered(self, lanes: Collection[int]) -> None:
+        """Log that lanes are published again."""
+        self._forget(lanes)
+        log.info("publishing again", lanes=listed(lanes))
+
+    def _is_due(self, lanes: Collection[int], what: str) -> bool:
+        """Return whether this was not logged within the last minute for one of the lanes."""
+        now = time.monotonic()
+        due = [
+            lane
+            for lane in lanes
+            if (logged := self._logged.get(lane)) is None or logged[0] != what or now - logged[1] >= _STANDING_SECONDS
+        ]
+        self._logged.update(dict.fromkeys(lanes if due else (), (what, now)))
+        return bool(due)
+
+    def _forget(self, lanes: Collection[int]) -> None:
+        self._health.goes_on(lanes)
+        for lane in lanes:
+            self._logged.pop(lane, None)
+
+
+class FailureLog:
+    """Logs failures outside of the loop: the first one, and again every minute.
+
+    ``text`` is the first message. If an operator is needed, it is an error from the beginning.
+    """
+
+    def __init__(self, text: str, **named: str) -> None:
+        self._text = text
+        self._named = named
+        self._reminder = Reminder()
+
+    def failed(self, error: Exception, seconds: float) -> None:
+        """Log a failed attempt, if it is due. ``seconds``: the time since the first one."""
+        # Not by its text, which may differ each time.
+        if not self._reminder.is_due(type(error).__name__):
+            return
+        if seconds >= _STANDING_SECONDS:
+            log.error("still waiting", **self._named, error=str(error), seconds=round(seconds))
+        elif isinstance(error, StandingError):
+            log.error(self._text, **self._named, error=str(error))
+        else:
+            log.warning(self._text, **self._named, error=str(error))
+
+    def over(self) -> None:
+        """Record that it works again."""
+        self._reminder.over()
+
+
+def _shown(claim: Claim) -> dict[str, str]:
+    return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
+
+
+def listed(lanes: Collection[int]) -> str:
+    """Return lanes for a log event: all of a few, the first of many."""
+    return lanes_text(lanes).partition(" ")[2]
