@@ -125,7 +125,7 @@ class RelayState:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLook:
+class SlotSummary:
     """The replication slot. ``problem`` says why the stream can't be relied on; None if it can."""
 
     slot: str
@@ -166,7 +166,7 @@ class OutboxState:
     gone: int | None
     lanes: Sequence[LaneState]
     relays: Sequence[RelayState]
-    slot: SlotLook | None
+    slot: SlotSummary | None
     hidden: Mapping[str, str] = field(default_factory=dict)
     pauses: Sequence[Paused] = ()
     scheduled: int | None = None
@@ -377,10 +377,10 @@ def _explained(paused: Paused) -> str:
     return text
 
 
-def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:
+def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotSummary:
     state: SlotState = Slot(connection, names).look()
     problem = find_problem(state, names)
-    return SlotLook(
+    return SlotSummary(
         slot=names.slot,
         retained_bytes=state.retained_bytes,
         lag_bytes=state.lag_bytes,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from relay.core.pauses import Paused, Scope
     from relay.kafka.routing import Router
-    from relay.operations.drain import Drain, Left
-    from relay.operations.pauses import Change
+    from relay.operations.drain import Drain, DrainProgress
+    from relay.operations.pauses import PauseChange
 
 
 _LOOK_SECONDS: Final = 0.5
@@ -103,7 +103,7 @@ def drain(
     from relay.operations.drain import Drain
 
     scopes = scopes_of(lanes, topics)
-    changes: Sequence[Change] = ()
+    changes: Sequence[PauseChange] = ()
     missing: Sequence[str] = ()
     with _place(database_url) as place:
         deadline = time.monotonic() + timeout
@@ -132,7 +132,9 @@ def drain(
     _fail_unconfirmed(missing, timeout)
 
 
-def _await_drained(drain: Drain, scopes: Sequence[Scope], deadline: float, *, quiet: bool) -> dict[Scope, Left]:
+def _await_drained(
+    drain: Drain, scopes: Sequence[Scope], deadline: float, *, quiet: bool
+) -> dict[Scope, DrainProgress]:
     """Wait until these are drained, showing what is left from time to time. Returns what is left of each."""
     said_at, said = time.monotonic(), ""
     while True:
@@ -149,12 +151,12 @@ def _await_drained(drain: Drain, scopes: Sequence[Scope], deadline: float, *, qu
         time.sleep(min(max(_LOOK_SECONDS, (now - began) * (1 / _LOOKING - 1)), max(deadline - now, 0.0)))
 
 
-def _explained(left: Left) -> str:
+def _explained(left: DrainProgress) -> str:
     events = "an unknown number of events" if left.events is None else f"{left.events:,} events"
     return printable("; ".join([f"{events} left", *left.causes]))
 
 
-def _print_changes(changes: Sequence[Change], *, as_json: bool) -> None:
+def _print_changes(changes: Sequence[PauseChange], *, as_json: bool) -> None:
     for change in () if as_json else changes:
         assert change.after is not None
         if not change.changed:
@@ -173,7 +175,7 @@ def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
         raise typer.Exit(1)
 
 
-def _plain(change: Change) -> dict[str, Any]:
+def _plain(change: PauseChange) -> dict[str, Any]:
     one = change.after or change.before
     assert one is not None
     return _shown(one) | {"changed": change.changed}

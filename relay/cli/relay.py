@@ -22,7 +22,7 @@ from outbox.errors import ConfigurationError
 from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
-    from relay.operations.reconcile import Findings, LaneState, Reconciler
+    from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -180,7 +180,7 @@ def _reconciler(database_url: str | None) -> Reconciler:
     )
 
 
-def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply: bool) -> None:
+def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, apply: bool) -> None:
     for state in findings.lanes:
         say(
             f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "

@@ -59,7 +59,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class FailureCursor:
     """The last event of a page."""
 
     first_failed_at: dt.datetime
@@ -72,7 +72,7 @@ class Page:
     """Failed events, the oldest failure first, and where the next page begins; None after the last one."""
 
     rows: Sequence[Mapping[str, Any]]
-    next: Position | None
+    next: FailureCursor | None
 
 
 class DeadLetterPages:
@@ -95,18 +95,18 @@ class DeadLetterPages:
         failed = sql.SQL(_FAILED).format(**self._names, dead=limit, waiting=limit)
         return self._run(_GROUPS, {}, failed=failed)
 
-    def page(self, chosen: Filter, after: Position | None = None, limit: int = PAGE) -> Page:
+    def page(self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE) -> Page:
         """Return a page of failed events, without contents."""
         rows = self._chosen(chosen, after, limit + 1)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if more else None
-        return Page(rows, None if last is None else Position(last["first_failed_at"], last["lane"], last["id"]))
+        return Page(rows, None if last is None else FailureCursor(last["first_failed_at"], last["lane"], last["id"]))
 
     def event_ids(self, chosen: Filter, most: int = COUNTED) -> Sequence[str]:
         """Return the ids of up to ``most`` failed events."""
         return [str(row["event_id"]) for row in self._chosen(chosen, None, most)]
 
-    def _chosen(self, chosen: Filter, after: Position | None, limit: int) -> Sequence[Mapping[str, Any]]:
+    def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:
         nothing = sql.SQL("")
         failed = sql.SQL(_FAILED).format(**self._names, dead=nothing, waiting=nothing)
         place = {

@@ -82,7 +82,7 @@ SELECT DISTINCT aggregate_type AS kind, coalesce(headers ? %(copy)s, false) AS c
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class DrainProgress:
     """What a drain still waits for. ``events`` are counted up to COUNTED in each lane; None if that took too long."""
 
     drained: bool
@@ -107,7 +107,7 @@ class Drain:
         assert row is not None
         self._xid: int = row[0]
 
-    def look(self, scopes: Sequence[Scope]) -> dict[Scope, Left]:
+    def look(self, scopes: Sequence[Scope]) -> dict[Scope, DrainProgress]:
         """Return what is left of each scope. Raises as the class does."""
         with unavailable_on_error("looking at a drain"):
             causes = self._step()
@@ -129,13 +129,15 @@ class Drain:
         self._last = last
         return causes
 
-    def _left(self, scope: Scope, causes: Sequence[str]) -> Left:
+    def _left(self, scope: Scope, causes: Sequence[str]) -> DrainProgress:
         counted = self._counted(scope)
         if counted is None:
-            return Left(drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"])
+            return DrainProgress(
+                drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"]
+            )
         events = sum(row["events"] for row in counted)
         if self._last is not None and not events:
-            return Left(drained=True, events=0)
+            return DrainProgress(drained=True, events=0)
         causes = list(causes)
         if blocked := [row["lane"] for row in counted if row["blocked"]]:
             causes.append(f"dead letters block keys of {lanes_text(blocked)}: `outbox dead-letters list`")
@@ -144,7 +146,7 @@ class Drain:
         for one in read_pauses(self._connection, self._schema) if counted else ():
             if one.scope == scope or one.scope.kind is not scope.kind or ALL in {one.scope, scope}:
                 causes.append(f"{one.scope} {'are' if one.scope == ALL else 'is'} paused")
-        return Left(drained=False, events=events, causes=causes)
+        return DrainProgress(drained=False, events=events, causes=causes)
 
     def _counted(self, scope: Scope) -> list[dict[str, Any]] | None:
         values: dict[str, Any] = {

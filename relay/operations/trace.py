@@ -78,8 +78,8 @@ SELECT * FROM (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The position of a message in Kafka. ``at`` is its timestamp."""
+class MessageRef:
+    """A message in Kafka. ``at`` is its timestamp."""
 
     topic: str
     partition: int
@@ -97,7 +97,7 @@ class Event:
     next_attempt_at  None if it is not retried automatically.
     scheduled_at     when it was scheduled, and ``not_before`` for when; only until then.
     published_at     when Kafka's acknowledgement was recorded, by the database's clock.
-    place            None if the archive has no place, because the event was settled from a marker after a crash.
+    message          None if the archive names no message, because the event was settled from a marker after a crash.
     """
 
     event_id: UUID
@@ -117,7 +117,7 @@ class Event:
     scheduled_at: dt.datetime | None = None
     not_before: dt.datetime | None = None
     published_at: dt.datetime | None = None
-    place: Place | None = None
+    message: MessageRef | None = None
 
 
 def find(
@@ -161,8 +161,8 @@ def find(
         return Event(state="dead", **dead)
     if published is not None:
         topic, partition, offset = (published.pop(name) for name in ("topic", "partition", "offset"))
-        place = None if topic is None else Place(topic, partition, offset)
-        return Event(state="published", place=place, **published)
+        message = None if topic is None else MessageRef(topic, partition, offset)
+        return Event(state="published", message=message, **published)
     if scheduled is not None:
         return Event(state="scheduled", **scheduled)
     return Event(event_id, "unknown")
@@ -179,8 +179,8 @@ def of_key(
 
 def search(
     options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
-) -> tuple[list[Place], bool]:
-    """Search topics for an event. Return its places, repeats included, and whether the topics were read to their ends.
+) -> tuple[list[MessageRef], bool]:
+    """Search topics for an event. Return its messages, repeats included, and whether all topics were read.
 
     since     when the event was written, by any clock that is right to a minute.
     seconds   how long the search may take.
@@ -192,7 +192,7 @@ def search(
     deadline = time.monotonic() + seconds
     for seen in committed_since(options, dict.fromkeys(topics, start)):
         found += [
-            Place(
+            MessageRef(
                 one.partition.topic,
                 one.partition.number,
                 one.offset,

@@ -258,7 +258,7 @@ def _number(text: str | None) -> int | None:
     return int(text)
 
 
-def _relay_position(asked: Any) -> relay_pages.Position | None:
+def _relay_position(asked: Any) -> relay_pages.FailureCursor | None:
     at, lane, number = (asked.get(name) for name in ("at", "lane", "id"))
     if not at:
         return None
@@ -268,4 +268,4 @@ def _relay_position(asked: Any) -> relay_pages.Position | None:
         raise ConfigurationError("the address of the next page is damaged: begin with the first") from None
     if when.tzinfo is None or abs(place[0]) > 32_767 or abs(place[1]) >= 2**63:
         raise ConfigurationError("the address of the next page is damaged: begin with the first")
-    return relay_pages.Position(when, *place)
+    return relay_pages.FailureCursor(when, *place)

@@ -11,7 +11,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
-from relay.operations.event_search import EventSearch, EventState, Position
+from relay.operations.event_search import EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
 from relay.page.page import Page
 from relay.pipeline.trace import find_event
@@ -97,7 +97,7 @@ def _days(text: str | None) -> int:
     return int(text)
 
 
-def _position(number: str | None, at: str | None) -> Position | None:
+def _position(number: str | None, at: str | None) -> EventCursor | None:
     if not number:
         return None
     try:
@@ -107,4 +107,4 @@ def _position(number: str | None, at: str | None) -> Position | None:
         raise ConfigurationError("the address of the next page is damaged: begin with the first") from None
     if not -(2**63) <= place < 2**63 or (when is not None and when.tzinfo is None):
         raise ConfigurationError("the address of the next page is damaged: begin with the first")
-    return Position(place, when)
+    return EventCursor(place, when)

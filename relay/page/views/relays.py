@@ -92,7 +92,7 @@ def _scope(kind: str, name: str) -> Scope:
     return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)
 
 
-def _changed(changes: Sequence[pauses.Change]) -> str:
+def _changed(changes: Sequence[pauses.PauseChange]) -> str:
     return "; ".join(f"{one.scope} {'is' if one.changed else 'was already'} paused" for one in changes)
 
 

@@ -74,13 +74,13 @@ def test_what_there_is_not_changes_nothing(url, scope, said):
 
 def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
     role = sql.Identifier(f"operator_{outbox_postgres.name}")
-    from relay.operations.roles import Kind, grants
+    from relay.operations.roles import RoleKind, grants
 
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
         try:
             name = f"operator_{outbox_postgres.name}"
-            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False):
+            for statement in grants([(RoleKind.OPERATOR, name)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             with psycopg.connect(url, user=name, autocommit=True) as mine:
                 may_write = Router().may_write
