@@ -143,7 +143,7 @@ class OutboxState:
     backlog         rows that wait to be published; ``exact`` when all of them were counted.
     counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
     oldest_seconds  the age of the oldest first row of a lane that is not paused; None without any.
-    retrying        events that were refused and wait for another attempt.
+    retrying        events that failed and wait for another attempt.
     dead_letters    events that wait for an operator; ``blocking`` of them hold back later events of their keys. Each
                     of these three figures is counted up to COUNTED.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
@@ -206,7 +206,7 @@ class OutboxState:
             ]
             found.append(f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})")
         if self.retrying:
-            found.append(f"{self.retrying:,} events were refused and are tried again: `outbox dead-letters list`")
+            found.append(f"{self.retrying:,} events are retrying: `outbox dead-letters list`")
         if self.dead_letters:
             held = f", {self.blocking:,} of them hold back their keys" if self.blocking else ""
             found.append(f"{self.dead_letters:,} dead letters{held}: `outbox dead-letters list`")

@@ -67,11 +67,11 @@ def retry(
     if as_json:
         print_json({"retried": found})
     elif not rows:
-        say("no dead letters are to be tried again")
+        say("no dead letters match")
     else:
         groups = sorted({row["grp"] for row in rows})
         by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
-        say(f"{_messages(len(rows))} will be tried again by the next round of {by}")
+        say(f"{_messages(len(rows))} will be retried in the next round of {by}")
         more = len(set(found) - set(ids)) if ids else 0
         if more:
             say(f"{more} of them because they are of the same keys, whose order is kept")
@@ -89,7 +89,7 @@ def discard(
     drop_payload: bool,
     as_json: bool,
 ) -> None:
-    """Discard dead letters for good. The audit keeps them; messages that waited behind them are tried again."""
+    """Discard dead letters for good. The audit keeps them; messages that waited behind them are retried."""
     require_reason(reason, "why the message may be lost")
     with _dead_letters(database_url) as letters:
         done = letters.discard(
@@ -101,7 +101,7 @@ def discard(
     else:
         say(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
         if done.freed:
-            say(f"{_messages(len(done.freed))} that waited behind will be tried by the next round")
+            say(f"{_messages(len(done.freed))} that waited behind will be retried in the next round")
     _all_found(ids, gone)
 
 

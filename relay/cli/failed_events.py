@@ -67,7 +67,7 @@ def retry(
     if as_json:
         print_json({"retried": ids, "locked": done.locked})
     else:
-        say(f"{len(ids)} events will be tried again")
+        say(f"{len(ids)} events will be retried")
     _all_found(event_ids, ids, done.locked)
 
 
@@ -131,7 +131,7 @@ def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> N
     if as_json:
         print_json({"dry_run": True, **counts})
         return
-    names = {"dead": "dead letters", "waiting": "waiting events", "without_event": "rows whose event was deleted"}
+    names = {"dead": "dead letters", "retrying": "retrying events", "without_event": "rows whose event was deleted"}
     say(f"would be {done_word}: " + ", ".join(f"{count:,} {names[name]}" for name, count in counts.items()))
 
 

@@ -28,9 +28,9 @@ _FAILED: Final = """
                      FROM {dead_letters}{dead}) AS dead
      UNION ALL
     SELECT * FROM (SELECT f.lane, f.id, f.event_id, f.aggregate_type, f.aggregate_id, e.event_type, f.attempts,
-                          f.last_error, f.first_failed_at, f.last_failed_at, f.next_attempt_at, 'waiting'
+                          f.last_error, f.first_failed_at, f.last_failed_at, f.next_attempt_at, 'retrying'
                      FROM {failures} AS f JOIN {events} AS e ON e.lane = f.lane AND e.id = f.id
-                    WHERE isfinite(f.next_attempt_at){waiting}) AS waiting"""
+                    WHERE isfinite(f.next_attempt_at){retrying}) AS retrying"""
 
 _GROUPS: Final = """
 SELECT kind, aggregate_type, state, count(*) AS events, min(first_failed_at) AS first, max(failed_at) AS last
@@ -89,10 +89,10 @@ class DeadLetterPages:
     def groups(self) -> Sequence[Mapping[str, Any]]:
         """Return kind, aggregate_type, state, events, first and last of each group, the largest first.
 
-        At most COUNTED dead letters, and as many events that wait for another attempt, are grouped.
+        At most COUNTED dead letters, and as many retrying events, are grouped.
         """
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
-        failed = sql.SQL(_FAILED).format(**self._names, dead=limit, waiting=limit)
+        failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
         return self._run(_GROUPS, {}, failed=failed)
 
     def page(self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE) -> Page:
@@ -108,7 +108,7 @@ class DeadLetterPages:
 
     def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:
         nothing = sql.SQL("")
-        failed = sql.SQL(_FAILED).format(**self._names, dead=nothing, waiting=nothing)
+        failed = sql.SQL(_FAILED).format(**self._names, dead=nothing, retrying=nothing)
         place = {
             "at": None if after is None else after.first_failed_at,
             "lane": None if after is None else after.lane,

@@ -182,11 +182,11 @@ def _relay_side(found: Found) -> list[Step]:
         case "waiting":
             before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
             steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
-        case "refused":
-            again = (
-                "by itself no more" if event.next_attempt_at is None else f"again at {time_text(event.next_attempt_at)}"
+        case "retrying":
+            after = f"retrying, after {event.attempts} failed attempts" + (
+                "" if event.next_attempt_at is None else ", next"
             )
-            steps.append(Step(f"refused by Kafka {event.attempts} times, {again}", "bad", text=event.last_error or ""))
+            steps.append(Step(after, "bad", event.next_attempt_at, text=event.last_error or ""))
         case "dead":
             text = f"after {event.attempts} attempts: {event.last_error}"
             steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))

@@ -294,7 +294,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     seen.open(f"/dead-letters/relay/{photos[0]}")
     tab.get_by_role("button", name="Retry").focus()
     keys.press("Enter")
-    tab.get_by_text("1 events will be tried again").wait_for()
+    tab.get_by_text("1 events will be retried").wait_for()
     wait_until(lambda: failed(shop.url) == LARGE, what="the photo to fail again")
     # All of a group are discarded: first what that would do, with the reason, and nothing is changed.
     tab.goto(f"http://{page.address}/dead-letters")
@@ -315,7 +315,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     tab.get_by_role("button", name="Retry all of these").click()
     tab.get_by_text("1 messages would be retried").wait_for()
     tab.get_by_role("button", name="Retry").click()
-    tab.get_by_text("1 messages will be tried again in their groups' next round").wait_for()
+    tab.get_by_text("1 messages will be retried in the next round of their groups").wait_for()
     bench.once()
     seen.open("/dead-letters/consumer/1")
     assert re.search(r"Attempts\s+2", seen.text(".pairs"))

@@ -93,7 +93,7 @@ class _RelaySide:
                 selection, what = page.chosen(request, form)
             page.audit(request, "retry dead letters", None, _which(what, selection.event_ids))
             done = letters.retry(selection)
-        return page.done(request, "/dead-letters", f"{len(set(done))} events will be tried again{_locked(done.locked)}")
+        return page.done(request, "/dead-letters", f"{len(set(done))} events will be retried{_locked(done.locked)}")
 
     def discard(self, request: Request, form: Form) -> Response:
         """Discard events for good, after a look at what it would do."""
@@ -181,7 +181,7 @@ class _ConsumerSide:
         page.audit(request, "retry messages", None, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
-        text = f"{len(done)} messages will be tried again in their groups' next round"
+        text = f"{len(done)} messages will be retried in the next round of their groups"
         return page.done(request, "/dead-letters", text)
 
     def discard(self, request: Request, form: Form) -> Response:
@@ -196,7 +196,7 @@ class _ConsumerSide:
         page.audit(request, "discard messages", reason, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)
-        freed = f"; {len(done.freed)} that waited behind them will be tried again" if done.freed else ""
+        freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
         return page.done(request, "/dead-letters", f"{len(done.gone)} messages were discarded{freed}")
 
     def _selection(self, form: Form) -> tuple[Any, str]:
@@ -233,14 +233,16 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _counted(counts: dict[str, int], done: str) -> list[str]:
-    names = {"dead": "dead letters", "waiting": "events that wait for another attempt", "without_event": "leftovers"}
+    names = {"dead": "dead letters", "retrying": "retrying events", "without_event": "leftovers"}
     return [f"{count:,} {names[name]} would be {done}" for name, count in counts.items() if count] or [
         f"nothing would be {done}"
     ]
 
 
 def _locked(event_ids: Sequence[str]) -> str:
-    return f"; {len(event_ids)} are locked by another transaction and were left: try again" if event_ids else ""
+    return (
+        f"; {len(event_ids)} are locked by another transaction and were left unchanged: retry them" if event_ids else ""
+    )
 
 
 def _uuid(text: str) -> UUID:
