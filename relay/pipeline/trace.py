@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from outbox._app.text import time_text
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -239,11 +240,6 @@ def _consumers_side(found: Found) -> list[Step]:
             title = f"{name} external {one.name}: {one.state}, {one.attempts} attempts"
             steps.append(Step(title, state, text=one.last_error or ""))
     return steps
-
-
-def time_text(time: dt.datetime | None) -> str:
-    """Return a time in UTC, with milliseconds."""
-    return "?" if time is None else f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
 def _later(before: dt.datetime | None, after: dt.datetime | None) -> float | None:
