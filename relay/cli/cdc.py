@@ -70,7 +70,7 @@ def status(
     else:
         _show(found, settings)
         if over:
-            typer.echo(f"ALERT: more than wal.retained_limit_bytes ({bytes_text(limit)}) is retained: is a relay running?")
+            typer.echo(f"ALERT: over wal.retained_limit_bytes ({bytes_text(limit)}): is a relay running?")
     if found.problem is not None or over:
         raise typer.Exit(1)
 

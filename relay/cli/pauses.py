@@ -191,8 +191,8 @@ def _print_changes(changes: Sequence[PauseChange], *, as_json: bool) -> None:
 def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
     if missing:
         say(
-            f"outbox: {', '.join(missing)} did not confirm within {seconds:g} s and may still publish: is it suspended, "
-            "cut off from Postgres, or of a version without pauses?",
+            f"outbox: {', '.join(missing)} did not confirm within {seconds:g} s and may still publish: is it "
+            "suspended, cut off from Postgres, or of a version without pauses?",
             err=True,
         )
         raise typer.Exit(1)

@@ -96,8 +96,9 @@ def _rendered(overview: Overview, *, problems_first: bool) -> RenderableType:
         if (slot := overview.outbox.slot) is not None:
             parts.append(
                 Text(
-                    f"slot {slot.slot}: {bytes_text(slot.retained_bytes)} of WAL kept, {bytes_text(slot.lag_bytes)} behind "
-                    f"({age_text(slot.lag_seconds)}), {'read' if slot.active else 'not read'}"
+                    f"slot {slot.slot}: {bytes_text(slot.retained_bytes)} of WAL retained, "
+                    f"{bytes_text(slot.lag_bytes)} behind ({age_text(slot.lag_seconds)}), "
+                    f"{'read' if slot.active else 'not read'}"
                 )
             )
         if overview.outbox.pauses:

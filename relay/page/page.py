@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
+from uuid import UUID
 
 import orjson
 import psycopg
@@ -42,6 +43,7 @@ _PENDING: Final = 50
 _LONGEST_REASON: Final = 1_000
 _STALE_SECONDS: Final = 15.0
 _LONG: Final = 4_000
+DAMAGED_LINK: Final = "invalid page link; start from the first page"
 
 NAVIGATION: Final = (
     ("overview", "/", "Overview"),
@@ -49,7 +51,6 @@ NAVIGATION: Final = (
     ("events", "/events", "Events"),
     ("dead letters", "/dead-letters", "Dead letters"),
     ("relays", "/relays", "Relays"),
-    ("wal", "/wal", "WAL"),
     ("consumers", "/consumers", "Consumers"),
     ("system", "/system", "System"),
     ("audit", "/audit", "Audit"),
@@ -135,6 +136,7 @@ class Page:
             taken=self.sampler.taken(),
             version=__version__,
             outbox_name=self.settings.name,
+            shows_payloads=self.shows_payloads,
             **values,
         )
         return HTMLResponse(shown, status)
@@ -229,6 +231,21 @@ class Page:
             return reading(), None
         except OutboxError as error:
             return None, str(error)
+
+
+def event_id_of(text: str) -> UUID:
+    """Return an event id. Raises ConfigurationError."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is not an event id (a UUID)") from None
+
+
+def number_of(text: str | None, problem: str) -> int | None:
+    """Return a number that Postgres can compare with an id; None without a text. Raises ConfigurationError."""
+    if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ConfigurationError(problem)
+    return int(text) if text else None
 
 
 def _asked(request: Request) -> tuple[str, str]:

@@ -240,7 +240,7 @@ def test_mounted_in_an_application_that_knows_its_users(environment, serve):
         assert (found.status, "eve · read-only" in found.text) == (200, True)
         assert 'href="/ops/static/page.css"' in found.text
         assert 'data-base="/ops"' in found.text
-        for path in ("/topics", "/events", "/dead-letters", "/relays", "/wal", "/consumers", "/system", "/audit"):
+        for path in ("/topics", "/events", "/dead-letters", "/relays", "/consumers", "/system", "/audit"):
             assert page.ask(f"/ops{path}", headers={"X-User": "eve"}).status == 200, path
         assert page.ask("/ops/static/page.js", headers={"X-User": "eve"}).status == 200
         event_id = failure(environment)

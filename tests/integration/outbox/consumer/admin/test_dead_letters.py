@@ -386,7 +386,7 @@ def test_retry_and_discard_by_command(sink):
     assert "1 message that waited behind will be retried" in text
     assert sink.states() == {behind: "retry", other: "dead"}
     missing = sink.outbox("discard", str(other), "4711", "--reason", "test", "--drop-payload")
-    assert (missing.exit_code, "not among the dead letters that were asked for: 4711" in missing.output) == (1, True)
+    assert (missing.exit_code, "not among the selected dead letters: 4711" in missing.output) == (1, True)
     assert sink.json("discard", "--all", "--reason", "test") == {"discarded": [behind], "retried": []}
     assert ["value_base64" in details for what, _, details in sink.audit() if what == "discard dead letter"] == [
         True,
