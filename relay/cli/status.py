@@ -11,13 +11,13 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
 from relay.config import load
-from relay.inoverviews import COUNTED
+from relay.insights import COUNTED
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outbox.consumer.admin.status import GroupState
-    from relay.inoverviews import LaneState, OutboxState, RelayState
+    from relay.insights import LaneState, OutboxState, RelayState
     from relay.pipeline.overview import Overview
 
 _FEW_LANES: Final = 16
@@ -160,10 +160,7 @@ def _lanes(outbox: OutboxState) -> RenderableType:
 def _pauses(outbox: OutboxState) -> RenderableType:
     return text_table(
         ("paused", "since", "by", "reason"),
-        (
-            (str(one.scope), time_text(one.requested_at), one.requested_by, one.reason or "-")
-            for one in outbox.pauses
-        ),
+        ((str(one.scope), time_text(one.requested_at), one.requested_by, one.reason or "-") for one in outbox.pauses),
     )
 
 

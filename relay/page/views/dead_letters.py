@@ -41,7 +41,7 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[Route]:
         return _act(page, side, request, form, "Discard", reason, ask=True)
 
     return [
-        Route(side.path, side.list),
+        Route(side.path, side.index),
         Route(f"{side.path}/retry", page.action(retry), methods=["POST"]),
         Route(f"{side.path}/discard", page.action(discard), methods=["POST"]),
         Route(f"{side.path}/{{id}}", side.show),
@@ -64,7 +64,7 @@ def _act(
     else:
         selection, what = side.selection(form)
         if ask:
-            lines = side.count(selection, discard=reason is not None)
+            lines = [*side.count(selection, discard=reason is not None)]
             lines += [] if reason is None else [f"The reason: {reason}"]
             return page.confirm(request, f"{verb} {what}", lines, form, verb, (selection, what))
     details = {"which": what, "count": side.size(selection)}
@@ -83,7 +83,7 @@ class _RelaySide:
     def __init__(self, page: Page) -> None:
         self._page = page
 
-    def list(self, request: Request) -> Response:
+    def index(self, request: Request) -> Response:
         """Show the events of a group, page by page."""
         asked = request.query_params
         chosen = Filter(asked.get("kind"), asked.get("type"), asked.get("state"))
@@ -165,7 +165,7 @@ class _ConsumerSide:
         with self._page.consumers.pages() as pages:
             return pages.dead_letter_groups()
 
-    def list(self, request: Request) -> Response:
+    def index(self, request: Request) -> Response:
         """Show the messages of a group, page by page."""
         chosen, filters = self._filter(request.query_params.get)
         with self._page.consumers.pages() as pages:

@@ -152,9 +152,9 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
         assert as_role[about].do.endswith(", or run this as the tables' owner")
     assert "USAGE on the consumers' schema" in as_role["losses"].do
     # Everything else is as the owner sees it, but for figures that change.
-    same = as_owner.keys() - denied - {"tables", "backlog", f"slot {slot}, cost"}
+    same = as_owner.keys() - denied - {"tables", "status", f"slot {slot}, cost"}
     assert {about: as_role[about] for about in same} == {about: as_owner[about] for about in same}
-    assert {"backlog", "guarantee on Kafka"} <= as_role.keys()
+    assert {"status", "guarantee on Kafka"} <= as_role.keys()
     assert [about for about, one in as_role.items() if one.level is Level.FAILURE] == ["Postgres fsync"]
 
 
@@ -167,7 +167,13 @@ def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
 
 
 @pytest.mark.parametrize(
-    ("table", "about"), [("failures", "failures"), ("lanes", "source"), ("streams", "source"), ("events", "backlog")]
+    ("table", "about"),
+    [
+        ("failures", "failures without an event"),
+        ("lanes", "source"),
+        ("streams", "source"),
+        ("events", "failures without an event"),
+    ],
 )
 def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles, table, about):
     url = roles(RoleKind.OPERATOR)
