@@ -158,7 +158,7 @@ def test_the_status_says_paused_and_not_that_nobody_publishes(url, outbox_postgr
         state = look_at_tables(connection, "outbox")
         (problem,) = state.problems()
         assert problem.startswith("all lanes are paused, by postgres since ")
-        assert problem.endswith(" ends it. Running relays that do not obey it yet: me")
+        assert problem.endswith(" ends it. Unconfirmed by: me")
         assert ": ledger; `outbox relay resume`" in problem
         assert (state.oldest_seconds, [lane.paused for lane in state.lanes]) == (None, [True] * 4)
         relays.beat([one.number for one in read(url).values()])

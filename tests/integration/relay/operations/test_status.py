@@ -96,7 +96,7 @@ def test_events_that_were_refused(status, outbox_postgres, outbox_kafka, outbox_
         return bool(status.look()["outbox"]["dead_letters"] == 3)
 
     wait_until(dead, what="the dead letters")
-    assert "3 dead letters, 3 of them hold back their keys: `outbox dead-letters list`" in status.look()["problems"]
+    assert "3 dead letters, 3 of them block their keys: `outbox dead-letters list`" in status.look()["problems"]
 
 
 def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_postgres):
