@@ -1,7 +1,7 @@
 """Read the current state of the outbox, for `outbox status` and the metrics. Read-only, and without locks.
 
 A backlog of millions is not counted row by row: each lane is counted up to a limit, along its primary key, and the rest
-is estimated from the planner's statistics. ``exact`` tells whether the backlog was counted.
+is estimated from the planner's statistics.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from relay.database import unavailable_on_error
 from relay.lanes import source_problem
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
 from relay.tasks.scheduled import next_due
-from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
+from relay.wal.slot import Slot, SlotNames, find_problem, names_in_checkpoint
 
 COUNTED: Final = 10_000
-"""How many rows are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
+"""The most rows that are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
 _STATEMENT_SECONDS: Final = 10
 
-LANES: Final = """
-SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
+_LANES: Final = """
+SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch, l.commit_lsn,
        CASE WHEN isfinite(l.lease_until)
             THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds
   FROM {lanes} AS l ORDER BY l.lane"""
@@ -61,12 +61,12 @@ SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
   FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE c.oid = to_regclass(%(events)s)"""
 
-FAILURES: Final = """
+_FAILURES: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
        (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
                                LIMIT %(most)s) AS f) AS blocking"""
 
-DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
+_DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
 
 _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
@@ -88,9 +88,9 @@ class LaneState:
     """One lane.
 
     owner           the relay that holds it, or held it last; None if it was released.
+    commit_lsn      the WAL position of its last event from the stream.
     lease_seconds   the remaining time of the lease; negative after it has expired, None if there is none.
-    events          the rows that wait in it, counted up to COUNTED.
-    oldest_seconds  the age of the first of these; None if there are none.
+    events          the waiting rows, counted up to COUNTED; ``oldest_seconds`` is the age of the first of them.
     paused          whether an operator has paused the lane, or all lanes.
     """
 
@@ -100,6 +100,7 @@ class LaneState:
     streaming: bool
     epoch: int
     last_batch: int | None
+    commit_lsn: int | None
     lease_seconds: float | None
     events: int = 0
     oldest_seconds: float | None = None
@@ -125,8 +126,8 @@ class RelayState:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLook:
-    """The replication slot. ``problem`` says why the stream can't be relied on; None if it can."""
+class SlotSummary:
+    """The replication slot. ``problem`` is its gap, or None."""
 
     slot: str
     retained_bytes: int
@@ -140,18 +141,14 @@ class SlotLook:
 class OutboxState:
     """The outbox at one moment, by the database's clock. Figures of a table that the role can't read are None or empty.
 
-    backlog         rows that wait to be published; ``exact`` when all of them were counted.
-    counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
+    backlog         the waiting rows; ``exact`` if all of them were counted.
+    counted         whether they were counted in time; if not, lanes show no events, and their age is unknown.
     oldest_seconds  the age of the oldest first row of a lane that is not paused; None without any.
-    retrying        events that were refused and wait for another attempt.
-    dead_letters    events that wait for an operator; ``blocking`` of them hold back later events of their keys. Each
-                    of these three figures is counted up to COUNTED.
+    retrying        events that failed and wait for another attempt, counted up to COUNTED like the next three.
+    dead_letters    events that wait for an operator; ``blocking`` of them block later events of their keys.
+    scheduled       scheduled events; ``next_due_seconds`` is the time until the first is due, negative if it is.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
-    scheduled       events that wait for their time, counted up to COUNTED too; ``next_due_seconds`` is the time until
-                    the first of them is due, negative if it is; None without any.
-    slot            None if the outbox has none.
-    pauses          the pauses that operators have requested.
-    hidden          the tables that the role can't read, each with the grant that is missing.
+    hidden          the tables that the role can't read, each with the missing grant.
     """
 
     at: dt.datetime
@@ -166,65 +163,63 @@ class OutboxState:
     gone: int | None
     lanes: Sequence[LaneState]
     relays: Sequence[RelayState]
-    slot: SlotLook | None
+    slot: SlotSummary | None
     hidden: Mapping[str, str] = field(default_factory=dict)
     pauses: Sequence[Paused] = ()
     scheduled: int | None = None
     next_due_seconds: float | None = None
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
-        """Return the problems that need an operator; empty if there are none.
+        """Return the problems that need an operator.
 
-        standing_seconds  an event that is older than this is a problem, unless another problem explains its age.
+        standing_seconds  an older event is a problem, unless another problem explains its age.
         """
         found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
-        found += [_explained(one) for one in self.pauses]
+        for one in self.pauses:
+            missing = f". Unconfirmed by: {', '.join(one.unconfirmed)}" if one.unconfirmed else ""
+            found.append(f"{one}; `outbox relay resume` ends it{missing}")
         if not self.counted:
             found.append(
-                f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so nobody knows their age: is "
-                "a transaction open for long (pg_stat_activity.xact_start), and keeps dead rows?"
+                f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so their age is unknown: does "
+                "a long transaction (pg_stat_activity.xact_start) keep dead rows?"
             )
-        idle = [lane for lane in self.lanes if not lane.held and not lane.paused]
-        waiting = [lane.lane for lane in idle if lane.events]
-        all_paused = bool(self.lanes) and all(lane.paused for lane in self.lanes)
-        # A pause explains the age of what waits; which events go to a paused topic is not known here.
-        topics = any(one.scope.kind is ScopeKind.TOPIC for one in self.pauses)
-        if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
-            waits = self.backlog and not all_paused
-            found.append("no relay is running" + (f", and {self.backlog:,} events wait" if waits else ""))
-        elif (unheld := self._source_problem() or _unheld(waiting)) is not None:
-            found.append(unheld)
-        elif (
-            self.oldest_seconds is not None
-            and self.oldest_seconds > standing_seconds
-            and not self.retrying
-            and not self.blocking
-            and not topics
-        ):
-            slow = [
-                lane.lane for lane in self.lanes if not lane.paused and (lane.oldest_seconds or 0.0) > standing_seconds
-            ]
-            found.append(f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})")
+        if (stuck := self._stuck(standing_seconds)) is not None:
+            found.append(stuck)
         if self.retrying:
-            found.append(f"{self.retrying:,} events were refused and are tried again: `outbox dead-letters list`")
+            found.append(f"{self.retrying:,} events are retrying: `outbox dead-letters list`")
         if self.dead_letters:
-            held = f", {self.blocking:,} of them hold back their keys" if self.blocking else ""
-            found.append(f"{self.dead_letters:,} dead letters{held}: `outbox dead-letters list`")
+            blocking = f", {self.blocking:,} of them block their keys" if self.blocking else ""
+            found.append(f"{self.dead_letters:,} dead letters{blocking}: `outbox dead-letters list`")
         elif self.blocking:
-            found.append(
-                f"{self.blocking:,} keys wait for dead letters that somebody has deleted: `outbox dead-letters list`"
-            )
+            found.append(f"{self.blocking:,} keys are blocked by deleted dead letters: `outbox dead-letters list`")
         if self.next_due_seconds is not None and -self.next_due_seconds > standing_seconds:
             found.append(
                 f"a scheduled event is overdue by {-self.next_due_seconds:.0f} s: is a relay running, or "
-                "does an open transaction have its row locked?"
+                "does an open transaction lock its row?"
             )
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)
         return found
 
+    def _stuck(self, standing_seconds: float) -> str | None:
+        """Return why events wait, apart from pauses and failures."""
+        all_paused = bool(self.lanes) and all(lane.paused for lane in self.lanes)
+        if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
+            waits = self.backlog and not all_paused
+            return "no relay is running" + (f", and {self.backlog:,} events wait" if waits else "")
+        if (other := self._source_problem()) is not None:
+            return other
+        if waiting := [lane.lane for lane in self.lanes if lane.events and not lane.held and not lane.paused]:
+            return f"events wait in lanes that no relay holds: {_few(waiting)}"
+        # A failure or a paused topic explains the age; which events go to a paused topic is not known here.
+        explained = self.retrying or self.blocking or any(one.scope.kind is ScopeKind.TOPIC for one in self.pauses)
+        if explained or self.oldest_seconds is None or self.oldest_seconds <= standing_seconds:
+            return None
+        slow = [lane.lane for lane in self.lanes if not lane.paused and (lane.oldest_seconds or 0.0) > standing_seconds]
+        return f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})"
+
     def _source_problem(self) -> str | None:
-        """Return why no relay that runs takes any lane: all are of the other source."""
+        """Return why no running relay takes any lane: all lanes have the other source."""
         running = {relay.source for relay in self.relays if relay.alive}
         of_lanes = {lane.source for lane in self.lanes if not lane.held}
         if len(running) != 1 or len(of_lanes) != 1 or running == of_lanes:
@@ -276,10 +271,10 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 pauses = _paused(read(_PAUSES))
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):
-                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(LANES)]
+                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
-            figures = _besides(visible, read)
+            figures = _counts(visible, read)
             (rest,) = read(_REST)
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
@@ -313,26 +308,23 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
     )
 
 
-def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
+def _counts(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
     figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
-    with visible.reading("failures"):
-        figures |= read(FAILURES)[0]
-    with visible.reading("dead_letters"):
-        figures |= read(DEAD)[0]
-    with visible.reading("scheduled"):
-        figures |= read(_SCHEDULED)[0]
+    for table, query in (("failures", _FAILURES), ("dead_letters", _DEAD), ("scheduled", _SCHEDULED)):
+        with visible.reading(table):
+            figures |= read(query)[0]
     return figures
 
 
 def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
-    """Return SQL that says whether the event of the row ``f`` of failures was deleted by hand."""
+    """Return the SQL condition that the event of the row ``f`` of failures was deleted by hand."""
     return sql.SQL(_WITHOUT_EVENT).format(**names)
 
 
 def read_lanes(connection: psycopg.Connection[Any], schema: str) -> list[LaneState]:
-    """Return the lanes, without what waits in them. Raises Unavailable, or SchemaError without the table or a right."""
-    return [LaneState(**row) for row in read_rows(connection, "reading the lanes", LANES, names_of(schema))]
+    """Return the lanes, without their events. Raises Unavailable, or SchemaError without the table or a right."""
+    return [LaneState(**row) for row in read_rows(connection, "reading the lanes", _LANES, names_of(schema))]
 
 
 def read_rows(
@@ -370,17 +362,10 @@ def _paused(rows: Sequence[dict[str, Any]]) -> list[Paused]:
     ]
 
 
-def _explained(paused: Paused) -> str:
-    text = f"{paused}; `outbox relay resume` ends it"
-    if paused.unconfirmed:
-        text += f". Running relays that do not obey it yet: {', '.join(paused.unconfirmed)}"
-    return text
-
-
-def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:
-    state: SlotState = Slot(connection, names).look()
+def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotSummary:
+    state = Slot(connection, names).look()
     problem = find_problem(state, names)
-    return SlotLook(
+    return SlotSummary(
         slot=names.slot,
         retained_bytes=state.retained_bytes,
         lag_bytes=state.lag_bytes,
@@ -388,10 +373,6 @@ def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:
         active=state.active_pid is not None,
         problem=None if problem is None else str(problem),
     )
-
-
-def _unheld(waiting: Sequence[int]) -> str | None:
-    return f"events wait in lanes that no relay holds: {_few(waiting)}" if waiting else None
 
 
 def _few(lanes: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ from relay.core.health import Health, Reason
 from relay.insights import OutboxState
 from relay.metrics.outbox import TurnMetrics, outbox_metrics
 from relay.metrics.relay import RelayMetrics, slot_metrics, slot_repairs
-from relay.operations.roles import COLUMNS, TABLES, Kind
+from relay.operations.roles import COLUMNS, TABLES, RoleKind
 from relay.wal.slot import SlotState
 from spark_jobs.errors import Reject
 from spark_jobs.metrics import ConsumerMetrics
@@ -352,8 +352,8 @@ def roles_page() -> str:
     parts = []
     for title, of_sink in (("In the outbox's schema", False), ("In the consumers' schema", True)):
         parts.append(f"## {title}")
-        for kind, purpose in members(Kind):
-            assert isinstance(kind, Kind)
+        for kind, purpose in members(RoleKind):
+            assert isinstance(kind, RoleKind)
             if kind.of_sink is not of_sink:
                 continue
             rows = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, ParamSpec, TypeVar
 
 import orjson
@@ -15,6 +15,7 @@ from outbox.errors import ConfigurationError, OutboxError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,3 +84,14 @@ def table_console() -> Console:
     from rich.console import Console
 
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+
+
+def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of texts, with control characters escaped."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    return table

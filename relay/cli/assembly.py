@@ -22,7 +22,6 @@ _GROUPS: Final = {
 
 _COMMANDS: Final = {
     "status": "relay.cli.status",
-    "top": "relay.cli.status",
     "trace": "relay.cli.trace",
     "web": "relay.cli.web",
     "doctor": "relay.cli.doctor",

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
+from outbox._app.console import (
+    AsJson,
+    DatabaseUrl,
+    failing_clearly,
+    print_json,
+    require_reason,
+    say,
+    table_console,
+    text_table,
+)
+from outbox._app.text import age_text, bytes_text
 from outbox.errors import ConfigurationError
 from relay.config import load
 
@@ -60,7 +70,7 @@ def status(
     else:
         _show(found, settings)
         if over:
-            typer.echo(f"ALERT: more than wal.retained_limit_bytes ({_bytes(limit)}) are kept: is a relay running?")
+            typer.echo(f"ALERT: over wal.retained_limit_bytes ({bytes_text(limit)}): is a relay running?")
     if found.problem is not None or over:
         raise typer.Exit(1)
 
@@ -126,31 +136,27 @@ def _summary(found: Status, settings: Settings) -> dict[str, Any]:
 
 
 def _show(found: Status, settings: Settings) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     values = _summary(found, settings)
-    console = Console(soft_wrap=True)
-    facts = Table(show_header=False, box=None)
-    facts.add_row("slot", f"{values['slot']} ({values['wal_status'] or 'not there'})")
-    facts.add_row("read by", "nobody" if values["read_by_pid"] is None else f"server process {values['read_by_pid']}")
-    facts.add_row("kept for it", _bytes(values["retained_bytes"]))
-    facts.add_row("lag", f"{_bytes(values['lag_bytes'])}, {values['lag_seconds']:g} s")
-    for name in ("current_lsn", "confirmed_lsn", "flushed_lsn", "settled_lsn"):
-        facts.add_row(name.replace("_lsn", " LSN"), values[name] or "-")
-    console.print(facts)
-    lanes = Table("lane", "source", "reads", "owner", "settled LSN")
-    for lane in values["lanes"]:
-        reads = "the table" if lane["source"] == "polling" or not lane["streaming"] else "the stream"
-        lanes.add_row(str(lane["lane"]), lane["source"], reads, lane["owner"] or "-", lane["settled_lsn"] or "-")
-    console.print(lanes)
-    console.print(f"PROBLEM: {found.problem}" if found.problem else "The stream is whole.", markup=False)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
+    reader = values["read_by_pid"]
+    facts = [
+        ("slot", f"{values['slot']} ({values['wal_status'] or 'does not exist'})"),
+        ("read by", "-" if reader is None else f"server process {reader}"),
+        ("retained", bytes_text(values["retained_bytes"])),
+        ("lag", f"{bytes_text(values['lag_bytes'])}, {age_text(values['lag_seconds'])}"),
+    ]
+    lsns = ("current_lsn", "confirmed_lsn", "flushed_lsn", "settled_lsn")
+    facts += [(name.replace("_lsn", " LSN"), values[name] or "-") for name in lsns]
+    console = table_console()
+    console.print(text_table(("", ""), facts))
+    lanes = (
+        (
+            str(lane["lane"]),
+            lane["source"],
+            "the stream" if lane["source"] == "wal" and lane["streaming"] else "the table",
+            lane["owner"] or "-",
+            lane["settled_lsn"] or "-",
+        )
+        for lane in values["lanes"]
+    )
+    console.print(text_table(("lane", "source", "reads", "owner", "settled LSN"), lanes))
+    say(f"PROBLEM: {found.problem}" if found.problem else "The stream has no gap.")

@@ -1,137 +1,134 @@
-"""`outbox dead-letters --side consumer`: what its commands do to messages that could not be applied."""
+"""`outbox dead-letters --side consumer`: messages that could not be applied."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from uuid import UUID
 
-from outbox._app.console import print_json, printable, require_choice, require_reason, say
+from outbox._app.console import print_json, require_choice, say
 from outbox._app.settings import load
-from outbox.errors import NotFound
+from outbox.errors import ConfigurationError, NotFound
 
 if TYPE_CHECKING:
     from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 
 
-def list_dead_letters(
-    database_url: str | None, group: str | None, topic: str | None, cause: str | None, limit: int, *, as_json: bool
-) -> None:
-    """List dead letters, the oldest first; without their contents."""
-    from outbox.consumer.admin.dead_letters import Selection, readable
+class FailedMessages:
+    """The dead letters of consumers, or only those of a group, of a topic, or with a cause."""
 
-    with _dead_letters(database_url) as letters:
-        rows = [readable(row) for row in letters.list(Selection(None, group, topic, cause), limit)]
-    if as_json:
-        print_json({"dead_letters": rows})
-        return
-    for row in rows:
-        key = "" if row["key"] is None else f"  key {printable(row['key'])}"
-        attempts = f"{row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}"
-        say(
-            f"{row['id']}  {row['group']}  {_at(row)}{key}  {row['reason']}, {row['state']}, {attempts}: "
-            f"{printable(row['error'])}"
-        )
-    if len(rows) == limit:
-        say(f"no more than {limit} are shown; see --limit")
-    if not rows:
-        say("no dead letters")
+    def __init__(self, database_url: str | None, group: str | None, topic: str | None, cause: str | None) -> None:
+        self._database_url = database_url
+        self._filters = group, topic, cause
 
+    def list(self, limit: int, *, as_json: bool) -> None:
+        """Print them, oldest first, without their contents."""
+        from outbox.consumer.admin.dead_letters import Selection, readable
 
-def show(dead_letter: int, database_url: str | None, *, as_json: bool) -> None:
-    """Show one dead letter with key, value and headers decoded: as JSON on several lines, or on one with --json."""
-    from outbox.consumer.admin.dead_letters import readable
+        with self._opened() as letters:
+            rows = [readable(row) for row in letters.list(Selection(None, *self._filters), limit)]
+        if as_json:
+            print_json({"dead_letters": rows})
+            return
+        for row in rows:
+            key = "" if row["key"] is None else f"  key {row['key']}"
+            say(
+                f"{row['id']}  {row['group']}  {row['topic']}-{row['part']} offset {row['offset']}{key}  "
+                f"{row['reason']}, {row['state']}, {row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}: "
+                f"{row['error']}"
+            )
+        if len(rows) == limit:
+            say(f"no more than {limit} are shown; see --limit")
+        if not rows:
+            say("no dead letters")
 
-    with _dead_letters(database_url) as letters:
-        shown = readable(letters.show(dead_letter))
-    print_json(shown, indented=not as_json)
+    def show(self, dead_letter: str, *, as_json: bool) -> None:
+        """Print one with key, value and headers decoded."""
+        from outbox.consumer.admin.dead_letters import readable
 
+        with self._opened() as letters:
+            print_json(readable(letters.show(_number(dead_letter))), indented=not as_json)
 
-def retry(
-    ids: Sequence[int] | None,
-    database_url: str | None,
-    group: str | None,
-    topic: str | None,
-    cause: str | None,
-    *,
-    everything: bool,
-    as_json: bool,
-) -> None:
-    """Retry dead letters in the next round of their groups: through decoding, dedup and effect.
+    def retry(self, ids: Sequence[str] | None, *, everything: bool, dry_run: bool, as_json: bool) -> None:
+        """Retry them in the next round of their groups: through decoding, dedup and effect.
 
-    Where later messages of the same key wait behind one, all of the key are tried, in their order.
-    """
-    with _dead_letters(database_url) as letters:
-        rows = letters.retry(_selection(ids, group, topic, cause, everything=everything))
-    found = [row["id"] for row in rows]
-    if as_json:
-        print_json({"retried": found})
-    elif not rows:
-        say("no dead letters are to be tried again")
-    else:
-        groups = sorted({row["grp"] for row in rows})
-        by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
-        say(f"{_messages(len(rows))} will be tried again by the next round of {by}")
-        more = len(set(found) - set(ids)) if ids else 0
-        if more:
-            say(f"{more} of them because they are of the same keys, whose order is kept")
-    _all_found(ids, found)
+        Where later messages of the same key wait behind one, all of the key are retried, in their order.
+        """
+        assert not dry_run
+        selection = self._selection(ids, everything)
+        with self._opened() as letters:
+            rows = letters.retry(selection)
+        found = [row["id"] for row in rows]
+        if as_json:
+            print_json({"retried": found})
+        elif not rows:
+            say("no dead letters match")
+        else:
+            groups = sorted({row["grp"] for row in rows})
+            by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
+            say(f"{_messages(len(rows))} will be retried in the next round of {by}")
+            more = len(set(found) - set(selection.ids)) if selection.ids else 0
+            if more:
+                say(f"{more} of them because they have the same keys, whose order is kept")
+        _require_found(selection, found)
 
+    def discard(
+        self,
+        ids: Sequence[str] | None,
+        reason: str,
+        *,
+        everything: bool,
+        drop_payload: bool,
+        dry_run: bool,
+        as_json: bool,
+    ) -> None:
+        """Discard them for good. The audit keeps them; messages that waited behind them are retried."""
+        assert not dry_run
+        selection = self._selection(ids, everything)
+        with self._opened() as letters:
+            done = letters.discard(selection, reason, keep_message=not drop_payload)
+        gone = [row["id"] for row in done.gone]
+        if as_json:
+            print_json({"discarded": gone, "retried": list(done.freed)})
+        else:
+            say(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
+            if done.freed:
+                say(f"{_messages(len(done.freed))} that waited behind will be retried in the next round")
+        _require_found(selection, gone)
 
-def discard(
-    reason: str,
-    ids: Sequence[int] | None,
-    database_url: str | None,
-    group: str | None,
-    topic: str | None,
-    *,
-    everything: bool,
-    drop_payload: bool,
-    as_json: bool,
-) -> None:
-    """Discard dead letters for good. The audit keeps them; messages that waited behind them are tried again."""
-    require_reason(reason, "why the message may be lost")
-    with _dead_letters(database_url) as letters:
-        done = letters.discard(
-            _selection(ids, group, topic, None, everything=everything), reason, keep_message=not drop_payload
-        )
-    gone = [row["id"] for row in done.gone]
-    if as_json:
-        print_json({"discarded": gone, "retried": list(done.freed)})
-    else:
-        say(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
-        if done.freed:
-            say(f"{_messages(len(done.freed))} that waited behind will be tried by the next round")
-    _all_found(ids, gone)
+    @contextmanager
+    def _opened(self) -> Iterator[DeadLetters]:
+        from outbox.consumer.admin.dead_letters import DeadLetters
+        from outbox.consumer.postgres_errors import connect
 
+        settings = load(database_url=self._database_url)
+        with connect(settings.require_database(), "outbox dead-letters") as connection:
+            yield DeadLetters(connection, settings.consumer_schema)
 
-@contextmanager
-def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
-    from outbox.consumer.admin.dead_letters import DeadLetters
-    from outbox.consumer.postgres_errors import connect
+    def _selection(self, ids: Sequence[str] | None, everything: bool) -> Selection:
+        from outbox.consumer.admin.dead_letters import Selection
 
-    settings = load(database_url=database_url)
-    with connect(settings.require_database(), "outbox dead-letters") as connection:
-        yield DeadLetters(connection, settings.consumer_schema)
+        found = [_number(one) for one in ids or ()]
+        require_choice(found, everything, "ids of dead letters", "--group, --topic … for some of them")
+        return Selection(found or None, *self._filters)
 
 
-def _selection(
-    ids: Sequence[int] | None, group: str | None, topic: str | None, cause: str | None, *, everything: bool
-) -> Selection:
-    from outbox.consumer.admin.dead_letters import Selection
-
-    require_choice(ids, everything, "ids of dead letters", "--group, --topic … for some of them")
-    return Selection(list(ids) if ids else None, group, topic, cause)
-
-
-def _all_found(asked: Sequence[int] | None, found: Sequence[int]) -> None:
-    missing = sorted(set(asked or ()) - set(found))
+def _require_found(selection: Selection, found: Sequence[int]) -> None:
+    missing = sorted(set(selection.ids or ()) - set(found))
     if missing:
-        raise NotFound(f"not among the dead letters that were asked for: {', '.join(map(str, missing))}")
+        raise NotFound(f"not among the selected dead letters: {', '.join(map(str, missing))}")
 
 
-def _at(row: dict[str, Any]) -> str:
-    return f"{row['topic']}-{row['part']} offset {row['offset']}"
+def _number(text: str) -> int:
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        UUID(text)
+        hint = "; with --side relay it is an event id"
+    except ValueError:
+        hint = ""
+    raise ConfigurationError(f"{text!r} is not the number of a dead letter{hint}")
 
 
 def _messages(count: int) -> str:

@@ -11,7 +11,7 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
-    from relay.operations.roles import Kind
+    from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
@@ -277,13 +277,13 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
         typer.echo("nothing to do")
 
 
-def _role(item: str) -> tuple[Kind, str]:
-    from relay.operations.roles import Kind
+def _role(item: str) -> tuple[RoleKind, str]:
+    from relay.operations.roles import RoleKind
 
     kind, equals, name = item.partition("=")
-    if not equals or kind not in list(Kind):
-        raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(Kind)}")
-    return Kind(kind), name
+    if not equals or kind not in list(RoleKind):
+        raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(RoleKind)}")
+    return RoleKind(kind), name
 
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:

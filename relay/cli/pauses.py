@@ -1,17 +1,15 @@
-"""The work of ``outbox relay pause``, ``resume`` and ``drain``, whose options are in relay.py."""
+"""``outbox relay pause``, ``resume``, ``drain`` and ``wait``."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import print_json, printable
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -19,161 +17,188 @@ if TYPE_CHECKING:
 
     from relay.core.pauses import Paused, Scope
     from relay.kafka.routing import Router
-    from relay.operations.drain import Drain, Left
-    from relay.operations.pauses import Change
+    from relay.operations.drain import Drain, DrainProgress
+    from relay.operations.pauses import PauseChange
 
-
-_LOOK_SECONDS: Final = 0.5
-_SAY_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.2
+_PROGRESS_SECONDS: Final = 5.0
 _LOOKING: Final = 1 / 5
-"""The part of the time that looks may take: those at a topic read all events."""
+"""The maximum share of the time that the queries take: for a topic they read all events."""
+
+_Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")]
+_Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")]
+_Reason = Annotated[str | None, typer.Option("--reason", help="Shown with the pause and kept in the audit.")]
+_Timeout = typer.Option(min=0, help="Seconds to wait at most.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """An outbox, and where its events go."""
-
-    connection: psycopg.Connection[Any]
-    schema: str
-    router: Router
-
-
+@failing_clearly
 def pause(
-    lanes: Sequence[int],
-    topics: Sequence[str],
-    reason: str | None,
-    *,
-    wait: bool,
-    timeout: float,
-    database_url: str | None,
-    as_json: bool,
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the pause is in effect.")] = True,
+    timeout: Annotated[float, _Timeout] = 30.0,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Pause, and wait until it is in effect."""
+    """Stop publishing these lanes or topics, or everything, until `outbox relay resume`. No event is lost.
+
+    With --wait, nothing more is published once the command ends. Exit status 1 if a running relay does not confirm in
+    time; the pause stays.
+    """
     from relay.core.pauses import scopes_of
     from relay.operations import pauses
 
-    scopes = scopes_of(lanes, topics)
-    with _place(database_url) as place:
-        changes = pauses.pause(place.connection, place.schema, scopes, reason, may_write=place.router.may_write)
+    with _opened(database_url) as (connection, schema, router):
+        changes = pauses.pause(
+            connection, schema, scopes_of(lane or (), topic or ()), reason, may_write=router.may_write
+        )
         _print_changes(changes, as_json=as_json)
-        numbers = [change.after.number for change in changes if change.after is not None]
-        missing = pauses.unconfirmed(place.connection, place.schema, numbers, timeout) if wait else []
+        missing = _unconfirmed(connection, schema, changes, timeout) if wait else []
     if as_json:
         print_json({"pauses": [_plain(change) for change in changes], "unconfirmed": missing})
     elif wait and not missing:
-        typer.echo("In effect: every running relay has confirmed.")
+        say("In effect: every running relay has confirmed.")
     _fail_unconfirmed(missing, timeout)
 
 
+@failing_clearly
 def resume(
-    lanes: Sequence[int], topics: Sequence[str], reason: str | None, *, database_url: str | None, as_json: bool
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """End pauses."""
+    """End the pauses of exactly these lanes and topics; without any, the pause of everything.
+
+    Waiting events are published in order. Other pauses stay, and are listed.
+    """
     from relay.core.pauses import scopes_of
     from relay.operations import pauses
 
-    scopes = scopes_of(lanes, topics)
-    with _place(database_url) as place:
-        changes = pauses.resume(place.connection, place.schema, scopes, reason)
-        left = pauses.read(place.connection, place.schema)
+    with _opened(database_url) as (connection, schema, _):
+        changes = pauses.resume(connection, schema, scopes_of(lane or (), topic or ()), reason)
+        left = pauses.read(connection, schema)
     if as_json:
         print_json({"ended": [_plain(change) for change in changes if change.changed], "left": list(map(_shown, left))})
         return
     for change in changes:
         if change.before is None:
-            typer.echo(f"{printable(str(change.scope)).capitalize()}: not paused, so nothing was changed.")
+            say(f"{str(change.scope).capitalize()}: not paused, so nothing was changed.")
         else:
-            typer.echo(f"Resumed: {printable(str(change.scope))}.")
+            say(f"Resumed: {change.scope}.")
     for one in left:
-        typer.echo(f"Still in force: {printable(str(one))}.")
+        say(f"Still in force: {one}.")
 
 
+@failing_clearly
 def drain(
-    lanes: Sequence[int],
-    topics: Sequence[str],
-    reason: str | None,
-    *,
-    timeout: float,
-    database_url: str | None,
-    as_json: bool,
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    timeout: Annotated[float, _Timeout] = 300.0,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Wait until all is published that is written by now, then pause."""
+    """Wait until all events written so far in these lanes or topics, or in all, are published; then pause them.
+
+    Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout;
+    nothing is paused then.
+    """
     from relay.core.pauses import scopes_of
     from relay.operations import pauses
     from relay.operations.drain import Drain
 
-    scopes = scopes_of(lanes, topics)
-    changes: Sequence[Change] = ()
+    scopes = scopes_of(lane or (), topic or ())
+    changes: Sequence[PauseChange] = ()
     missing: Sequence[str] = ()
-    with _place(database_url) as place:
+    with _opened(database_url) as (connection, schema, router):
         deadline = time.monotonic() + timeout
-        pauses.require_scopes(place.connection, place.schema, scopes, place.router.may_write)
-        left = _await_drained(Drain(place.connection, place.schema, place.router), scopes, deadline, quiet=as_json)
-        open_now = {scope: one for scope, one in left.items() if not one.drained}
-        if not open_now:
-            changes = pauses.pause(
-                place.connection, place.schema, scopes, reason, may_write=place.router.may_write, what="drain"
-            )
+        pauses.require_scopes(connection, schema, scopes, router.may_write)
+        left = _await_drained(Drain(connection, schema, router), scopes, deadline, quiet=as_json)
+        if not left:
+            changes = pauses.pause(connection, schema, scopes, reason, may_write=router.may_write, what="drain")
             _print_changes(changes, as_json=as_json)
-            numbers = [change.after.number for change in changes if change.after is not None]
-            missing = pauses.unconfirmed(place.connection, place.schema, numbers, max(deadline - time.monotonic(), 5.0))
+            missing = _unconfirmed(connection, schema, changes, max(deadline - time.monotonic(), 5.0))
     if as_json:
-        shown = [
-            {"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in open_now.items()
-        ]
+        shown = [{"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in left.items()]
         print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
-    elif not open_now and not missing:
-        typer.echo("Drained: nothing is published any more.")
-    for scope, one in open_now.items():
-        text = f"{scope} not drained after {timeout:g} s, and not paused: {_explained(one)}"
-        typer.echo(f"outbox: {printable(text)}", err=True)
-    if open_now:
+    elif not left and not missing:
+        say("Drained: nothing is published any more.")
+    for scope, one in left.items():
+        say(f"outbox: {scope} not drained after {timeout:g} s, and not paused: {one}", err=True)
+    if left:
         raise typer.Exit(1)
     _fail_unconfirmed(missing, timeout)
 
 
-def _await_drained(drain: Drain, scopes: Sequence[Scope], deadline: float, *, quiet: bool) -> dict[Scope, Left]:
-    """Wait until these are drained, showing what is left from time to time. Returns what is left of each."""
-    said_at, said = time.monotonic(), ""
+@failing_clearly
+def wait(
+    seconds: Annotated[float, _Timeout] = 60.0,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Wait until every event committed so far is published or a dead letter. Exit status 1 if some are left."""
+    from relay.core.pauses import ALL
+    from relay.operations.drain import Drain
+
+    with _opened(database_url) as (connection, schema, router):
+        drain = Drain(connection, schema, router, committed=True)
+        left = _await_drained(drain, [ALL], time.monotonic() + seconds, quiet=True)
+    for one in left.values():
+        say(
+            f"not everything is published after {seconds:g} s: {one}. See `outbox status` for relays and pauses, "
+            "`outbox dead-letters list` for failed events, `outbox doctor` for Kafka, and the relay's log",
+            err=True,
+        )
+        raise typer.Exit(1)
+    say("Every event is published.")
+
+
+def _await_drained(
+    drain: Drain, scopes: Sequence[Scope], deadline: float, *, quiet: bool
+) -> Mapping[Scope, DrainProgress]:
+    """Wait until these are drained, printing what is left from time to time. Return what is left at the deadline."""
+    printed_at, printed = time.monotonic(), ""
     while True:
         began = time.monotonic()
-        left = drain.look(scopes)
+        left = {scope: one for scope, one in drain.look(scopes).items() if not one.drained}
         now = time.monotonic()
-        if all(one.drained for one in left.values()) or now >= deadline:
+        if not left or now >= deadline:
             return left
-        if not quiet and now - said_at >= _SAY_SECONDS:
-            shown = "; ".join(f"{scope}: {_explained(one)}" for scope, one in left.items() if not one.drained)
-            if shown != said:
-                sys.stderr.write(printable(shown) + "\n")
-            said_at, said = now, shown
+        if not quiet and now - printed_at >= _PROGRESS_SECONDS:
+            text = "; ".join(f"{scope}: {one}" for scope, one in left.items())
+            if text != printed:
+                say(text, err=True)
+            printed_at, printed = now, text
         time.sleep(min(max(_LOOK_SECONDS, (now - began) * (1 / _LOOKING - 1)), max(deadline - now, 0.0)))
 
 
-def _explained(left: Left) -> str:
-    events = "an unknown number of events" if left.events is None else f"{left.events:,} events"
-    return printable("; ".join([f"{events} left", *left.causes]))
+def _unconfirmed(
+    connection: psycopg.Connection[Any], schema: str, changes: Sequence[PauseChange], seconds: float
+) -> list[str]:
+    from relay.operations import pauses
+
+    numbers = [change.after.number for change in changes if change.after is not None]
+    return pauses.unconfirmed(connection, schema, numbers, seconds)
 
 
-def _print_changes(changes: Sequence[Change], *, as_json: bool) -> None:
+def _print_changes(changes: Sequence[PauseChange], *, as_json: bool) -> None:
     for change in () if as_json else changes:
-        assert change.after is not None
-        if not change.changed:
-            typer.echo(f"Nothing was changed: {printable(str(change.after))}.")
-        else:
-            typer.echo(f"{printable(str(change.after))}.")
+        say(f"{change.after}." if change.changed else f"Nothing was changed: {change.after}.")
 
 
 def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
     if missing:
-        typer.echo(
-            f"outbox: {', '.join(map(printable, missing))} did not confirm within {seconds:g} s and may still publish: "
-            "is it of a version without pauses, asleep, or cut off from Postgres?",
+        say(
+            f"outbox: {', '.join(missing)} did not confirm within {seconds:g} s and may still publish: is it "
+            "suspended, cut off from Postgres, or of a version without pauses?",
             err=True,
         )
         raise typer.Exit(1)
 
 
-def _plain(change: Change) -> dict[str, Any]:
+def _plain(change: PauseChange) -> dict[str, Any]:
     one = change.after or change.before
     assert one is not None
     return _shown(one) | {"changed": change.changed}
@@ -190,10 +215,11 @@ def _shown(one: Paused) -> dict[str, Any]:
 
 
 @contextmanager
-def _place(database_url: str | None) -> Iterator[_Place]:
+def _opened(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str, Router]]:
+    """Yield a connection, the outbox's schema, and the routes of its events."""
     from relay.database import Connector
     from relay.parts import build_router
 
     settings = load(database_url=database_url)
     with closing(Connector(settings.require_database(), "outbox relay pause")()) as connection:
-        yield _Place(connection, settings.db_schema, build_router(settings))
+        yield connection, settings.db_schema, build_router(settings)

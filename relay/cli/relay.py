@@ -1,7 +1,4 @@
-"""``outbox relay run``: one relay process. ``reconcile`` and ``release`` repair a lane that stopped.
-
-``pause``, ``resume`` and ``drain`` do their work in pauses.py, which ``run`` does not import.
-"""
+"""``outbox relay``: run a relay, repair lanes, switch the source. ``pause`` and its like are in pauses.py."""
 
 from __future__ import annotations
 
@@ -19,23 +16,16 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason, say
 from outbox.errors import ConfigurationError
+from relay.cli import pauses
 from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
-    from relay.operations.reconcile import Findings, LaneState, Reconciler
+    from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
 
-_Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; may be repeated.")]
-_Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; may be repeated.")]
-_Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is shown with the pause and kept in the audit.")]
-_Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is in effect.")]
-
-
-@app.callback()
-def _group() -> None:
-    pass
+_Reason = Annotated[str | None, typer.Option("--reason", help="Kept in the audit.")]
 
 
 @app.command()
@@ -45,11 +35,13 @@ def run(
     create_topics: Annotated[
         bool | None, typer.Option("--create-topics/--no-create-topics", help="OUTBOX_CREATE_TOPICS")
     ] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, console or json")] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the lanes: one for each core.")] = 1,
+    log_format: Annotated[str | None, typer.Option(help="auto, console or json.")] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that share the lanes, such as one per core.")
+    ] = 1,
     worker: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Publish until SIGTERM or SIGINT. Run as many relays as you like: they divide the lanes among themselves.
+    """Publish until SIGTERM or SIGINT. Relays divide the lanes among themselves.
 
     The first signal lets batches in flight finish; a second one leaves them to the next relay.
     """
@@ -113,19 +105,18 @@ def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: f
 @app.command()
 @failing_clearly
 def reconcile(
-    lane: Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; may be repeated.")] = None,
+    lane: Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    reason: _Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare table, marker and topics (exactly-once), and show or apply what repairs a stopped lane.
+    """Compare table, marker and topics (exactly-once), and repair stopped lanes with --apply.
 
-    Relays may keep running: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
-    status 1 while a problem is left.
+    Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem is left.
     """
     if apply:
-        require_reason(reason, "what happened; it is kept in the audit")
+        require_reason(reason, "what happened")
     with closing(_reconciler(database_url)) as reconciler:
         findings = reconciler.look(lane, search=not apply)
         repaired = reconciler.repair(findings, reason or "") if apply else []
@@ -140,20 +131,18 @@ def reconcile(
 @app.command()
 @failing_clearly
 def upgraded(
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    reason: _Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Go on after pg_upgrade (exactly-once), which gives the server a new identifier: lanes stop, since their markers
-    name the former server.
+    """Accept the new system identifier after pg_upgrade (exactly-once), and write new markers.
 
-    Settles what the markers name, and writes new ones. Refuses, and changes nothing, with exit status 1, unless each
-    lane that stops does so for this reason alone.
+    Changes nothing, with exit status 1, if a lane has stopped for any other reason.
     """
-    require_reason(reason, "from which version to which; it is kept in the audit")
+    require_reason(reason, "from which version to which")
     with closing(_reconciler(database_url)) as reconciler:
         repaired = reconciler.repair(reconciler.upgraded(), reason or "")
     for state in repaired:
-        say(f"lane {state.lane}: goes on, {state.found} events settled, {state.rows} to be published")
+        say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
 
 
 def _reconciler(database_url: str | None) -> Reconciler:
@@ -180,100 +169,71 @@ def _reconciler(database_url: str | None) -> Reconciler:
     )
 
 
-def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply: bool) -> None:
+def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, apply: bool) -> None:
     for state in findings.lanes:
         say(
             f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
-            f"in the outbox: {state.problem or 'as it should be'}"
+            f"in the outbox: {state.problem or 'consistent'}"
         )
         if state.problem is not None and not apply:
             say(
-                f"  {state.found} of them stand on Kafka already: settle these, write a fresh marker, and go "
-                f"on with batch {state.next_batch + 1}"
+                f"  {state.found} of them are on Kafka already: settle these, write a new marker, and continue with "
+                f"batch {state.next_batch + 1}"
             )
     for part in findings.hanging:
         say(
-            f"{part.topic} partition {part.partition}: readers in read_committed wait at offset {part.stable} for "
+            f"{part.topic} partition {part.partition}: read_committed readers wait at offset {part.stable} for "
             f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
         if apply:
             continue
         if part.events == 0:
-            say(f"  another program's, and left alone. If that does not need its records, end it: {part.command}")
+            say(f"  of another program, and left alone. If that does not need its records, abort it: {part.command}")
         elif part.held == part.events:
             say("  abort it, and publish them again")
         else:
-            say(f"  to abort it loses the others; it is left alone. {part.way_out}")
+            say(f"  aborting it would lose the others; it is left alone. {part.way_out}")
     for state in repaired:
         say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
     if (findings.problems or findings.hanging) and not apply:
-        say("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
+        say("Nothing was changed. To apply: outbox relay reconcile --apply --reason '…'")
 
 
 @app.command()
 @failing_clearly
 def release(
-    lane: Annotated[int, typer.Argument(min=0, help="The lane to free.")],
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    lane: Annotated[int, typer.Argument(min=0, help="The lane to release.")],
+    reason: _Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Free a lane whose lease lies in the future, for example after the database's clock jumped back.
+    """End a lane's lease now, for example after the database's clock jumped back.
 
-    A live relay that holds the lane loses it: its epoch is over. Another takes the lane at once, and fences the former
-    holder by the transactional.id in the lane's row.
+    A relay that holds the lane loses it, and is fenced by the next holder.
     """
     from relay.database import Connector
     from relay.operations.release import release_lane
 
-    require_reason(reason, "what happened; it is kept in the audit")
+    require_reason(reason, "what happened")
     settings = load(database_url=database_url)
     with closing(Connector(settings.require_database(), "outbox relay release")()) as connection:
         freed = release_lane(connection, settings.db_schema, lane, reason or "")
     if freed is None:
-        say(f"Lane {lane} is free already.")
+        say(f"Lane {lane} is already free.")
     else:
         say(f"Lane {lane} is free: {freed.owner} held it until {freed.lease_until}.")
 
 
 @app.command()
 @failing_clearly
-def wait(
-    seconds: Annotated[float, typer.Option(min=0, help="How long at most.")] = 60.0,
-    database_url: DatabaseUrl = None,
-) -> None:
-    """Wait until every event committed by now has left the outbox: published, or a dead letter.
-
-    For scripts that need published events. Exit status 1 when some are left.
-    """
-    from relay.database import Connector
-    from relay.operations.waiting import wait_until_published
-
-    settings = load(database_url=database_url)
-    with closing(Connector(settings.require_database(), "outbox relay wait")()) as connection:
-        left = wait_until_published(connection, settings.db_schema, seconds)
-    if left:
-        say(
-            f"{left} {'event is' if left == 1 else 'events are'} not published after {seconds:g} s. See "
-            "`outbox status` for relays and pauses, `outbox dead-letters list` for what failed, `outbox doctor` for "
-            "Kafka; the relay's log says what it waits for",
-            err=True,
-        )
-        raise typer.Exit(1)
-    say("Every event is published.")
-
-
-@app.command()
-@failing_clearly
 def switch(
     to: Annotated[SourceKind, typer.Argument(help="The source to read events from.")],
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    reason: _Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Switch the outbox to polling, or to the WAL. Relays and writers may keep running.
 
-    Relays of the old source finish what is in flight and release their lanes; relays of the new one take them. Run both
-    kinds until the switch is complete.
+    Relays of the old source release their lanes and relays of the new one take them: run both until then.
     """
     from relay.database import Connector
     from relay.operations.wal_setup import Cdc
@@ -286,67 +246,10 @@ def switch(
         slot_there = cdc.status().slot.there
     say(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
-        say(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")
+        say(f"Relays with OUTBOX_SOURCE={to} take the lanes as soon as the others have released them.")
     if to is SourceKind.POLLING and slot_there:
-        say(f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon.")
+        say(f"The slot {settings.wal.slot!r} still keeps WAL: run `outbox cdc drop`, unless you switch back soon.")
 
 
-@app.command()
-@failing_clearly
-def pause(
-    lane: _Lanes = None,
-    topic: _Topics = None,
-    reason: _Reason = None,
-    wait: _Wait = True,
-    timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait at most.")] = 30.0,
-    database_url: DatabaseUrl = None,
-    as_json: AsJson = False,
-) -> None:
-    """Publish nothing of these lanes or topics, or nothing at all, until `outbox relay resume`. Nothing is lost.
-
-    Relays finish the turn in flight, keep their lanes, and confirm: with --wait, nothing is published any more when the
-    command ends. Exit status 1 when a running relay has not confirmed in time; the pause stays.
-    """
-    from relay.cli import pauses
-
-    pauses.pause(
-        lane or (), topic or (), reason, wait=wait, timeout=timeout, database_url=database_url, as_json=as_json
-    )
-
-
-@app.command()
-@failing_clearly
-def resume(
-    lane: _Lanes = None,
-    topic: _Topics = None,
-    reason: _Reason = None,
-    database_url: DatabaseUrl = None,
-    as_json: AsJson = False,
-) -> None:
-    """End the pauses of exactly these lanes and topics; without any, the one of all lanes.
-
-    What has waited is published in order. Other pauses stay, and are named.
-    """
-    from relay.cli import pauses
-
-    pauses.resume(lane or (), topic or (), reason, database_url=database_url, as_json=as_json)
-
-
-@app.command()
-@failing_clearly
-def drain(
-    lane: _Lanes = None,
-    topic: _Topics = None,
-    reason: _Reason = None,
-    timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait at most.")] = 300.0,
-    database_url: DatabaseUrl = None,
-    as_json: AsJson = False,
-) -> None:
-    """Wait until what is written by now in these lanes or topics, or in all lanes, is published; then pause them.
-
-    Written by now: by every transaction that has a transaction id, committed or not. Shows what is left and what holds
-    it. Exit status 1 when it is not drained in time: then nothing is paused.
-    """
-    from relay.cli import pauses
-
-    pauses.drain(lane or (), topic or (), reason, timeout=timeout, database_url=database_url, as_json=as_json)
+for _command in (pauses.pause, pauses.resume, pauses.drain, pauses.wait):
+    app.command()(_command)

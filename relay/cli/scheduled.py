@@ -1,4 +1,4 @@
-"""``outbox scheduled``: the events that wait for their time."""
+"""``outbox scheduled``: list and cancel scheduled events."""
 
 from __future__ import annotations
 
@@ -12,30 +12,27 @@ from outbox._app.console import (
     DatabaseUrl,
     failing_clearly,
     print_json,
-    printable,
     require_reason,
     table_console,
+    text_table,
 )
+from outbox._app.text import time_text
 from relay.config import load
 
-app = typer.Typer(no_args_is_help=True, help="Events that are not to be published before a time.")
+app = typer.Typer(no_args_is_help=True, help="Events to be published at a later time.")
 
 
 @app.command("list")
 @failing_clearly
 def list_events(
-    aggregate_type: Annotated[str | None, typer.Option("--type", help="Only those of this aggregate type.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="So many events.")] = 50,
+    aggregate_type: Annotated[str | None, typer.Option("--type", help="Only of this aggregate type.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many.")] = 50,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """List scheduled events, those that are due next first."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """List scheduled events in the order of their time."""
     from relay.database import Connector
     from relay.operations.scheduled import list_scheduled
-    from relay.pipeline.trace import time_text
 
     settings = load(database_url=database_url)
     with Connector(settings.require_database(), "outbox scheduled")() as connection:
@@ -46,30 +43,30 @@ def list_events(
     if not rows:
         typer.echo("nothing is scheduled")
         return
-    table = Table("not before", "event", "aggregate", "type", box=None, pad_edge=False)
-    for row in rows:
-        cells = (
+    cells = (
+        (
             time_text(row["not_before"]),
             str(row["event_id"]),
             f"{row['aggregate_type']}/{row['aggregate_id']}",
             row["event_type"],
         )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
-    table_console().print(table)
+        for row in rows
+    )
+    table_console().print(text_table(("not before", "event", "aggregate", "type"), cells))
 
 
 @app.command()
 @failing_clearly
 def cancel(
     event_id: Annotated[UUID, typer.Argument(help="The event's id.")],
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Delete a scheduled event, so that it is never published. The audit keeps all of it."""
+    """Delete a scheduled event, so that it is never published. The audit keeps it."""
     from relay.database import Connector
     from relay.operations import scheduled
 
-    require_reason(reason, "why it is cancelled; it is kept in the audit")
+    require_reason(reason, "why it is cancelled")
     settings = load(database_url=database_url)
     with Connector(settings.require_database(), "outbox scheduled")() as connection:
         scheduled.cancel(connection, settings.db_schema, event_id, reason or "")

@@ -7,14 +7,8 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import (
-    AsJson,
-    DatabaseUrl,
-    failing_clearly,
-    print_json,
-    printable,
-    table_console,
-)
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
+from outbox._app.text import time_text
 from outbox.errors import ConfigurationError
 from relay.cli.status import SinkOption
 from relay.config import Settings, load
@@ -27,25 +21,24 @@ if TYPE_CHECKING:
 def trace(
     event_id: Annotated[str | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
     aggregate: Annotated[
-        str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key instead.")
+        str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key.")
     ] = None,
     topic: Annotated[
         list[str] | None,
-        typer.Option("--topic", help="Look through this topic for it, and for repeats of it; repeatable."),
+        typer.Option("--topic", help="Search this topic for it and its repeats; repeatable."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to look through topics.")] = 10.0,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: so many events.")] = 20,
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to search topics.")] = 10.0,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: show at most this many.")] = 20,
     sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where an event is: written, waiting, published, applied by each group or dead, and the time between.
+    """Show where an event is, from its writing to each consumer group, and the time between the steps.
 
-    An event that left no row (no archive) is looked for in its topic, from the time in its id on. Exit status 1 when
-    nothing is known of it.
+    An event without a row (no archive) is searched for in its topic. Exit status 1 if nothing is known of it.
     """
     if (event_id is None) == (aggregate is None):
-        raise ConfigurationError("say which: an event's id, or --aggregate TYPE/ID")
+        raise ConfigurationError("give an event's id, or --aggregate TYPE/ID")
     from relay.pipeline.trace import find_event
 
     settings = load(database_url=database_url)
@@ -56,7 +49,7 @@ def trace(
     try:
         wanted = UUID(event_id)
     except ValueError:
-        raise ConfigurationError(f"{event_id!r} is not an event's id: that is a UUID") from None
+        raise ConfigurationError(f"{event_id!r} is not an event id (a UUID)") from None
     found = find_event(settings, wanted, topic or [], seconds, sink_url)
     if as_json:
         print_json(found.as_dict())
@@ -72,25 +65,17 @@ def _list(settings: Settings, aggregate: str, limit: int, *, as_json: bool) -> N
 
     kind, slash, key = aggregate.partition("/")
     if not (kind and slash and key):
-        raise ConfigurationError(f"--aggregate {aggregate}: say TYPE/ID, as in Order/order-17")
+        raise ConfigurationError(f"--aggregate {aggregate}: must be TYPE/ID, such as Order/order-17")
     with Connector(settings.require_database(), "outbox trace")() as connection:
         rows = of_key(connection, settings.db_schema, kind, key, limit)
     if as_json:
         print_json({"events": rows})
         return
-    from rich.table import Table
-    from rich.text import Text
-
-    from relay.pipeline.trace import time_text
-
-    table = Table("event", "type", "written", "state", box=None, pad_edge=False)
-    for row in rows:
-        cells = (str(row["event_id"]), printable(row["event_type"]), time_text(row["created_at"]), row["state"])
-        table.add_row(*map(Text, cells))
-    if rows:
-        table_console().print(table)
-    else:
-        typer.echo("no events: those that are published leave no row where relay.archive_days is 0")
+    if not rows:
+        typer.echo("no events: published events leave no row if relay.archive_days is 0")
+        return
+    cells = ((str(row["event_id"]), row["event_type"], time_text(row["created_at"]), row["state"]) for row in rows)
+    table_console().print(text_table(("event", "type", "written", "state"), cells))
 
 
 def show(found: Found) -> None:

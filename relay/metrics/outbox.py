@@ -25,8 +25,8 @@ class TurnMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._events = Counter(
             "outbox_relay_events",
-            "Events, by what became of them: published, refused (tried again), dead (a dead letter now), lost (with "
-            "at-most-once). One that is refused several times counts each time.",
+            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
+            "(at-most-once only).",
             ["result"],
             registry=registry,
         )
@@ -90,11 +90,11 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
             state.oldest_seconds or 0.0,
         )
     if state.retrying is not None:
-        yield gauge("events_retrying", "Events that were refused and are tried again.", state.retrying)
+        yield gauge("events_retrying", "Events that failed and are retrying.", state.retrying)
     if state.dead_letters is not None:
-        yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
+        yield gauge("dead_letters", "Dead letters: events that wait for an operator.", state.dead_letters)
     if state.blocking is not None:
-        yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
+        yield gauge("dead_letters_blocking", "Dead letters that block later events of their keys.", state.blocking)
     if state.scheduled is not None:
         yield gauge(
             "scheduled_events", f"Events that wait for their time, counted up to {insights.COUNTED:,}.", state.scheduled

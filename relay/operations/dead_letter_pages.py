@@ -28,9 +28,9 @@ _FAILED: Final = """
                      FROM {dead_letters}{dead}) AS dead
      UNION ALL
     SELECT * FROM (SELECT f.lane, f.id, f.event_id, f.aggregate_type, f.aggregate_id, e.event_type, f.attempts,
-                          f.last_error, f.first_failed_at, f.last_failed_at, f.next_attempt_at, 'waiting'
+                          f.last_error, f.first_failed_at, f.last_failed_at, f.next_attempt_at, 'retrying'
                      FROM {failures} AS f JOIN {events} AS e ON e.lane = f.lane AND e.id = f.id
-                    WHERE isfinite(f.next_attempt_at){waiting}) AS waiting"""
+                    WHERE isfinite(f.next_attempt_at){retrying}) AS retrying"""
 
 _GROUPS: Final = """
 SELECT kind, aggregate_type, state, count(*) AS events, min(first_failed_at) AS first, max(failed_at) AS last
@@ -59,7 +59,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class FailureCursor:
     """The last event of a page."""
 
     first_failed_at: dt.datetime
@@ -72,7 +72,7 @@ class Page:
     """Failed events, the oldest failure first, and where the next page begins; None after the last one."""
 
     rows: Sequence[Mapping[str, Any]]
-    next: Position | None
+    next: FailureCursor | None
 
 
 class DeadLetterPages:
@@ -89,26 +89,26 @@ class DeadLetterPages:
     def groups(self) -> Sequence[Mapping[str, Any]]:
         """Return kind, aggregate_type, state, events, first and last of each group, the largest first.
 
-        At most COUNTED dead letters, and as many events that wait for another attempt, are grouped.
+        At most COUNTED dead letters, and as many retrying events, are grouped.
         """
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
-        failed = sql.SQL(_FAILED).format(**self._names, dead=limit, waiting=limit)
+        failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
         return self._run(_GROUPS, {}, failed=failed)
 
-    def page(self, chosen: Filter, after: Position | None = None, limit: int = PAGE) -> Page:
+    def page(self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE) -> Page:
         """Return a page of failed events, without contents."""
         rows = self._chosen(chosen, after, limit + 1)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if more else None
-        return Page(rows, None if last is None else Position(last["first_failed_at"], last["lane"], last["id"]))
+        return Page(rows, None if last is None else FailureCursor(last["first_failed_at"], last["lane"], last["id"]))
 
     def event_ids(self, chosen: Filter, most: int = COUNTED) -> Sequence[str]:
         """Return the ids of up to ``most`` failed events."""
         return [str(row["event_id"]) for row in self._chosen(chosen, None, most)]
 
-    def _chosen(self, chosen: Filter, after: Position | None, limit: int) -> Sequence[Mapping[str, Any]]:
+    def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:
         nothing = sql.SQL("")
-        failed = sql.SQL(_FAILED).format(**self._names, dead=nothing, waiting=nothing)
+        failed = sql.SQL(_FAILED).format(**self._names, dead=nothing, retrying=nothing)
         place = {
             "at": None if after is None else after.first_failed_at,
             "lane": None if after is None else after.lane,

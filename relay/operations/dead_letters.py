@@ -21,7 +21,7 @@ from relay.settle.statements import names_of
 
 _LIST: Final = """
 SELECT * FROM (
-    SELECT f.lane, f.id, f.event_id::text, f.aggregate_type, f.aggregate_id, e.event_type, 'waiting' AS state,
+    SELECT f.lane, f.id, f.event_id::text, f.aggregate_type, f.aggregate_id, e.event_type, 'retrying' AS state,
            f.attempts, f.last_error, f.first_failed_at, f.next_attempt_at
       FROM {failures} AS f JOIN {events} AS e ON e.lane = f.lane AND e.id = f.id
      UNION ALL
@@ -53,10 +53,10 @@ _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uui
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
 _DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
-_WAITING: Final = """{failures} AS f WHERE {chosen} AND f.next_attempt_at < 'infinity'
+_RETRYING: Final = """{failures} AS f WHERE {chosen} AND f.next_attempt_at < 'infinity'
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
 # Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
-_WAITING_LONGER: Final = """{failures} AS f WHERE {chosen}
+_RETRYING_LATER: Final = """{failures} AS f WHERE {chosen}
    AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
 _WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event}"
@@ -95,7 +95,7 @@ WITH gone AS (
 free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.id = gone.id),
 {kept}"""
 
-_DISCARD_WAITING: Final = """
+_DISCARD_RETRYING: Final = """
 WITH gone AS (
     DELETE FROM {events} AS e USING {failures} AS f
      WHERE e.lane = %(lane)s AND e.id = ANY(%(rows)s::bigint[]) AND f.lane = e.lane AND f.id = e.id
@@ -168,8 +168,8 @@ class Batches(list[_Done]):
         self.locked: list[str] = []
 
 
-_RETRIED: Final = (("waiting", _WAITING), ("dead", _DEAD))
-_DISCARDED: Final = (("dead", _DEAD), ("waiting", _WAITING_LONGER), ("without_event", _WITHOUT_EVENT))
+_RETRIED: Final = (("retrying", _RETRYING), ("dead", _DEAD))
+_DISCARDED: Final = (("dead", _DEAD), ("retrying", _RETRYING_LATER), ("without_event", _WITHOUT_EVENT))
 
 
 class DeadLetters:
@@ -198,7 +198,7 @@ class DeadLetters:
                     f"no failed event has the id {event_id}; `outbox dead-letters list` shows those there are"
                 )
             failure = found[0]
-            table = self._names["events" if failure["state"] == "waiting" else "dead_letters"]
+            table = self._names["events" if failure["state"] == "retrying" else "dead_letters"]
             event = self._run(_SHOW, failure, table=table)
             behind = self._run(_BEHIND, failure)
             return failure | (event[0] if event else {}) | {"events_behind_it": behind[0]["count"]}
@@ -230,7 +230,7 @@ class DeadLetters:
             return event_ids
 
         with unavailable_on_error("retrying failures"):
-            # Waiting events first: dead letters that are put back become waiting events that are due.
+            # Retrying events first: dead letters that are put back become retrying events that are due.
             for (_, rows), query in zip(_RETRIED, (_HURRY, _PUT_BACK), strict=True):
                 for ids in self._batches(rows, bound, partial(again, query=query), batch, done.locked):
                     done.extend(ids)
@@ -258,7 +258,7 @@ class DeadLetters:
         def drop(lane: int, ids: Sequence[int], query: LiteralString) -> Sequence[dict[str, Any]]:
             return self._run(query, {"lane": lane, "rows": ids, "why": reason, "contents": keep_payload})
 
-        queries = (_DISCARD_DEAD, _DISCARD_WAITING, _DISCARD_WITHOUT_EVENT)
+        queries = (_DISCARD_DEAD, _DISCARD_RETRYING, _DISCARD_WITHOUT_EVENT)
         with unavailable_on_error("discarding failures"):
             for (_, rows), query in zip(_DISCARDED, queries, strict=True):
                 for gone in self._batches(rows, bound, partial(drop, query=query), batch, done.locked):

@@ -46,7 +46,7 @@ _BEGIN: Final = "SELECT pg_current_xact_id()::text::bigint"
 # One snapshot: where the old transactions have ended in it, it has all of their rows. Ids by the primary key, lane by
 # lane.
 _STEP: Final = """
-SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint > %(xid)s AS ended,
+SELECT coalesce(pg_snapshot_xmin(pg_current_snapshot())::text::bigint > %(xid)s::bigint, true) AS ended,
        coalesce((SELECT max((SELECT e.id FROM {events} AS e WHERE e.lane = l.lane ORDER BY e.id DESC LIMIT 1))
                    FROM {lanes} AS l), 0) AS last,
        EXISTS (SELECT FROM {relays} WHERE alive_until >= clock_timestamp()) AS alive"""
@@ -82,32 +82,39 @@ SELECT DISTINCT aggregate_type AS kind, coalesce(headers ? %(copy)s, false) AS c
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class DrainProgress:
     """What a drain still waits for. ``events`` are counted up to COUNTED in each lane; None if that took too long."""
 
     drained: bool
     events: int | None = None
     causes: Sequence[str] = ()
 
+    def __str__(self) -> str:
+        events = "an unknown number of events" if self.events is None else f"{self.events:,} events"
+        return "; ".join([f"{events} left", *self.causes])
+
 
 class Drain:
     """A drain that begins now. ``look`` takes the steps that can be taken.
 
-    Raises Unavailable, or SchemaError without tables or rights, and on a standby.
+    With ``committed`` it does not wait for open transactions. Raises Unavailable, or SchemaError without tables or
+    rights, and on a standby.
     """
 
-    def __init__(self, connection: psycopg.Connection[Any], schema: str, router: Router) -> None:
+    def __init__(
+        self, connection: psycopg.Connection[Any], schema: str, router: Router, *, committed: bool = False
+    ) -> None:
         self._connection = connection
         self._schema = schema
         self._names = names_of(schema)
         self._router = router
         self._last: int | None = None
-        with unavailable_on_error("beginning a drain"):
-            row = connection.execute(_BEGIN).fetchone()
-        assert row is not None
-        self._xid: int = row[0]
+        self._xid: int | None = None
+        if not committed:
+            with unavailable_on_error("beginning a drain"):
+                ((self._xid,),) = connection.execute(_BEGIN).fetchall()
 
-    def look(self, scopes: Sequence[Scope]) -> dict[Scope, Left]:
+    def look(self, scopes: Sequence[Scope]) -> dict[Scope, DrainProgress]:
         """Return what is left of each scope. Raises as the class does."""
         with unavailable_on_error("looking at a drain"):
             causes = self._step()
@@ -115,13 +122,12 @@ class Drain:
 
     def _step(self) -> list[str]:
         """Take the next step. Returns what holds all scopes."""
-        row = self._connection.execute(sql.SQL(_STEP).format(**self._names), {"xid": self._xid}).fetchone()
-        assert row is not None
-        ended, last, alive = row
+        step = sql.SQL(_STEP).format(**self._names)
+        ((ended, last, alive),) = self._connection.execute(step, {"xid": self._xid}).fetchall()
         causes = [] if alive else ["no relay is running"]
         if self._last is not None:
             return causes
-        if not ended:
+        if self._xid is not None and not ended:
             # Views show the 32-bit form of a transaction id.
             old = self._connection.execute(_OLD, {"xid": str(self._xid % (1 << 32))}).fetchall()
             text = "a transaction from before the drain is open"
@@ -129,22 +135,24 @@ class Drain:
         self._last = last
         return causes
 
-    def _left(self, scope: Scope, causes: Sequence[str]) -> Left:
+    def _left(self, scope: Scope, causes: Sequence[str]) -> DrainProgress:
         counted = self._counted(scope)
         if counted is None:
-            return Left(drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"])
+            return DrainProgress(
+                drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"]
+            )
         events = sum(row["events"] for row in counted)
         if self._last is not None and not events:
-            return Left(drained=True, events=0)
+            return DrainProgress(drained=True, events=0)
         causes = list(causes)
         if blocked := [row["lane"] for row in counted if row["blocked"]]:
             causes.append(f"dead letters block keys of {lanes_text(blocked)}: `outbox dead-letters list`")
         if retrying := sum(row["retrying"] for row in counted):
-            causes.append(f"{retrying} events were refused and are tried again: `outbox dead-letters list`")
+            causes.append(f"{retrying} events are retrying: `outbox dead-letters list`")
         for one in read_pauses(self._connection, self._schema) if counted else ():
             if one.scope == scope or one.scope.kind is not scope.kind or ALL in {one.scope, scope}:
                 causes.append(f"{one.scope} {'are' if one.scope == ALL else 'is'} paused")
-        return Left(drained=False, events=events, causes=causes)
+        return DrainProgress(drained=False, events=events, causes=causes)
 
     def _counted(self, scope: Scope) -> list[dict[str, Any]] | None:
         values: dict[str, Any] = {

@@ -77,7 +77,7 @@ class EventState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class EventCursor:
     """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id. Of a
     scheduled event it is its time.
     """
@@ -91,7 +91,7 @@ class Page:
     """Events without contents, newest first, and where the next page begins; None after the last one."""
 
     rows: Sequence[Mapping[str, Any]]
-    next: Position | None
+    next: EventCursor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class EventSearch:
         self,
         state: EventState,
         aggregate_type: str | None = None,
-        after: Position | None = None,
+        after: EventCursor | None = None,
         *,
         days: int = 1,
         limit: int = PAGE,
@@ -145,7 +145,7 @@ class EventSearch:
         last = rows[-1] if rows else None
         found = None
         if more and last is not None:
-            found = Position(last["id"], None if state is EventState.WAITING else last["moved_at"])
+            found = EventCursor(last["id"], None if state is EventState.WAITING else last["moved_at"])
         return Page(rows, found)
 
     def contents(self, event_id: UUID) -> Contents | None:

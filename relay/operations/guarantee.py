@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, assert_never
 
+from outbox._app.text import age_text, bytes_text
 from relay.config import Delivery, SourceKind
 
 
@@ -141,33 +142,19 @@ def guarantee(delivery: Delivery, source: SourceKind, strategy: Strategy | None 
 
 
 def slot_cost(retained: int, limit: int, safe: int | None, bytes_per_second: float) -> str:
-    """Return what a slot costs: the WAL kept now, the limits, and when they are reached if nothing reads it any more.
+    """Return the WAL that a slot retains, its limits, and when they are reached if nothing reads it any more.
 
-    ``safe`` is how much may be written before the server gives the slot up; None without max_slot_wal_keep_size.
+    ``safe`` is how much may be written before the server drops the slot; None without max_slot_wal_keep_size.
     """
-    rate = "nothing is written at present" if bytes_per_second < 1 else f"{_size(bytes_per_second)}/s are written"
-    text = f"{_size(retained)} of WAL are kept for it, of {_size(limit)} (wal.retained_limit_bytes); {rate}"
-    if bytes_per_second >= 1:
-        text += f": unread, it is there {_in(limit - retained, bytes_per_second)}"
+
+    def when(left: float) -> str:
+        return f"in {age_text(left / bytes_per_second)}" if left > 0 else "now"
+
+    writing = bytes_per_second >= 1
+    text = f"{bytes_text(retained)} of WAL are retained, of {bytes_text(limit)} (wal.retained_limit_bytes)"
+    if writing:
+        text += f"; {bytes_text(bytes_per_second)}/s are written: unread, the limit is reached {when(limit - retained)}"
     if safe is None:
-        return f"{text}. The server keeps all of it (max_slot_wal_keep_size = -1), until its disk is full"
-    lost = f", {_in(safe, bytes_per_second)}" if bytes_per_second >= 1 else ""
-    return f"{text}. The server gives the slot up after {_size(max(safe, 0))} more{lost} (max_slot_wal_keep_size)"
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def _in(left: float, bytes_per_second: float) -> str:
-    seconds = left / bytes_per_second
-    if seconds <= 0:
-        return "now"
-    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"in {seconds / length:.0f} {unit}"
-    return f"in {seconds:.0f} seconds"
+        return f"{text}. The server retains all of it (max_slot_wal_keep_size = -1), until its disk is full"
+    lost = f", {when(safe)}" if writing else ""
+    return f"{text}. The server drops the slot after {bytes_text(max(safe, 0))} more{lost} (max_slot_wal_keep_size)"

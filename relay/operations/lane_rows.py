@@ -16,7 +16,7 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.routing import NoRoute, Router
 from relay.operations.holding import LEASE_SECONDS, taken
-from relay.operations.topic_scan import Seen, committed_since
+from relay.operations.topic_scan import TopicRecord, committed_since
 
 _MARGIN: Final = dt.timedelta(hours=1)
 """Messages have the relay's clock, rows the database's."""
@@ -138,7 +138,7 @@ class LaneRows:
         """Return the event ids of the first listed rows of a lane that are on Kafka."""
         return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane, most), "reading what is found")]
 
-    def held(self, seen: Sequence[Seen]) -> dict[str, int]:
+    def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""
         return dict(self.run(_HELD, _columns(_keys(seen)), "looking for the rows of what hangs"))
 
@@ -162,7 +162,7 @@ class LaneRows:
             return cursor.fetchall() if cursor.description else []
 
 
-def _keys(seen: Sequence[Seen]) -> list[tuple[str, str]]:
+def _keys(seen: Sequence[TopicRecord]) -> list[tuple[str, str]]:
     """Return the distinct event ids and marks of the records that have an event id."""
     return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
 

@@ -38,7 +38,7 @@ _DELETE: Final = "DELETE FROM {pauses} WHERE number = %(number)s RETURNING set_c
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PauseChange:
     """What a command did to one scope. ``before`` and ``after`` have the same number if it did nothing."""
 
     scope: Scope
@@ -59,7 +59,7 @@ def pause(
     *,
     may_write: Callable[[str], bool],
     what: str = "pause",
-) -> list[Change]:
+) -> list[PauseChange]:
     """Pause these scopes. ``what`` names the action in the audit.
 
     ``may_write`` returns whether a route leads to a topic. Raises ConfigurationError for an unknown lane or topic, and
@@ -77,7 +77,7 @@ def pause(
             assert row is not None
             note(connection, names, what, reason, {"scope": str(scope.kind), "name": scope.name, "number": row[0]})
         after = {one.scope: one for one in read(connection, schema)}
-    return [Change(scope, there, after[scope]) for scope, there in before.items()]
+    return [PauseChange(scope, there, after[scope]) for scope, there in before.items()]
 
 
 def require_scopes(
@@ -96,7 +96,7 @@ def require_scopes(
 
 def resume(
     connection: psycopg.Connection[Any], schema: str, scopes: Sequence[Scope], reason: str | None
-) -> list[Change]:
+) -> list[PauseChange]:
     """End the pauses of exactly these scopes. Raises SchemaError and Unavailable as ``read`` does."""
     changes = []
     with _alone(connection, schema, "ending pauses") as (names, known):
@@ -105,7 +105,7 @@ def resume(
             if before is not None:
                 connection.execute(sql.SQL(_DELETE).format(**names), {"number": before.number})
                 note(connection, names, "resume", reason, _details(before))
-            changes.append(Change(scope, before, None))
+            changes.append(PauseChange(scope, before, None))
     return changes
 
 

@@ -99,7 +99,7 @@ class _Lane(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LaneState:
+class LaneComparison:
     """The state of one lane in table, marker and topics.
 
     ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
@@ -123,11 +123,11 @@ class LaneState:
 class Findings:
     """The state of the lanes and the topics."""
 
-    lanes: Sequence[LaneState]
+    lanes: Sequence[LaneComparison]
     hanging: Sequence[HangingPartition]
 
     @property
-    def problems(self) -> list[LaneState]:
+    def problems(self) -> list[LaneComparison]:
         """The lanes on which a relay would stop."""
         return [state for state in self.lanes if state.problem is not None]
 
@@ -220,7 +220,7 @@ class Reconciler:
             raise OperationRefused("no lane's marker names another server: there is nothing to do")
         return findings
 
-    def repair(self, findings: Findings, reason: str) -> list[LaneState]:
+    def repair(self, findings: Findings, reason: str) -> list[LaneComparison]:
         """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
 
         Returns the new state of these lanes. Raises OperationRefused when another process took one meanwhile, or a
@@ -245,7 +245,7 @@ class Reconciler:
         """Close the connection."""
         self._connection.close()
 
-    def _repair(self, holding: Holding, broken: dict[int, LaneState], reason: str) -> list[LaneState]:
+    def _repair(self, holding: Holding, broken: dict[int, LaneComparison], reason: str) -> list[LaneComparison]:
         undecided = self._hidden.undecided()
         events = [found for found in undecided if found.partition.topic != self._state.name]
         if events:
@@ -275,7 +275,7 @@ class Reconciler:
         for lane, marker in fresh.items():
             self._release(holding, lane, marker)
         return [
-            LaneState(lane, marker.batch, marker.batch, None, rows.get(lane, 0), found.get(lane, 0))
+            LaneComparison(lane, marker.batch, marker.batch, None, rows.get(lane, 0), found.get(lane, 0))
             for lane, marker in fresh.items()
         ]
 
@@ -298,8 +298,8 @@ class Reconciler:
                 ) from error
         return {lane: _Lane(*values) for lane, *values in rows}
 
-    def _compared(self, lanes: Sequence[int]) -> dict[int, LaneState]:
-        states: dict[int, LaneState] = {}
+    def _compared(self, lanes: Sequence[int]) -> dict[int, LaneComparison]:
+        states: dict[int, LaneComparison] = {}
         rows = self._rows.count(lanes)
         left = list(lanes)
         while left:
@@ -312,7 +312,7 @@ class Reconciler:
                 # contradiction.
                 if problem is None or now[lane].last_batch == seen[lane].last_batch:
                     batch = marker.batch if marker is not None else None
-                    states[lane] = LaneState(lane, seen[lane].last_batch, batch, problem, rows.get(lane, 0))
+                    states[lane] = LaneComparison(lane, seen[lane].last_batch, batch, problem, rows.get(lane, 0))
             left = [lane for lane in left if lane not in states]
         return dict(sorted(states.items()))
 
@@ -361,7 +361,7 @@ class Reconciler:
 
     def _decide_events(
         self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
-    ) -> dict[int, LaneState]:
+    ) -> dict[int, LaneComparison]:
         """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
         hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
         topics = self._rows.topics(list(holding.epochs))
@@ -400,7 +400,7 @@ class Reconciler:
         for transactional_id in sorted(holding.former(lanes)):
             fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
-    def _write_markers(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
+    def _write_markers(self, holding: Holding, lanes: Mapping[int, LaneComparison]) -> dict[int, Marker]:
         """Write a new marker for each lane in one transaction, and verify it by reading."""
         fresh: dict[int, Marker] = {}
         for last in (False, False, True):
@@ -439,7 +439,7 @@ class Reconciler:
             raise Unavailable(f"Kafka, beginning as {self._own!r}: {text_of(producer.explained(error))}") from error
         return producer
 
-    def _fresh(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
+    def _fresh(self, holding: Holding, lanes: Mapping[int, LaneComparison]) -> dict[int, Marker]:
         """Return the new markers."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
@@ -467,7 +467,7 @@ class Reconciler:
 
     # -- audit
 
-    def _audit(self, states: Collection[LaneState], hanging: Sequence[HangingPartition], reason: str) -> None:
+    def _audit(self, states: Collection[LaneComparison], hanging: Sequence[HangingPartition], reason: str) -> None:
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             for state in states:
                 details = {"lane": state.lane, "problem": state.problem, "batch": state.next_batch, "rows": state.rows}

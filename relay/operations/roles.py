@@ -11,7 +11,7 @@ from psycopg import sql
 from outbox.errors import ConfigurationError
 
 
-class Kind(StrEnum):
+class RoleKind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
@@ -58,16 +58,16 @@ class Kind(StrEnum):
 
 _OF_SINK: Final = frozenset(
     {
-        Kind.CONSUMER,
-        Kind.CONSUMER_OPERATOR,
-        Kind.CONSUMER_MONITOR,
-        Kind.CONSUMER_PAGE,
-        Kind.EXTERNAL,
-        Kind.CONSUMER_MIGRATOR,
+        RoleKind.CONSUMER,
+        RoleKind.CONSUMER_OPERATOR,
+        RoleKind.CONSUMER_MONITOR,
+        RoleKind.CONSUMER_PAGE,
+        RoleKind.EXTERNAL,
+        RoleKind.CONSUMER_MIGRATOR,
     }
 )
-_OWNERS: Final = frozenset({Kind.MIGRATOR, Kind.CONSUMER_MIGRATOR})
-USUAL: Final = tuple(kind for kind in Kind if kind not in _OF_SINK | _OWNERS)
+_OWNERS: Final = frozenset({RoleKind.MIGRATOR, RoleKind.CONSUMER_MIGRATOR})
+USUAL: Final = tuple(kind for kind in RoleKind if kind not in _OF_SINK | _OWNERS)
 """The kinds whose rights are printed if none is named."""
 
 
@@ -83,9 +83,9 @@ EVENT_COLUMNS: Final = (
 )
 """The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
-TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
-    Kind.CANCELLER: (("DELETE", ("scheduled",)),),
-    Kind.RELAY: (
+TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
+    RoleKind.CANCELLER: (("DELETE", ("scheduled",)),),
+    RoleKind.RELAY: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, UPDATE", ("lanes",)),
         ("INSERT", ("published",)),
@@ -95,7 +95,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         # UPDATE to lock them; it changes none.
         ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
     ),
-    Kind.OPERATOR: (
+    RoleKind.OPERATOR: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, DELETE", ("dead_letters",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("failures",)),
@@ -106,7 +106,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
         ("SELECT, DELETE", ("scheduled",)),
     ),
-    Kind.PAGE: (
+    RoleKind.PAGE: (
         (
             "SELECT",
             (
@@ -115,7 +115,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
             ),
         ),
     ),
-    Kind.CONSUMER: (
+    RoleKind.CONSUMER: (
         (
             "SELECT, INSERT, UPDATE, DELETE",
             ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "checkpoints"),
@@ -124,7 +124,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, DELETE", ("processed_messages_default",)),
         ("SELECT, INSERT (what, why, details)", ("audit",)),
     ),
-    Kind.CONSUMER_OPERATOR: (
+    RoleKind.CONSUMER_OPERATOR: (
         ("SELECT, INSERT, UPDATE", ("groups",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("offsets",)),
         ("SELECT, UPDATE, DELETE", ("dead_letters", "reservations")),
@@ -133,15 +133,15 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT", ("processed_messages",)),
         ("SELECT, INSERT (what, why, details)", ("audit",)),
     ),
-    Kind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
-    Kind.CONSUMER_PAGE: (
+    RoleKind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
+    RoleKind.CONSUMER_PAGE: (
         (
             "SELECT",
             ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "audit"),
         ),
     ),
-    Kind.EXTERNAL: (("SELECT", ("reservations",)),),
-    Kind.MONITOR: (
+    RoleKind.EXTERNAL: (("SELECT", ("reservations",)),),
+    RoleKind.MONITOR: (
         ("SELECT", ("lanes", "relays", "failures", "streams", "pauses")),
         # For `outbox doctor`.
         ("SELECT", ("events_id_seq",)),
@@ -149,14 +149,14 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
 }
 
 _SEEN: Final = ("lane", "id", "event_id", "aggregate_type", "aggregate_id", "event_type", "created_at")
-COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
-    Kind.WRITER: (
+COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
+    RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
         ("INSERT", "scheduled", (*EVENT_COLUMNS[:-1], "not_before")),
     ),
-    Kind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
+    RoleKind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
     # All columns but the contents: payload, payload_bytes, headers.
-    Kind.MONITOR: (
+    RoleKind.MONITOR: (
         ("SELECT", "events", (*_SEEN, "from_relay")),
         ("SELECT", "dead_letters", (*_SEEN, "attempts", "last_error", "first_failed_at", "dead_at")),
         ("SELECT", "published", (*_SEEN, "published_at", "topic", "partition", "offset")),
@@ -167,7 +167,7 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
         ),
     ),
     # All columns but the contents: message_key, message_value, message_headers; order_key, request, response.
-    Kind.CONSUMER_MONITOR: (
+    RoleKind.CONSUMER_MONITOR: (
         (
             "SELECT",
             "dead_letters",
@@ -187,7 +187,7 @@ COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
         ),
     ),
     # Not what identifies a call, nor its request.
-    Kind.EXTERNAL: (
+    RoleKind.EXTERNAL: (
         (
             "UPDATE",
             "reservations",
@@ -223,7 +223,7 @@ BEGIN
 END {tag}"""
 
 
-def grants(roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str, *, wal: bool) -> Iterator[str]:
+def grants(roles: Sequence[tuple[RoleKind, str]], schema: str, consumer_schema: str, *, wal: bool) -> Iterator[str]:
     """Yield the statements for existing roles, each of a kind.
 
     ``wal`` is for a relay with source=wal. Raises ConfigurationError for an invalid name.
@@ -232,7 +232,7 @@ def grants(roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str,
         yield from _of(kind, role, consumer_schema if kind.of_sink else schema, wal=wal)
 
 
-def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
+def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if not role or "\0" in role or _TAG in role or len(role.encode()) > 63:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
     names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
@@ -269,7 +269,7 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
             .format(columns=sql.SQL(", ").join(map(sql.Identifier, columns)), **named)
             .as_string()
         )
-    if kind is Kind.RELAY and wal:
+    if kind is RoleKind.RELAY and wal:
         streams = sql.Identifier(schema, "streams")
         yield sql.SQL("GRANT UPDATE ON {streams} TO {role}").format(streams=streams, **names).as_string()
         # Only for the repair of a lost slot, which the relay does by itself.

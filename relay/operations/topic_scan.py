@@ -20,7 +20,7 @@ _AT_ONCE: Final = 5000
 _WAIT_SECONDS: Final = 0.2
 
 
-class Seen(NamedTuple):
+class TopicRecord(NamedTuple):
     """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
 
     partition: Partition
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     value: bytes | None
 
 
-def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[Seen]]:
+def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[TopicRecord]]:
     """Yield the committed records of each topic, in groups, from a time (milliseconds) up to its current end.
 
     Ignores topics that do not exist. Raises Unavailable when one can't be read to its end.
@@ -52,7 +52,7 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
         raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
 
 
-def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[Seen]]:
+def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[TopicRecord]]:
     """Yield all records from where each partition is undecided to its end, including those of open transactions."""
     try:
         starts = {found.partition: found.stable for found in undecided}
@@ -64,7 +64,7 @@ def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iter
 
 def _read(
     options: Mapping[str, str], starts: Mapping[Partition, int], ends: Mapping[Partition, int], *, isolation: str
-) -> Iterator[Sequence[Seen]]:
+) -> Iterator[Sequence[TopicRecord]]:
     if not starts:
         return
     more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
@@ -74,7 +74,7 @@ def _read(
         unread = set(starts)
         heard = time.monotonic()
         while unread:
-            seen: list[Seen] = []
+            seen: list[TopicRecord] = []
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
                 found = Partition(message.topic() or "", message.partition() or 0)
                 error = message.error()
@@ -94,10 +94,10 @@ def _read(
         consumer.close()
 
 
-def _seen(partition: Partition, message: Message) -> Seen:
+def _seen(partition: Partition, message: Message) -> TopicRecord:
     headers = headers_of(message)
     value = message.value()
-    return Seen(
+    return TopicRecord(
         partition,
         message.offset() or 0,
         message.timestamp()[1],

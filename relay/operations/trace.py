@@ -1,4 +1,4 @@
-"""Find one event on the relay's side: scheduled, waiting, refused, dead, or published. For `outbox trace`.
+"""Find one event on the relay's side: scheduled, waiting, retrying, dead, or published. For `outbox trace`.
 
 An event is in one table at a time: in ``scheduled``, ``events``, the dead letters, or the archive. One transaction
 moves it from one to another. Without an archive a published event leaves no row, and its topic has to be searched.
@@ -38,7 +38,7 @@ SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type,
 _OWNER: Final = """
 SELECT CASE WHEN lease_until >= clock_timestamp() THEN owner END AS owner FROM {lanes} WHERE lane = %(lane)s"""
 
-_REFUSED: Final = """
+_FAILURE: Final = """
 SELECT attempts, last_error, last_failed_at,
        CASE WHEN isfinite(next_attempt_at) THEN next_attempt_at END AS next_attempt_at
   FROM {failures} WHERE lane = %(lane)s AND id = %(id)s"""
@@ -78,8 +78,8 @@ SELECT * FROM (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The position of a message in Kafka. ``at`` is its timestamp."""
+class MessageRef:
+    """A message in Kafka. ``at`` is its timestamp."""
 
     topic: str
     partition: int
@@ -89,15 +89,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event and its state: scheduled, waiting, refused, dead or published; unknown if no table has it.
+    """An event and its state: scheduled, waiting, retrying, dead or published; unknown if no table has it.
 
     before           the number of rows before it in its lane, counted up to 10,000; only while it waits.
     owner            the relay that holds its lane; only while it waits.
-    attempts         how often it was refused.
+    attempts         the number of failed attempts.
     next_attempt_at  None if it is not retried automatically.
     scheduled_at     when it was scheduled, and ``not_before`` for when; only until then.
     published_at     when Kafka's acknowledgement was recorded, by the database's clock.
-    place            None if the archive has no place, because the event was settled from a marker after a crash.
+    message          None if the archive names no message, because the event was settled from a marker after a crash.
     """
 
     event_id: UUID
@@ -117,7 +117,7 @@ class Event:
     scheduled_at: dt.datetime | None = None
     not_before: dt.datetime | None = None
     published_at: dt.datetime | None = None
-    place: Place | None = None
+    message: MessageRef | None = None
 
 
 def find(
@@ -139,7 +139,7 @@ def find(
                 row = cursor.execute(sql.SQL(text).format(**names_of(schema)), bound).fetchone()
             return row
 
-        refused: dict[str, Any] | None = None
+        failure: dict[str, Any] | None = None
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
@@ -147,22 +147,22 @@ def find(
             if waiting is not None:
                 bound |= {"lane": waiting["lane"], "id": waiting["id"]}
                 waiting |= read("lanes", _OWNER) or {}
-                refused = read("failures", _REFUSED)
+                failure = read("failures", _FAILURE)
             dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
             scheduled = read("scheduled", _SCHEDULED)
     if hidden is not None:
         hidden.update(visible.hidden)
-    if waiting is not None and refused is not None:
-        last = refused.pop("last_failed_at")
-        return Event(state="waiting" if last is None else "refused", **waiting, **refused)
+    if waiting is not None and failure is not None:
+        last = failure.pop("last_failed_at")
+        return Event(state="waiting" if last is None else "retrying", **waiting, **failure)
     if waiting is not None:
         return Event(state="waiting", **waiting)
     if dead is not None:
         return Event(state="dead", **dead)
     if published is not None:
         topic, partition, offset = (published.pop(name) for name in ("topic", "partition", "offset"))
-        place = None if topic is None else Place(topic, partition, offset)
-        return Event(state="published", place=place, **published)
+        message = None if topic is None else MessageRef(topic, partition, offset)
+        return Event(state="published", message=message, **published)
     if scheduled is not None:
         return Event(state="scheduled", **scheduled)
     return Event(event_id, "unknown")
@@ -179,8 +179,8 @@ def of_key(
 
 def search(
     options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
-) -> tuple[list[Place], bool]:
-    """Search topics for an event. Return its places, repeats included, and whether the topics were read to their ends.
+) -> tuple[list[MessageRef], bool]:
+    """Search topics for an event. Return its messages, repeats included, and whether all topics were read.
 
     since     when the event was written, by any clock that is right to a minute.
     seconds   how long the search may take.
@@ -192,7 +192,7 @@ def search(
     deadline = time.monotonic() + seconds
     for seen in committed_since(options, dict.fromkeys(topics, start)):
         found += [
-            Place(
+            MessageRef(
                 one.partition.topic,
                 one.partition.number,
                 one.offset,

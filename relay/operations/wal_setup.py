@@ -20,6 +20,8 @@ there, with all lanes reading the table.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
@@ -31,6 +33,7 @@ from relay.config import SourceKind
 from relay.core.ports import DatabaseUnavailable
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
+from relay.insights import LaneState, read_lanes
 from relay.operations.audit import note
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
@@ -81,16 +84,13 @@ UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL,
 
 # Of every lane, also one that is polled: the tables may have been moved, and a position in another server's WAL would
 # look like a fault.
-_FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL WHERE commit_lsn IS NOT NULL"
+_FORGET_POSITIONS: Final = "UPDATE {lanes} SET commit_lsn = NULL WHERE commit_lsn IS NOT NULL"
 
 # Owners see the change when they renew: they settle what is in flight and release the lane. No epoch ends, so nothing
 # is repeated.
 _TO_WAL: Final = """
 UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
 _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
-
-_LANES: Final = """
-SELECT lane, source, streaming, owner, commit_lsn FROM {lanes} ORDER BY lane"""
 
 _OUTBOXES: Final = """
 SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -110,7 +110,7 @@ SELECT 1 FROM pg_publication AS p
                     WHERE t.pubname = p.pubname AND (t.schemaname, t.tablename) <> (%(schema)s::text, 'events')))"""
 
 _NEEDS_REPLICATION: Final = (
-    "making or dropping a slot needs the REPLICATION right: ALTER ROLE … REPLICATION, or run this as a role that has it"
+    "creating or dropping a slot needs REPLICATION: ALTER ROLE … REPLICATION, or run this as a role that has it"
 )
 
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
@@ -119,17 +119,6 @@ _TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox cd
 # Making a slot waits for all open transactions: longer than for other locks, up to the statement's limit.
 _WAIT_FOR_TRANSACTIONS: Final = "SELECT set_config('lock_timeout', '0', true)"
 _WAIT_AS_BEFORE: Final = "SELECT set_config('lock_timeout', %(lock_timeout)s, true)"
-
-
-@dataclass(frozen=True, slots=True)
-class LaneState:
-    """The source of one lane's events. ``commit_lsn`` is the position of the last one from the stream."""
-
-    lane: int
-    source: str
-    streaming: bool
-    owner: str | None
-    commit_lsn: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +144,14 @@ class Cdc:
         """Return the state of slot, checkpoint and lanes."""
         state = self._slot.look()
         problem = find_problem(state, self._names)
-        return Status(state, self._lanes(), None if problem is None else str(problem))
+        return Status(
+            state, read_lanes(self._connection, self._names.schema), None if problem is None else str(problem)
+        )
 
     def setup(self) -> bool:
-        """Create publication, slot and checkpoint. Returns whether there was anything to do. Raises OperationRefused.
+        """Create publication, slot and checkpoint. Return whether any was missing.
 
-        Does not replace existing ones: see ``repair``.
+        Raises OperationRefused for a slot with a gap, or of others: see ``repair``.
         """
         state = self._slot.look()
         self._require_server(state)
@@ -172,15 +163,14 @@ class Cdc:
         self._require_own(state)
         if state.there:
             raise OperationRefused(
-                f"there is a slot {self._names.slot!r} already, and it is not this outbox's. If a setup that was "
-                "interrupted left it behind, use --repair; if another program or another outbox uses it, choose "
-                "another name (OUTBOX_WAL__SLOT)"
+                f"slot {self._names.slot!r} already exists, and is not this outbox's. If an interrupted setup left it "
+                "behind, use --repair; if another program or outbox uses it, choose another name (OUTBOX_WAL__SLOT)"
             )
         self._make()
         return True
 
     def repair(self, reason: str) -> None:
-        """Make a new slot, and have every lane read the table once before it streams again: nothing is lost.
+        """Replace the slot. Every lane reads the table once before it streams again, so nothing is lost.
 
         Raises OperationRefused while the slot is being read.
         """
@@ -189,7 +179,7 @@ class Cdc:
         self._require_own(state)
         if state.active_pid is not None:
             raise OperationRefused(
-                f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
+                f"slot {self._names.slot!r} is being read by server process {state.active_pid}: there is nothing to "
                 "repair; to replace it anyway, stop the relays first"
             )
         if state.there:
@@ -197,16 +187,15 @@ class Cdc:
         self._make(reason)
 
     def heal(self, by: str) -> str | None:
-        """Replace a slot that has a gap. Returns the fault that was repaired; None if there is none.
+        """Replace a slot that has a gap. Return the fault that was repaired; None without a fault.
 
-        None also if another session is at it. Raises OperationRefused, with the reason, if more than the slot may be at
-        fault; SchemaError if the role lacks a right. ``by`` is who heals, for the audit. Needs no owner's rights.
+        None also if another session is repairing it. Raises OperationRefused if more than the slot may be at fault, and
+        SchemaError if the role lacks a right. ``by`` is the relay, for the audit. Needs no owner's rights.
         """
         if self._fault() is None:
             return None
         bound = self._bound()
-        with unavailable_on_error("replacing the slot"), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+        with self._durably("replacing the slot"):
             if not self._ask(_TRY_LOCK):
                 return None
             fault = self._fault()
@@ -222,9 +211,7 @@ class Cdc:
             failpoint("heal.made")
             if self._connection.execute(self._query(_HEALED_CHECKPOINT), bound).rowcount != 1:
                 raise DatabaseUnavailable(f"the checkpoint of slot {self._names.slot!r} was changed meanwhile")
-            self._connection.execute(self._query(_READ_THE_TABLE))
-            self._connection.execute(self._query(_FORGET_PLACES))
-            self._note("cdc repair", f"{by}: {fault}")
+            self._read_the_table("cdc repair", f"{by}: {fault}")
             failpoint("heal.noted")
         return fault
 
@@ -232,7 +219,7 @@ class Cdc:
         """Drop the slot, publication and checkpoint. Raises OperationRefused while lanes are read from the WAL."""
         state = self._slot.look()
         self._require_primary(state)
-        if any(lane.source == "wal" for lane in self._lanes()):
+        if any(lane.source == "wal" for lane in read_lanes(self._connection, self._names.schema)):
             raise OperationRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
         self._require_own(state)
         if state.there:
@@ -243,25 +230,20 @@ class Cdc:
             self._note("cdc drop", None)
 
     def switch(self, to: SourceKind, reason: str | None = None) -> bool:
-        """Switch every lane to a source. Returns whether any was on another. Relays follow within seconds.
+        """Switch every lane to a source. Return whether any had another. Relays follow within seconds.
 
-        Raises StreamLost or SchemaError when the stream has a gap, or is not set up.
+        Raises StreamLost or SchemaError if the stream has a gap, or is not set up.
         """
         state = self._slot.look()
         self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
-        with unavailable_on_error("switching the lanes"), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+        with self._durably("switching the lanes"):
             query = _TO_WAL if to is SourceKind.WAL else _TO_POLLING
             switched = self._connection.execute(self._query(query)).rowcount
             if switched:
                 self._note(f"switch to {to}", reason)
         return switched > 0
-
-    def _lanes(self) -> list[LaneState]:
-        with unavailable_on_error("looking at the lanes"):
-            return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
 
     @staticmethod
     def _require_primary(state: SlotState) -> None:
@@ -315,7 +297,7 @@ class Cdc:
         if foreign is not None:
             raise OperationRefused(
                 f"the publication {self._names.publication!r} is not this outbox's: choose another name "
-                "(OUTBOX_WAL__PUBLICATION), or drop it if nobody uses it"
+                "(OUTBOX_WAL__PUBLICATION), or drop it if it is unused"
             )
 
     def _require_only_slot(self, state: SlotState) -> None:
@@ -353,12 +335,22 @@ class Cdc:
         with unavailable_on_error("making the slot"):
             self._make_slot()
         bound = self._bound() | {"version": self._slot.look().publication_version_now}
-        with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+        with self._durably("writing the checkpoint"):
             self._connection.execute(self._query(_CHECKPOINT), bound)
-            self._connection.execute(self._query(_READ_THE_TABLE))
-            self._connection.execute(self._query(_FORGET_PLACES))
-            self._note("cdc setup" if reason is None else "cdc repair", reason)
+            self._read_the_table("cdc setup" if reason is None else "cdc repair", reason)
+
+    @contextmanager
+    def _durably(self, doing: str) -> Iterator[None]:
+        """Open a transaction that is durable once it has committed."""
+        with unavailable_on_error(doing), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            yield
+
+    def _read_the_table(self, what: str, why: str | None) -> None:
+        """Make every lane read the table before it streams again, and record that in the audit."""
+        self._connection.execute(self._query(_READ_THE_TABLE))
+        self._connection.execute(self._query(_FORGET_POSITIONS))
+        self._note(what, why)
 
     def _publish(self) -> None:
         bound = self._bound()
@@ -377,27 +369,23 @@ class Cdc:
                         + sql.SQL(" WITH (publish = 'insert')")
                     )
         except SchemaError as error:
-            raise SchemaError(
-                f"{_reason(error)}: making the publication needs the rights of the tables' owner, and CREATE on the "
-                "database"
-            ) from error
+            needed = "creating the publication needs the rights of the tables' owner, and CREATE on the database"
+            raise SchemaError(f"{_reason(error)}: {needed}") from error
 
     def _make_slot(self) -> None:
         # Since Postgres 17, a failover slot is synchronized to standbys.
-        failover = self._connection.info.server_version >= _FAILOVER_FROM
         query: LiteralString = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput')"
-        if failover:
+        if self._connection.info.server_version >= _FAILOVER_FROM:
             query = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput', failover => true)"
         try:
             self._connection.execute(query, self._bound())
         except errors.InsufficientPrivilege as error:
             raise SchemaError(_NEEDS_REPLICATION) from error
         except errors.DuplicateObject as error:
-            raise OperationRefused("somebody else has just made the slot: see `outbox cdc status`") from error
+            raise OperationRefused("another session has just created the slot: see `outbox cdc status`") from error
         except errors.ConfigurationLimitExceeded as error:
-            raise OperationRefused(
-                "all replication slots are in use: raise max_replication_slots and restart"
-            ) from error
+            text = "all replication slots are in use: raise max_replication_slots and restart"
+            raise OperationRefused(text) from error
 
     def _drop_slot(self) -> None:
         try:
@@ -421,24 +409,21 @@ class Cdc:
 
 def unhealable(state: SlotState, names: SlotNames) -> str | None:
     """Return why a slot with a fault must not be replaced without an operator; None if it may be."""
-    slot = names.slot
     if state.system_identifier != state.system_identifier_now:
-        return f"the checkpoint is of the database {state.system_identifier}, this is {state.system_identifier_now}"
+        return f"the checkpoint is of server {state.system_identifier}, this is {state.system_identifier_now}"
     if state.timeline != state.timeline_now:
         return (
-            f"there was a failover or a restore: this server is on timeline {state.timeline_now}, the checkpoint is of "
-            f"timeline {state.timeline}, and events may be published that this server does not have"
+            f"after a failover or a restore: this server is on timeline {state.timeline_now}, the checkpoint is of "
+            f"timeline {state.timeline}, and events may be published that this server has lost"
         )
     if max(state.settled_lsn or 0, state.flushed_lsn or 0) > state.current_lsn:
-        return "the tables are farther in the WAL than this server: they were copied, or it is an older copy"
+        return "the tables are ahead of this server's WAL: they were copied, or it is an older copy"
     if state.events_oid is None:
         return f"there is no table {names.schema}.events"
     if state.publication_version_now != state.publication_version or not state.publishes:
-        return (
-            f"the publication {names.publication!r} is gone or was changed, and only the tables' owner can repair that"
-        )
+        return f"publication {names.publication!r} was changed or dropped, and only the tables' owner can repair that"
     if state.active_pid is not None:
-        return f"slot {slot!r} is being read, by process {state.active_pid} of the server"
+        return f"slot {names.slot!r} is being read by server process {state.active_pid}"
     return None
 
 

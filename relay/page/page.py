@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
+from uuid import UUID
 
 import orjson
 import psycopg
@@ -25,6 +26,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from outbox import __version__
 from outbox._app.choices import Payloads
 from outbox._app.console import printable
+from outbox._app.text import age_text, bytes_text, time_text
 from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Settings
 from relay.database import unavailable_on_error
@@ -41,6 +43,7 @@ _PENDING: Final = 50
 _LONGEST_REASON: Final = 1_000
 _STALE_SECONDS: Final = 15.0
 _LONG: Final = 4_000
+DAMAGED_LINK: Final = "invalid page link; start from the first page"
 
 NAVIGATION: Final = (
     ("overview", "/", "Overview"),
@@ -48,7 +51,6 @@ NAVIGATION: Final = (
     ("events", "/events", "Events"),
     ("dead letters", "/dead-letters", "Dead letters"),
     ("relays", "/relays", "Relays"),
-    ("wal", "/wal", "WAL"),
     ("consumers", "/consumers", "Consumers"),
     ("system", "/system", "System"),
     ("audit", "/audit", "Audit"),
@@ -113,7 +115,7 @@ class Page:
             lstrip_blocks=True,
         )
         self._templates.filters.update(
-            show=_show, number=_number, age=age, bytes=bytes_text, time=time_text, ago=_ago, rate=_rate
+            show=_show, number=_number, age=age_text, bytes=bytes_text, time=_time, ago=_ago, rate=_rate
         )
 
     def close(self) -> None:
@@ -134,6 +136,7 @@ class Page:
             taken=self.sampler.taken(),
             version=__version__,
             outbox_name=self.settings.name,
+            shows_payloads=self.shows_payloads,
             **values,
         )
         return HTMLResponse(shown, status)
@@ -219,7 +222,7 @@ class Page:
             return ["the pipeline was not read yet"]
         seconds = (dt.datetime.now(dt.UTC) - self.sampler.taken()).total_seconds()
         limit = max(_STALE_SECONDS, 3 * self.settings.web.refresh_seconds)
-        old = [f"the figures below are {age(seconds)} old: no newer ones can be read"] if seconds > limit else []
+        old = [f"the figures below are {age_text(seconds)} old: no newer ones can be read"] if seconds > limit else []
         return old + overview.problems
 
     def read(self, reading: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -228,6 +231,21 @@ class Page:
             return reading(), None
         except OutboxError as error:
             return None, str(error)
+
+
+def event_id_of(text: str) -> UUID:
+    """Return an event id. Raises ConfigurationError."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is not an event id (a UUID)") from None
+
+
+def number_of(text: str | None, problem: str) -> int | None:
+    """Return a number that Postgres can compare with an id; None without a text. Raises ConfigurationError."""
+    if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ConfigurationError(problem)
+    return int(text) if text else None
 
 
 def _asked(request: Request) -> tuple[str, str]:
@@ -266,36 +284,10 @@ def _rate(value: float | None) -> str:
     return f"{value:,.0f}/s" if value >= 10 or value == 0 else f"{value:.1f}/s"
 
 
-def age(seconds: float | None) -> str:
-    """Return a time span as text, with a decimal below ten seconds."""
-    if seconds is None:
-        return "-"
-    if seconds < 1:
-        return f"{max(seconds, 0.0) * 1000:.0f} ms"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
-def bytes_text(count: float | None) -> str:
-    """Return a size as text."""
-    if count is None:
-        return "?"
-    for size, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= size:
-            return f"{count / size:.1f} {name}"
-    return f"{count:.0f} bytes"
-
-
-def time_text(time: dt.datetime | None) -> str:
-    """Return a time in UTC, with milliseconds."""
-    if time is None:
-        return "-"
-    return f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03}"
+def _time(time: dt.datetime | None) -> str:
+    # The page's footer says that times are in UTC.
+    return time_text(time).removesuffix(" UTC")
 
 
 def _ago(time: dt.datetime | None) -> str:
-    return "-" if time is None else f"{age((dt.datetime.now(dt.UTC) - time).total_seconds())} ago"
+    return "-" if time is None else f"{age_text((dt.datetime.now(dt.UTC) - time).total_seconds())} ago"

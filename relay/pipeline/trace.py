@@ -12,6 +12,7 @@ from typing import Any
 from uuid import UUID
 
 from outbox._app.settings import client_options
+from outbox._app.text import time_text
 from outbox.consumer.admin import trace as consumers
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.admin.trace import GroupTrace
@@ -20,7 +21,7 @@ from outbox.errors import OutboxError
 from relay.config import Settings
 from relay.database import Connector
 from relay.kafka.routing import NoRoute
-from relay.operations.trace import Event, Place, find, search, written_at
+from relay.operations.trace import Event, MessageRef, find, search, written_at
 from relay.parts import build_router
 
 
@@ -55,7 +56,7 @@ class Found:
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.places: Sequence[Place] = [] if event.place is None else [event.place]
+        self.messages: Sequence[MessageRef] = [] if event.message is None else [event.message]
         self.groups: Sequence[GroupTrace] = ()
         self.whole = True
         self.searched = False
@@ -64,7 +65,7 @@ class Found:
     @property
     def known(self) -> bool:
         """Return whether there is any trace of the event."""
-        return self.event.state != "unknown" or bool(self.places) or any(_met(group) for group in self.groups)
+        return self.event.state != "unknown" or bool(self.messages) or any(_met(group) for group in self.groups)
 
     def steps(self) -> list[Step]:
         """Return the event's way as far as it is known, from its writing to each consumer group."""
@@ -72,10 +73,10 @@ class Found:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same data for ``--json``."""
-        event = {name: value for name, value in asdict(self.event).items() if name != "place"}
+        event = {name: value for name, value in asdict(self.event).items() if name != "message"}
         return {
             "event": event,
-            "places": [asdict(place) for place in self.places],
+            "messages": [asdict(one) for one in self.messages],
             "groups": [asdict(group) for group in self.groups],
             "searched_to_the_end": self.whole,
             "unseen": self.unseen,
@@ -109,7 +110,7 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
             # The topic of an event that left no row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, named=bool(named))
-            places = [(place.topic, place.partition, place.offset) for place in found.places]
+            places = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
             found.groups = consumers.find(connection, schema, event_id, places, topics, hidden)
             found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
@@ -124,7 +125,7 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
     """Look for the event on Kafka where no table says where it is, or where somebody has named topics.
 
     named   whether somebody has named the topics: they are read also if nothing says when the event was written, or if
-            a place of it is known, because it may stand there more than once.
+            one message of it is known, because there may be repeats.
     """
     found.searched = True
     event = found.event
@@ -132,7 +133,7 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
     if since is not None and since > dt.datetime.now(dt.UTC):
         # The writer made it up.
         since = dt.datetime.fromtimestamp(0, dt.UTC)
-    if not named and (found.places or event.state not in {"published", "unknown"}):
+    if not named and (found.messages or event.state not in {"published", "unknown"}):
         return
     if since is None and named:
         since = dt.datetime.fromtimestamp(0, dt.UTC)
@@ -142,14 +143,14 @@ def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: fl
         found.unseen.append(f"no topic was looked through, as {why}: name one with --topic")
         return
     try:
-        places, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
+        messages, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
     except OutboxError as error:
         found.whole = False
         found.unseen.append(str(error))
     else:
-        seen = {(place.topic, place.partition, place.offset) for place in places}
-        known = [place for place in found.places if (place.topic, place.partition, place.offset) not in seen]
-        found.places = [*known, *places]
+        seen = {(one.topic, one.partition, one.offset) for one in messages}
+        known = [one for one in found.messages if (one.topic, one.partition, one.offset) not in seen]
+        found.messages = [*known, *messages]
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
@@ -175,22 +176,22 @@ def _relay_side(found: Found) -> list[Step]:
         case "waiting":
             before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
             steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
-        case "refused":
-            again = (
-                "by itself no more" if event.next_attempt_at is None else f"again at {time_text(event.next_attempt_at)}"
+        case "retrying":
+            after = f"retrying, after {event.attempts} failed attempts" + (
+                "" if event.next_attempt_at is None else ", next"
             )
-            steps.append(Step(f"refused by Kafka {event.attempts} times, {again}", "bad", text=event.last_error or ""))
+            steps.append(Step(after, "bad", event.next_attempt_at, text=event.last_error or ""))
         case "dead":
             text = f"after {event.attempts} attempts: {event.last_error}"
             steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))
         case "published":
             took = _later(event.created_at, event.published_at)
             steps.append(Step("published", "good", event.published_at, took))
-    for place in found.places:
-        text = f"{place.topic}-{place.partition} offset {place.offset}"
-        took = None if place.at is None else _later(event.created_at, place.at)
-        steps.append(Step("on Kafka", "good", place.at, took, text))
-    if event.state == "unknown" and not found.places:
+    for message in found.messages:
+        text = f"{message.topic}-{message.partition} offset {message.offset}"
+        took = None if message.at is None else _later(event.created_at, message.at)
+        steps.append(Step("on Kafka", "good", message.at, took, text))
+    if event.state == "unknown" and not found.messages:
         more = "" if found.whole or found.unseen else "; the topics were not read to their ends: --seconds"
         steps.append(Step(f"the outbox has no row of it{more}", "unknown"))
     return steps
@@ -202,7 +203,7 @@ def _holder(event: Event) -> str:
 
 def _consumers_side(found: Found) -> list[Step]:
     event = found.event
-    published = event.published_at or next((place.at for place in found.places if place.at), None)
+    published = event.published_at or next((one.at for one in found.messages if one.at), None)
     steps = []
     for group in found.groups:
         if group.state == "unknown" and event.state == "unknown":
@@ -232,11 +233,6 @@ def _consumers_side(found: Found) -> list[Step]:
             title = f"{name} external {one.name}: {one.state}, {one.attempts} attempts"
             steps.append(Step(title, state, text=one.last_error or ""))
     return steps
-
-
-def time_text(time: dt.datetime | None) -> str:
-    """Return a time in UTC, with milliseconds."""
-    return "?" if time is None else f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
 def _later(before: dt.datetime | None, after: dt.datetime | None) -> float | None:

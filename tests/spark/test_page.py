@@ -136,11 +136,11 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     shop.orders(20)
     drained(shop.url)
     assert bench.once().applied == 20
-    applied = tab.locator("table").nth(1).locator("tbody td").nth(2)
+    applied = tab.locator("table").nth(1).locator("tbody td").nth(6)
     applied.get_by_text("320", exact=True).wait_for()
     assert tab.locator("polyline").count() >= 4
     tab.get_by_text("written to applied").first.wait_for()
-    for label in ("Topics", "Events", "Dead letters", "Relays", "WAL", "Consumers", "System", "Audit", "Overview"):
+    for label in ("Topics", "Events", "Dead letters", "Relays", "Consumers", "System", "Audit", "Overview"):
         tab.get_by_role("link", name=label, exact=True).click()
         tab.get_by_role("heading", level=1, name=label).wait_for()
         assert tab.locator("header nav [aria-current]").inner_text() == label
@@ -194,7 +194,7 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     assert "processed_messages" in text
     assert "OUTBOX_KAFKA" in text
     assert psycopg.conninfo.conninfo_to_dict(shop.url).get("password", "no password") not in text
-    seen.open("/wal")
+    seen.open("/relays")
     assert "no replication slot" in seen.text()
     seen.open("/audit?side=consumer")
     seen.close()
@@ -294,7 +294,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     seen.open(f"/dead-letters/relay/{photos[0]}")
     tab.get_by_role("button", name="Retry").focus()
     keys.press("Enter")
-    tab.get_by_text("1 events will be tried again").wait_for()
+    tab.get_by_text("1 events will be retried").wait_for()
     wait_until(lambda: failed(shop.url) == LARGE, what="the photo to fail again")
     # All of a group are discarded: first what that would do, with the reason, and nothing is changed.
     tab.goto(f"http://{page.address}/dead-letters")
@@ -315,7 +315,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     tab.get_by_role("button", name="Retry all of these").click()
     tab.get_by_text("1 messages would be retried").wait_for()
     tab.get_by_role("button", name="Retry").click()
-    tab.get_by_text("1 messages will be tried again in their groups' next round").wait_for()
+    tab.get_by_text("1 messages will be retried in the next round of their groups").wait_for()
     bench.once()
     seen.open("/dead-letters/consumer/1")
     assert re.search(r"Attempts\s+2", seen.text(".pairs"))

@@ -60,14 +60,14 @@ def test_an_event_from_its_row_to_the_sink(bench, traced, outbox_relay):
     status, found = traced(second)
     event = found["event"]
     assert (status, event["state"], event["before"], event["owner"]) == (0, "waiting", 1, None)
-    assert (event["aggregate_type"], event["aggregate_id"], found["places"]) == (KIND, "a", [])
+    assert (event["aggregate_type"], event["aggregate_id"], found["messages"]) == (KIND, "a", [])
     assert "waits to be published: 1 rows before it, and no relay holds the lane" in shown(second)
     outbox_relay(routes=routes(bench), relay__archive_days=3)
     drained(url)
     for number, event_id in enumerate((first, second, bad)):
         _, found = traced(event_id)
         assert found["event"]["state"] == "published"
-        (place,) = found["places"]
+        (place,) = found["messages"]
         assert (place["topic"], place["offset"]) == (bench.topic, number)
         assert found["groups"] == []
     totals = bench.once()
@@ -80,7 +80,7 @@ def test_an_event_from_its_row_to_the_sink(bench, traced, outbox_relay):
     (group,) = traced(bad)[1]["groups"]
     assert (group["state"], group["letter"]["reason"], group["letter"]["state"]) == ("dead", "undecodable", "dead")
     text = shown(bad)
-    assert f"on Kafka: {bench.topic}-{found['places'][0]['partition']} offset 2" in text
+    assert f"on Kafka: {bench.topic}-{found['messages'][0]['partition']} offset 2" in text
     assert f"group {bench.job.group}: dead letter 1 since" in text
     # A second group, which has read the first message only.
     once_more = replace(bench.job, group="other")
@@ -106,31 +106,31 @@ def test_an_event_that_left_no_row_is_found_on_kafka(bench, traced, outbox_relay
     relay.terminate()
     status, found = traced(event_id)
     assert (status, found["event"]["state"], found["searched_to_the_end"]) == (0, "unknown", True)
-    (place,) = found["places"]
+    (place,) = found["messages"]
     assert place["topic"] == bench.topic
     bench.send_raw(b"{}", [("ce_id", event_id.encode())])
-    assert len(traced(event_id)[1]["places"]) == 2
+    assert len(traced(event_id)[1]["messages"]) == 2
     # Without routes nobody knows its topic, but for the groups that read.
     status, found = traced(str(uuid7()))
-    assert (status, found["places"], found["groups"], found["searched_to_the_end"]) == (1, [], [], True)
+    assert (status, found["messages"], found["groups"], found["searched_to_the_end"]) == (1, [], [], True)
     assert "the outbox has no row of it" in shown(str(uuid7()))
     # One whose id has no time in it may be anywhere: its topic is read from the beginning, if somebody names it.
     other = str(uuid4())
     bench.send_raw(b"{}", [("ce_id", other.encode())])
     status, found = traced(other)
-    assert (status, found["places"], found["searched_to_the_end"], len(found["unseen"])) == (1, [], False, 1)
+    assert (status, found["messages"], found["searched_to_the_end"], len(found["unseen"])) == (1, [], False, 1)
     status, found = traced(other, "--topic", bench.topic)
-    assert (status, len(found["places"]), found["searched_to_the_end"], found["unseen"]) == (0, 1, True, [])
+    assert (status, len(found["messages"]), found["searched_to_the_end"], found["unseen"]) == (0, 1, True, [])
 
 
 def test_topics_that_groups_read_are_looked_through_where_no_route_names_one(bench, traced, monkeypatch):
     monkeypatch.delenv("OUTBOX_ROUTES")
     event_id = str(bench.send("a", 1))
-    assert traced(event_id)[1]["places"] == []
-    assert traced(event_id, "--topic", bench.topic)[1]["places"] != []
+    assert traced(event_id)[1]["messages"] == []
+    assert traced(event_id, "--topic", bench.topic)[1]["messages"] != []
     assert bench.once().applied == 1
     status, found = traced(event_id)
-    assert (status, len(found["places"])) == (0, 1)
+    assert (status, len(found["messages"])) == (0, 1)
     assert [group["state"] for group in found["groups"]] == ["applied"]
 
 

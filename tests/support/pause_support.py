@@ -16,7 +16,7 @@ from outbox.sandbox._process import patience
 from relay.core.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.kafka.routing import Router
 from relay.operations import pauses
-from relay.operations.drain import Drain, Left
+from relay.operations.drain import Drain, DrainProgress
 from relay.wal.lane_hash import lane_of
 
 WAYS = ("polling, at least once", "polling, exactly once", "WAL, at least once", "WAL, exactly once")
@@ -99,7 +99,7 @@ def scope_named(which: str, topics: Sequence[str]) -> Scope:
     return {"all": ALL, "lane": scopes_of([1], [])[0], "topic": scopes_of([], [topics[0]])[0]}[which]
 
 
-def pause(url: str, *scopes: Scope, reason: str | None = "a test", wait: bool = True) -> list[pauses.Change]:
+def pause(url: str, *scopes: Scope, reason: str | None = "a test", wait: bool = True) -> list[pauses.PauseChange]:
     """Pause, and wait until every relay has confirmed."""
     with closing(psycopg.connect(url, autocommit=True)) as connection:
         changes = pauses.pause(connection, "outbox", scopes, reason, may_write=Router().may_write)
@@ -109,7 +109,7 @@ def pause(url: str, *scopes: Scope, reason: str | None = "a test", wait: bool = 
     return changes
 
 
-def resume(url: str, *scopes: Scope) -> list[pauses.Change]:
+def resume(url: str, *scopes: Scope) -> list[pauses.PauseChange]:
     """End pauses."""
     with closing(psycopg.connect(url, autocommit=True)) as connection:
         return pauses.resume(connection, "outbox", scopes, None)
@@ -130,7 +130,7 @@ class Draining:
     def __exit__(self, *_: object) -> None:
         self._connection.close()
 
-    def look(self) -> dict[Scope, Left]:
+    def look(self) -> dict[Scope, DrainProgress]:
         """Return what is left of each scope."""
         return self._drain.look(self._scopes)
 

@@ -12,7 +12,7 @@ from outbox.consumer.admin import checks as consumers
 from outbox.consumer.admin.status import has_tables
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options
 from relay.database import Connector
-from relay.insights import read_lanes
+from relay.insights import LaneState, read_lanes
 from relay.operations.doctor import kafka, names, postgres
 from relay.operations.doctor.run import run
 from relay.operations.doctor.transport import check_transport
@@ -21,16 +21,15 @@ from relay.parts import build_router
 from relay.settle.settlement import lanes_text
 
 EXPLAINED: Final[Mapping[Delivery, str]] = {
-    Delivery.AT_MOST_ONCE: "A row is deleted before it is sent, and nothing is sent again: no event stands on Kafka "
-    "twice, some may be lost (what was in flight when a relay, broker or connection failed). Lowest latency. For "
-    "events that are worth nothing when late.",
+    Delivery.AT_MOST_ONCE: "A row is deleted before it is sent, and nothing is sent again: no event is on Kafka twice, "
+    "some may be lost (those in flight when a relay, broker or connection fails). Lowest latency. For events that are "
+    "worthless when late.",
     Delivery.AT_LEAST_ONCE: "A row is deleted after Kafka acknowledged it: no event is lost; after a crash at most one "
-    "batch of each lane stands on Kafka twice, under the same event id. In order per key once repeats are dropped. For "
-    "consumers that dedup by event id, as the Spark jobs here do; with OffsetsOnly such a batch is applied twice.",
-    Delivery.EXACTLY_ONCE: "A batch and the note of what is in it are one Kafka transaction: for a reader with "
-    "read_committed no event is lost and none stands there twice, in order per key, whatever is killed. Costs a few "
-    "milliseconds per batch. For consumers that can't dedup, or do without it: Spark jobs with OffsetsOnly. To these a "
-    "replay is a second event.",
+    "batch of each lane is on Kafka twice, under the same event ids. In order per key once repeats are dropped. For "
+    "consumers that dedup by event id, such as Spark jobs by default; with OffsetsOnly such a batch is applied twice.",
+    Delivery.EXACTLY_ONCE: "A batch and its marker are one Kafka transaction: for a read_committed reader no event is "
+    "lost and none is there twice, in order per key, whatever is killed. Costs a few milliseconds per batch. For "
+    "consumers without dedup, such as Spark jobs with OffsetsOnly. A replay is a second event to these.",
 }
 
 
@@ -65,6 +64,11 @@ class _Known:
     reached: bool = False
     """Whether the outbox's database answers."""
 
+    def note_lanes(self, lanes: Sequence[LaneState]) -> Iterator[Finding]:
+        for one in lanes:
+            self.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
+        yield from ()
+
 
 def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Check]:
     yield Check("transport", partial(check_transport, settings))
@@ -84,13 +88,8 @@ def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
         known.reached = True
         yield from run(postgres.checks(connection, settings))
         yield from run(names.checks(connection, settings.db_schema, "schemas"))
-
-        def note_lanes() -> Iterator[Finding]:
-            for one in read_lanes(connection, settings.db_schema):
-                known.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
-            yield from ()
-
-        yield from run([Check("lanes", note_lanes, grant=f"SELECT on {settings.db_schema}.lanes")])
+        lanes = partial(read_lanes, connection, settings.db_schema)
+        yield from run([Check("lanes", lanes, known.note_lanes, f"SELECT on {settings.db_schema}.lanes")])
 
 
 def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
@@ -128,11 +127,8 @@ def _guarantees(settings: Settings, known: _Known, weakened: Mapping[str, str]) 
             continue
         strategy = next((each for each in Strategy if each == group.strategy), None)
         if strategy is None:
-            yield ok(
-                about,
-                "not known: no consumer has started for it yet",
-                "start the consumer: it records the job's strategy",
-            )
+            found = "not known: no consumer has started for it yet"
+            yield ok(about, found, "start the consumer: it records the job's strategy")
             continue
         promised = guarantee(settings.delivery, settings.source, strategy)
         level = Level.WARNING if promised.word != Delivery.EXACTLY_ONCE else Level.OK

@@ -43,7 +43,8 @@ def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
         return lambda entry: str(entries[entry].value)
 
     yield Check("Kafka", lambda: _copies(len(metadata.brokers), settings.require_kafka()))
-    for aggregate_type, route in sorted((settings.routes or {}).items()):
+    routes = settings.routes or {}
+    for aggregate_type, route in sorted(routes.items()):
         name = route.topic
         if name in metadata.topics:
             yield Check(f"topic {name}", partial(_may_write, admin, name))
@@ -52,7 +53,8 @@ def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
             )
         else:
             yield Check(f"topic {name}", partial(_missing, name, aggregate_type, settings.create_topics))
-    for name in sorted(_dead_letter_topics(settings) & metadata.topics.keys()):
+    copies = {settings.failures.dead_letter_topic, *(route.dead_letter_topic for route in routes.values())}
+    for name in sorted(copy for copy in copies if copy in metadata.topics):
         yield Check(f"topic {name}", partial(_may_write, admin, name))
     for name in consumed:
         if name in metadata.topics:
@@ -64,14 +66,11 @@ def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
         brokers = partial(configs, ConfigResource.Type.BROKER, *map(str, metadata.brokers))
         yield Check("Kafka's settings", brokers, partial(_brokers, settings, options))
         state = state_topic_name(settings)
-        found = metadata.topics.get(state)
+        about, found = f"state topic {state}", metadata.topics.get(state)
         if found is None:
-            yield Check(
-                f"state topic {state}",
-                lambda: [ok(f"state topic {state}", "does not exist yet; the relay creates it, compacted")],
-            )
+            yield Check(about, lambda: [ok(about, "does not exist yet; the relay creates it, compacted")])
         else:
-            yield Check(f"state topic {state}", partial(of_topic, state), partial(_state_topic, state, found, lanes))
+            yield Check(about, partial(of_topic, state), partial(_state_topic, state, found, lanes))
             yield Check(f"topic {state}", partial(_may_write, admin, state))
 
 
@@ -80,7 +79,7 @@ def _copies(brokers: int, servers: str) -> Iterator[Finding]:
     if brokers < 3:
         yield warning(
             "Kafka brokers",
-            f"with {brokers} there are fewer than 3 copies of an event: losing a disk loses what was acknowledged",
+            f"{brokers} can't hold 3 copies of an event: losing a disk can lose acknowledged events",
             "run three brokers or more, with min.insync.replicas=2",
             "three brokers",
         )
@@ -93,21 +92,17 @@ def _missing(name: str, aggregate_type: str, created: bool) -> Iterator[Finding]
 
 
 def _remembered(name: str, keep_days: int, entry: _Config) -> Iterator[Finding]:
-    """Check whether messages can outlive their remembered ids: a re-read would make dead letters of them."""
-    if entry("cleanup.policy") == "compact":
-        kept, ms = "its messages for as long as they are the last of their keys", -1
-    else:
-        ms = int(entry("retention.ms"))
-        kept = "every message" if ms < 0 else f"messages for {ms / _DAY_MS:g} days"
-    if 0 <= ms <= keep_days * _DAY_MS:
-        return
-    yield warning(
-        f"topic {name}, ids",
-        f"it keeps {kept}, ids are remembered for {keep_days} days: going back further makes dead letters of what is "
-        "forgotten, instead of applying it twice",
-        "raise consumer.keep_days above the topic's retention.ms and the longest outage of a relay, or lower "
-        "retention.ms",
-    )
+    """Check whether messages can outlive their remembered ids: reading them again makes them dead letters."""
+    compacted = entry("cleanup.policy") == "compact"
+    ms = -1 if compacted else int(entry("retention.ms"))
+    kept = f"messages for {ms / _DAY_MS:g} days" if ms >= 0 else "every message" + " that is its key's last" * compacted
+    if not 0 <= ms <= keep_days * _DAY_MS:
+        yield warning(
+            f"topic {name}, ids",
+            f"it keeps {kept}, ids are remembered for {keep_days} days: older messages become dead letters if they are "
+            "read again",
+            "raise consumer.keep_days above retention.ms plus the longest outage of a relay, or lower retention.ms",
+        )
 
 
 def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterator[Finding]:
@@ -123,7 +118,7 @@ def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterat
 
 
 def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
-    age = None if found.since is None else time.time() - found.since
+    age = 0.0 if found.since is None else time.time() - found.since
     since = "" if found.since is None else f", since {dt.datetime.fromtimestamp(found.since, dt.UTC).isoformat()}"
     whose = {
         Whose.AN_OUTBOX: " of a relay",
@@ -133,27 +128,20 @@ def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
     topic, partition = found.undecided.partition
     about = f"topic {topic} partition {partition}, transaction"
     text = (
-        f"readers in read_committed wait at offset {found.undecided.stable}, of {found.undecided.end}, for the end of "
-        f"a transaction{whose}{since}; "
+        f"read_committed readers wait at offset {found.undecided.stable}, of {found.undecided.end}, for the end of a "
+        f"transaction{whose}{since}; "
     )
-    if age is not None and age >= limit:
+    if found.since is not None and age >= limit:
         return failure(
             about,
             f"{text}it has exceeded its timeout: a broker has lost its end (KAFKA-20734), or no coordinator answers",
-            "`outbox relay reconcile` says how many events are in it and whether the outbox still has their rows, and "
-            "what ends it",
+            "run `outbox relay reconcile`: it counts the events in it and their rows, and shows how to end it",
         )
     return warning(
         about,
         f"{text}it did not move within {_UNMOVED_SECONDS:g} s",
-        f"look again in {limit - (age or 0.0):.0f} s: if it is at the same offset then, run `outbox relay reconcile`",
+        f"check again in {limit - age:.0f} s; if the offset is the same, run `outbox relay reconcile`",
     )
-
-
-def _dead_letter_topics(settings: Settings) -> set[str]:
-    given = [settings.failures.dead_letter_topic]
-    given += [route.dead_letter_topic for route in (settings.routes or {}).values()]
-    return {topic for topic in given if topic is not None}
 
 
 def _may_write(admin: Admin, name: str) -> Iterator[Finding]:
@@ -189,11 +177,9 @@ def _brokers(settings: Settings, options: Mapping[str, str], configs: Mapping[st
     if newer:
         yield warning(
             "Kafka's version",
-            f"broker {', '.join(newer)} is 4.3 or newer (it has the setting {_SINCE_4_3}; which release it is, "
-            "brokers do not tell): 4.3.1 and 4.4.0 can lose the markers of a transaction when a broker restarts "
-            "(KAFKA-20734), and readers in read_committed then wait for its end for good",
-            "run 4.2.1, or a release whose notes name KAFKA-20734 as fixed; where it has happened, the lane stops, and "
-            "`outbox relay reconcile` names the partition",
+            f"broker {', '.join(newer)} is 4.3 or newer (it has the setting {_SINCE_4_3}): 4.3.1 and 4.4.0 can lose "
+            "the end of a transaction when a broker restarts (KAFKA-20734), and read_committed readers then hang",
+            "run 4.2.1, or a release that fixes KAFKA-20734; if a lane has stopped, run `outbox relay reconcile`",
         )
     else:
         yield ok("Kafka's version", f"older than 4.3 (no broker has the setting {_SINCE_4_3})")
@@ -231,7 +217,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
     elif required >= copies:
         yield warning(
             f"topic {name}",
-            f"{said}: one broker that is away stops publishing",
+            f"{said}: publishing stops when one broker is down",
             "min.insync.replicas one below the replication factor",
         )
     else:
@@ -247,7 +233,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
     if "compact" in policy and not name.endswith(".relay.state"):
         yield warning(
             f"topic {name}",
-            f"cleanup.policy={policy}: of the events of a key only the last is kept",
-            "fine for snapshots of state, not for events",
+            f"cleanup.policy={policy}: only the last event of each key is kept",
+            "use it for snapshots of state only",
             "cleanup.policy=delete",
         )

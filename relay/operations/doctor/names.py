@@ -66,10 +66,10 @@ def _calls(schema: str, rows: Iterable[tuple[str, str, str, str, bool]]) -> Iter
     for table, part, called, owner, others in rows:
         yield (failure if others else warning)(
             f"{schema}.{table}",
-            f"its {part} calls {called}, which belongs to {owner} and is not in pg_catalog: it runs with the "
-            "rights of whoever writes here",
-            "if it was planted, create that part anew with `SET search_path = pg_catalog` (the column lane: `outbox db "
-            f"lanes`), drop the function, and see what else {owner} has made; see `outbox db check`",
+            f"its {part} calls {called}, which belongs to {owner} and is not in pg_catalog: it runs with the rights of "
+            "whoever writes here",
+            "if it was planted, recreate that part with `SET search_path = pg_catalog` (the column lane: `outbox db "
+            f"lanes`), drop the function, and check what else {owner} has created; see `outbox db check`",
         )
 
 
@@ -78,7 +78,7 @@ def _open_schemas(rows: Iterable[tuple[str]]) -> Iterator[Finding]:
     for (name,) in rows:
         yield warning(
             f"schema {name}",
-            "every role may create in it, and so plant functions that others call in place of Postgres's: services, "
-            "effects of jobs and people whose search path has it. The outbox's own sessions do not look there",
+            "every role may create in it, and so plant functions that others with it in their search path call instead "
+            "of Postgres's. The outbox's own sessions don't use it",
             f"REVOKE CREATE ON SCHEMA {name} FROM PUBLIC",
         )

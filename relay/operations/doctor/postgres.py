@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
 
 import psycopg
 from psycopg import errors, sql
 
+from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
 from relay.config import Settings, SourceKind
-from relay.core.pauses import Paused
-from relay.insights import COUNTED, DEAD, FAILURES, WAITING, read_pauses, without_event
+from relay.insights import OutboxState, look_at_tables, without_event
 from relay.operations.doctor.run import Rows, asking
 from relay.operations.guarantee import slot_cost
 from relay.operations.wal_setup import Cdc, Status
@@ -65,7 +65,7 @@ _MAY_COMPARE: Final = "SELECT has_database_privilege(current_database(), 'CREATE
 
 
 def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Check]:
-    """Return the checks of the server's settings, the outbox's tables, rights, ids and source, and its backlog."""
+    """Return the checks of the server's settings, the outbox's tables, ids, source, slot, rights and status."""
     schema = settings.db_schema
     ask = asking(connection, _names(schema))
     yield Check("Postgres", ask(_SERVER), _server)
@@ -86,14 +86,9 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
         "slot, cost", partial(_cost, Slot(connection, names), settings, names.slot), grant=f"SELECT on {schema}.streams"
     )
     yield Check("rights", ask(_POSERS), partial(_rights, schema))
-    pauses = partial(read_pauses, connection, schema)
-    yield Check("pauses", pauses, _pauses, f"SELECT on {schema}.pauses and relays")
+    yield Check("status", partial(look_at_tables, connection, schema), _status)
     grant = f"SELECT on {schema}.events, failures and dead_letters"
-    failures, dead = ask(FAILURES, most=COUNTED), ask(DEAD, most=COUNTED)
-    yield Check("failures", lambda: (failures(), dead()), _failures, grant)
     yield Check("failures without an event", ask(_WITHOUT_EVENT), _without_event, grant)
-    waiting = ask(WAITING, most=1)
-    yield Check("backlog", lambda: (waiting(), pauses()), _backlog, f"SELECT on {schema}.events, lanes and pauses")
 
 
 def _names(schema: str) -> dict[str, sql.Composable]:
@@ -106,17 +101,13 @@ def _server(rows: Rows) -> Iterator[Finding]:
     ((version, fsync, synchronous),) = rows
     yield ok("Postgres", f"version {version}")
     if fsync != "on":
-        yield failure(
-            "Postgres fsync",
-            "fsync is off: a crash of the machine can lose or damage anything",
-            "turn fsync on",
-            "fsync = on",
-        )
+        found = "fsync is off: a crash of the machine can lose or corrupt data"
+        yield failure("Postgres fsync", found, "turn fsync on", "fsync = on")
     if synchronous == "off":
         yield warning(
             "Postgres synchronous_commit",
             "off: a crash loses the last transactions although they were reported as committed. The relay publishes "
-            "nothing before it is durable, so Kafka never holds an event whose transaction was lost",
+            "an event only once it is durable, so Kafka never holds one whose transaction was lost",
             setting="synchronous_commit = on",
         )
 
@@ -125,29 +116,19 @@ def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
     from outbox._app.schema_drift import check
 
     if connection.execute(_MAY_COMPARE).fetchone() != (True,):
-        yield ok(
-            "tables",
-            "were not compared with this version's: this role has no CREATE on the database",
-            "run `outbox db check` as the tables' owner",
-        )
+        found = "were not compared with this version's: this role has no CREATE on the database"
+        yield ok("tables", found, "run `outbox db check` as the tables' owner")
         return
     differences = check(settings.require_database(), settings.db_schema)
     for line in differences:
         yield failure("tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date")
     if not differences:
-        yield ok("tables", f"schema {settings.db_schema} is as this version expects")
+        yield ok("tables", f"schema {settings.db_schema} matches this version")
 
 
-def _pauses(pauses: Iterable[Paused]) -> Iterator[Finding]:
-    for paused in pauses:
-        yield warning("pauses", str(paused), "`outbox relay resume` ends it")
-
-
-def _failures(answers: tuple[Rows, Rows]) -> Iterator[Finding]:
-    ((retrying, blocking),), ((dead,),) = answers
-    waiting = retrying + blocking
-    if waiting or dead:
-        yield warning("failures", f"{waiting} events wait, {dead} dead letters", "see `outbox dead-letters list`")
+def _status(state: OutboxState) -> Iterator[Finding]:
+    for problem in state.problems():
+        yield warning("status", problem, "see `outbox status`")
 
 
 def _without_event(rows: Rows) -> Iterator[Finding]:
@@ -155,17 +136,9 @@ def _without_event(rows: Rows) -> Iterator[Finding]:
     if count:
         yield warning(
             "failures without an event",
-            f"the events of {count} failures were deleted by hand, and the later events of their keys may wait",
+            f"the events of {count} failures were deleted by hand; the later events of their keys may wait",
             "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
         )
-
-
-def _backlog(answers: tuple[Rows, Sequence[Paused]]) -> Iterator[Finding]:
-    lanes, pauses = answers
-    oldest = max((age for _, _, age in lanes if age is not None), default=0.0)
-    if oldest > 60:
-        do = "is it one of what is paused?" if pauses else "is a relay running?"
-        yield warning("backlog", f"the oldest event is {oldest:.0f} s old", do)
 
 
 def _publications(schema: str, rows: Rows) -> Iterator[Finding]:
@@ -173,8 +146,8 @@ def _publications(schema: str, rows: Rows) -> Iterator[Finding]:
     for (name,) in rows:
         yield failure(
             f"publication {name}",
-            f"publishes deletes of {schema}.events without the generated column lane of its key: Postgres "
-            "refuses every DELETE, so the relay can settle nothing",
+            f"publishes deletes of {schema}.events without the generated column lane of its key: Postgres rejects "
+            "every DELETE, so the relay can't settle anything",
             f"ALTER PUBLICATION {sql.Identifier(name).as_string(None)} SET (publish_generated_columns = stored), "
             "or leave the table out of it",
         )
@@ -192,8 +165,8 @@ def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Find
     if cache > 1:
         yield failure(
             "ids of events, cache",
-            f"each session takes {cache} ids at once (CACHE {cache}): an event can get a lower id than an earlier one "
-            "of its key, and be published before it",
+            f"each session takes {cache} ids at once (CACHE {cache}): an event can get a lower id than an earlier "
+            "event of its key, and be published first",
             f"ALTER TABLE {name} ALTER COLUMN id SET CACHE 1",
         )
     if not readable:
@@ -206,8 +179,8 @@ def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Find
             yield failure(
                 "ids of events",
                 f"the next event gets the id {next_id}, and {schema}.{table} has ids up to {highest}: "
-                "TRUNCATE … RESTART IDENTITY, a sequence that was set back, or a copy that left it out. Ids are given "
-                "twice, and running relays pass lower ones by",
+                "TRUNCATE … RESTART IDENTITY, a sequence that was reset, or a copy without it. Ids repeat, and running "
+                "relays skip lower ones",
                 f"stop the relays; ALTER TABLE {name} ALTER COLUMN id RESTART WITH {highest + 1}; "  # noqa: S608  shown
                 f"UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL; start them again",
             )
@@ -231,9 +204,9 @@ def _rights(schema: str, rows: Rows) -> Iterator[Finding]:
     for (role,) in rows:
         yield warning(
             f"role {role}",
-            f"may set from_relay in {schema}.events, so that its rows can pose as copies of dead letters "
-            "and pass a blocked key by",
-            f"`outbox db roles writer={role} --apply` grants INSERT on the other columns alone",
+            f"may set from_relay in {schema}.events, so that its rows can pose as copies of dead letters and overtake "
+            "a blocked key",
+            f"`outbox db roles writer={role} --apply` grants INSERT on the other columns only",
         )
 
 
@@ -243,39 +216,30 @@ def _sources(settings: Settings, status: Status) -> Iterator[Finding]:
     if sources and sources != [settings.source]:
         yield warning(
             "source",
-            f"the lanes are read from {' and '.join(sources)}, these settings say {settings.source}: a relay with them "
-            "waits",
-            f"set OUTBOX_SOURCE={sources[0]}, or `outbox relay switch {settings.source}`",
+            f"the lanes are read from {' and '.join(sources)}, but these settings say {settings.source}: a relay with "
+            "them waits",
+            f"set OUTBOX_SOURCE={sources[0]}, or run `outbox relay switch {settings.source}`",
         )
-    about = f"slot {settings.wal.slot}"
-    if "wal" in sources or (settings.source is SourceKind.WAL and status.slot.known):
-        if status.problem is not None:
-            yield failure(about, status.problem)
+    about, slot = f"slot {settings.wal.slot}", status.slot
+    retained = f"{bytes_text(slot.retained_bytes)} of WAL are retained"
+    if "wal" in sources or settings.source is SourceKind.WAL:
+        if status.problem is None and slot.known:
+            yield ok(about, f"has no gap; {retained}")
         else:
-            yield ok(about, f"whole; {status.slot.retained_bytes >> 20} MiB of WAL are kept for it")
-    elif settings.source is SourceKind.WAL:
-        yield failure(about, status.problem or "is not set up", "run `outbox cdc setup`")
-    elif status.slot.there and status.slot.known:
-        yield warning(
-            about,
-            f"keeps {status.slot.retained_bytes >> 20} MiB of WAL, and nobody reads it",
-            "`outbox relay switch wal`, or `outbox cdc drop`",
-        )
-    tables = [lane.lane for lane in status.lanes if lane.source == "wal" and not lane.streaming]
-    if tables:
+            yield failure(about, status.problem or "is not set up", "" if slot.known else "run `outbox cdc setup`")
+    elif slot.there and slot.known:
+        yield warning(about, f"is not read; {retained}", "`outbox relay switch wal`, or `outbox cdc drop`")
+    if tables := [lane.lane for lane in status.lanes if lane.source == "wal" and not lane.streaming]:
         yield warning(
             f"{about}, lanes",
-            f"{lanes_text(tables)}: read from the table and not streamed, because of failures, to catch up, or because "
-            "a lane can't be taken over",
-            "`outbox dead-letters list`; the relay's log and /readyz name what a lane waits for",
+            f"{lanes_text(tables)}: read from the table, because of failures, to catch up, or because a lane can't be "
+            "taken over",
+            "see `outbox dead-letters list`; the relay's log and /readyz name what a lane waits for",
         )
-    if status.slot.retained_bytes > settings.wal.retained_limit_bytes:
-        yield failure(
-            f"{about}, WAL",
-            f"{status.slot.retained_bytes >> 20} MiB are kept for it, the limit is "
-            f"{settings.wal.retained_limit_bytes >> 20}: the server's disk fills up",
-            "is a relay with source=wal running?",
-        )
+    if slot.retained_bytes > settings.wal.retained_limit_bytes:
+        limit = bytes_text(settings.wal.retained_limit_bytes)
+        found = f"{retained}, over the limit of {limit}: the server's disk fills up"
+        yield failure(f"{about}, WAL", found, "is a relay with source=wal running?")
 
 
 def _failover(about: str, knows: bool, rows: Rows) -> Iterator[Finding]:
@@ -283,22 +247,22 @@ def _failover(about: str, knows: bool, rows: Rows) -> Iterator[Finding]:
     if not rows:
         return
     ((failover, standbys, waited_for),) = rows
-    lost = "after a failover it is not there: the lanes stop until `outbox cdc setup --repair`"
+    lost = "it is lost at a failover: the lanes stop until `outbox cdc setup --repair`"
     if failover and (waited_for or not standbys):
-        yield ok(about, "it is synchronized to standbys that have sync_replication_slots")
+        yield ok(about, "synchronized to standbys that have sync_replication_slots")
     elif failover:
         yield warning(
             about,
-            f"{standbys} standbys have slots, and no commit that it shows waits for one of them: after a failover the "
-            "standby can lack what is published, and the lanes stop",
+            f"{standbys} standbys have slots, but it does not wait for any of them: after a failover the standby can "
+            "lack what is published, and the lanes stop",
             "name the standbys' slots in synchronized_standby_slots",
             "synchronized_standby_slots",
         )
     elif knows:
         yield warning(
             about,
-            f"it is made without failover: {lost}",
-            "with the relay on polling, `outbox cdc drop` and `outbox cdc setup` make it anew, with failover",
+            f"it was created without failover: {lost}",
+            "switch to polling, then `outbox cdc drop` and `outbox cdc setup` create it with failover",
             "failover of the slot",
         )
     elif standbys:
@@ -306,7 +270,7 @@ def _failover(about: str, knows: bool, rows: Rows) -> Iterator[Finding]:
 
 
 def _cost(slot: Slot, settings: Settings, name: str) -> Iterator[Finding]:
-    """Find how much WAL the slot keeps, and how long its limits last at the present rate."""
+    """Return how much WAL the slot retains, and how long its limits last at the current rate."""
     before, began = slot.look(), time.monotonic()
     if not before.there:
         return

@@ -57,8 +57,8 @@
     };
     source.onerror = () => {
       first = false;
-      state.textContent = "not live: the connection is lost, and tried again";
-      // After an answer that is an error, a browser does not try again by itself.
+      state.textContent = "not live: connection lost, reconnecting";
+      // After an answer that is an error, a browser does not reconnect by itself.
       if (source && source.readyState === EventSource.CLOSED) {
         again = setTimeout(() => {
           refresh();

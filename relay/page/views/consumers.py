@@ -63,5 +63,5 @@ def _change(page: Page, request: Request, form: Form, what: str) -> Response:
     if what == "cancel":
         done, word = page.consumers.cancel_call(group, name, message_id, reason or ""), "cancelled"
     else:
-        done, word = page.consumers.retry_call(group, name, message_id, reason), "tried again"
+        done, word = page.consumers.retry_call(group, name, message_id, reason), "retried"
     return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 from typing import Any
-from uuid import UUID
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
-from relay.operations.event_search import EventSearch, EventState, Position
+from relay.operations.event_search import EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
-from relay.page.page import Page
+from relay.page.page import DAMAGED_LINK, Page, event_id_of
 from relay.pipeline.trace import find_event
 
 _KEY_EVENTS = 200
@@ -30,13 +29,13 @@ def routes(page: Page) -> list[Route]:
         kind = asked.get("type", "").strip() or None
         state = _state(asked.get("state") or "waiting")
         values: dict[str, Any] = {"q": wanted, "type": kind or "", "state": state, "states": list(EventState)}
-        if wanted and (event_id := _uuid(wanted)) is not None:
-            return RedirectResponse(f"{request.scope.get('root_path', '')}/events/{event_id}", 303)
+        if wanted and "/" not in wanted:
+            return RedirectResponse(f"{request.scope.get('root_path', '')}/events/{event_id_of(wanted)}", 303)
         with page.outbox() as connection:
             if wanted:
-                aggregate_type, slash, key = wanted.partition("/")
-                if not (aggregate_type and slash and key):
-                    raise ConfigurationError(f"{wanted!r}: give an event's id, or TYPE/ID as in Order/order-17")
+                aggregate_type, _, key = wanted.partition("/")
+                if not (aggregate_type and key):
+                    raise ConfigurationError(f"{wanted!r} must be an event id, or TYPE/ID such as Order/order-17")
                 rows = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
                 return page.render(request, "events.html", **values, key_rows=rows, rows=[], next=None)
             found = EventSearch(connection, page.schema).page(
@@ -53,11 +52,8 @@ def routes(page: Page) -> list[Route]:
         )
 
     def trace(request: Request) -> Response:
-        event_id = _uuid(request.path_params["event_id"])
-        if event_id is None:
-            raise ConfigurationError(f"{request.path_params['event_id']!r} is not an event's id: that is a UUID")
-        sink_url = page.sink_url
-        found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, sink_url)
+        event_id = event_id_of(request.path_params["event_id"])
+        found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, page.sink_url)
         contents = None
         if page.shows_payloads:
             with page.outbox() as connection:
@@ -69,17 +65,9 @@ def routes(page: Page) -> list[Route]:
             view="events",
             found=found,
             contents=contents,
-            shows_payloads=page.shows_payloads,
         )
 
     return [Route("/events", show), Route("/events/{event_id}", trace)]
-
-
-def _uuid(text: str) -> UUID | None:
-    try:
-        return UUID(text)
-    except ValueError:
-        return None
 
 
 def _state(text: str) -> EventState:
@@ -97,14 +85,14 @@ def _days(text: str | None) -> int:
     return int(text)
 
 
-def _position(number: str | None, at: str | None) -> Position | None:
+def _position(number: str | None, at: str | None) -> EventCursor | None:
     if not number:
         return None
     try:
         place = int(number[:20])
         when = None if not at else dt.datetime.fromisoformat(at)
     except ValueError:
-        raise ConfigurationError("the address of the next page is damaged: begin with the first") from None
+        raise ConfigurationError(DAMAGED_LINK) from None
     if not -(2**63) <= place < 2**63 or (when is not None and when.tzinfo is None):
-        raise ConfigurationError("the address of the next page is damaged: begin with the first")
-    return Position(place, when)
+        raise ConfigurationError(DAMAGED_LINK)
+    return EventCursor(place, when)

@@ -6,8 +6,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outbox._app.text import age_text
 from relay.page.charts import chart
-from relay.page.page import Page, age
+from relay.page.page import Page
 
 
 def routes(page: Page) -> list[Route]:
@@ -20,7 +21,7 @@ def routes(page: Page) -> list[Route]:
         latencies = [sample.latency for sample in samples]
         charts = [
             chart("Backlog", times, [("events", [sample.backlog for sample in samples])], _count),
-            chart("Oldest waiting event", times, [("age", [sample.oldest_seconds for sample in samples])], age),
+            chart("Oldest waiting event", times, [("age", [sample.oldest_seconds for sample in samples])], age_text),
             chart(
                 "Events per second",
                 times,
@@ -38,7 +39,7 @@ def routes(page: Page) -> list[Route]:
                     ("median", [None if one is None else one.median for one in latencies]),
                     ("p95", [None if one is None else one.p95 for one in latencies]),
                 ],
-                age,
+                age_text,
             ),
         ]
         return page.render(

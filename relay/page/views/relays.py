@@ -1,4 +1,4 @@
-"""Relays: instances, lanes, leases, and what is paused, with pause and resume; and the WAL that a slot keeps."""
+"""Relays: instances, lanes, leases, pauses, and the replication slot; pause and resume."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def routes(page: Page) -> list[Route]:
     may_write = build_router(page.settings).may_write
 
     def show(request: Request) -> Response:
-        return _of_overview(page, request, "relays.html")
-
-    def wal(request: Request) -> Response:
-        return _of_overview(page, request, "wal.html")
+        overview = page.sampler.latest()
+        outbox = None if overview is None else overview.outbox
+        unseen = {} if overview is None else overview.unseen
+        return page.render(request, "relays.html", outbox=outbox, unseen=unseen, settings=page.settings)
 
     def change(request: Request, form: Form) -> Response:
         scopes = _scopes(form)
@@ -57,15 +57,7 @@ def routes(page: Page) -> list[Route]:
         Route("/relays", show),
         Route("/relays/change", page.action(change), methods=["POST"]),
         Route("/relays/resume", page.action(resume), methods=["POST"]),
-        Route("/wal", wal),
     ]
-
-
-def _of_overview(page: Page, request: Request, template: str) -> Response:
-    overview = page.sampler.latest()
-    outbox = None if overview is None else overview.outbox
-    unseen = {} if overview is None else overview.unseen
-    return page.render(request, template, outbox=outbox, unseen=unseen, settings=page.settings)
 
 
 def _scopes(form: Form) -> list[Scope]:
@@ -92,7 +84,7 @@ def _scope(kind: str, name: str) -> Scope:
     return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)
 
 
-def _changed(changes: Sequence[pauses.Change]) -> str:
+def _changed(changes: Sequence[pauses.PauseChange]) -> str:
     return "; ".join(f"{one.scope} {'is' if one.changed else 'was already'} paused" for one in changes)
 
 

@@ -54,7 +54,7 @@ def test_nobody_reads_the_slot(operator, on_wal, orders, address):
     wait_until(lambda: streaming(url), what="the lanes to stream")
     orders.add(1)
     wait_until(lambda: wal_moves(url, 0) or not firing(scraped(address)), what="the slot to move")
-    assert "The stream is whole." in operator.look("outbox cdc status").text
+    assert "The stream has no gap." in operator.look("outbox cdc status").text
 
 
 @of("The slot is lost or keeps WAL")

@@ -41,7 +41,7 @@ from relay.config import load
 from relay.core.health import WorkerHealth
 from relay.core.lease import Lease
 from relay.core.ports import BrokerUnavailable, LaneBusy
-from relay.operations.trace import Event, Place
+from relay.operations.trace import Event, MessageRef
 from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
 from spark_jobs.health import ConsumerHealth
@@ -432,7 +432,7 @@ def test_the_way_of_an_event_is_what_is_printed(capsys):
     (shown,) = [each for each in blocks("text") if each.page.endswith("relay.md") and each.text.startswith("event")]
     written = dt.datetime(2026, 11, 23, 9, 15, 4, 128_000, dt.UTC)
     published = written + dt.timedelta(milliseconds=7)
-    place = Place("order-events", 1, 4711)
+    message = MessageRef("order-events", 1, 4711)
     event = Event(
         UUID(re.findall(r"event (\S+)", shown.text)[0]),
         "published",
@@ -442,7 +442,7 @@ def test_the_way_of_an_event_is_what_is_printed(capsys):
         event_type="order.placed",
         created_at=written,
         published_at=published,
-        place=place,
+        message=message,
     )
     found = Found(event)
     found.groups = [

@@ -26,7 +26,7 @@ from outbox._clients.search_path import PIN
 from outbox.consumer.tables import consumer_tables
 from outbox.inbox import once, once_async
 from relay.cli.app import app
-from relay.operations.roles import Kind, grants
+from relay.operations.roles import RoleKind, grants
 
 __all__ = ["admin", "hostile", "template"]
 
@@ -78,11 +78,11 @@ def test_grants_printed_and_applied(hostile):
     with hostile.connect(autocommit=True) as connection:
         connection.execute(f"CREATE ROLE {made} LOGIN")
         try:
-            roles = [f"{kind}={made}" for kind in Kind]
+            roles = [f"{kind}={made}" for kind in RoleKind]
             printed = outbox("db", "roles", *roles, "--wal")
             assert printed.startswith("SET search_path = pg_catalog;")
             # Blocks of code are safe by themselves too.
-            for statement in grants([(kind, made) for kind in Kind], "outbox", "consumer", wal=True):
+            for statement in grants([(kind, made) for kind in RoleKind], "outbox", "consumer", wal=True):
                 connection.execute(statement)
             connection.execute(printed)
             outbox("db", "roles", *roles, "--wal", "--apply")

@@ -17,7 +17,7 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
-from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from outbox.consumer.letters import DeadLetterStore
 from outbox.consumer.model import Range, RejectedRecord
 from outbox.inbox import Reject, _member, message_id, once
 from outbox.transform import DEAD_LETTER, Record, Transformer

@@ -24,7 +24,7 @@ from outbox.consumer.statements import statement
 from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import examine
-from relay.operations.roles import Kind, grants
+from relay.operations.roles import RoleKind, grants
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
 KEEP = 5
@@ -363,7 +363,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         sink.partition(day)
     sink.run(f"CREATE ROLE {role} LOGIN")
     try:
-        for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False):
+        for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
             sink.run(statement)
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
         consumer = PostgresGroupStore(url, "consumer", "g", "test")

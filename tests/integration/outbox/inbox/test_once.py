@@ -28,7 +28,7 @@ from outbox.consumer.retention import IdRetention
 from outbox.inbox import MessageTooOld, once, once_async
 from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
-from relay.operations.roles import Kind, grants
+from relay.operations.roles import RoleKind, grants
 
 
 def message(id_: uuid.UUID) -> dict[str, str]:
@@ -232,7 +232,7 @@ def test_a_consumers_role_is_enough(outbox_postgres):
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE ROLE {}").format(sql.Identifier(role)))
         try:
-            for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False):
+            for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
                 admin.execute(statement.encode())
             with admin.transaction():
                 admin.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(role)))

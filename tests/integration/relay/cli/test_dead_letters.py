@@ -85,12 +85,12 @@ def test_retry_and_discard_on_the_consumers_side(command):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("list --group orders", "--group: has no meaning with --side relay; give --side consumer"),
-        ("list --side consumer --aggregate-type Order", "--aggregate-type: has no meaning with --side consumer"),
-        ("retry --side consumer --all --dry-run", "--dry-run: has no meaning with --side consumer"),
-        ("show 17", "'17' is no event id, which is a UUID; with --side consumer it is the number of a dead letter"),
-        (f"show --side consumer {IDS[0]}", "is no number of a dead letter, as `list` shows it; with --side relay"),
-        ("retry x", "'x' is no event id, which is a UUID\n"),
+        ("list --group orders", "--group has no meaning with --side relay; give --side consumer"),
+        ("list --side consumer --aggregate-type Order", "--aggregate-type has no meaning with --side consumer"),
+        ("retry --side consumer --all --dry-run", "--dry-run has no meaning with --side consumer"),
+        ("show 17", "'17' is not an event id (a UUID); with --side consumer it is the number of a dead letter"),
+        (f"show --side consumer {IDS[0]}", "is not the number of a dead letter; with --side relay"),
+        ("retry x", "'x' is not an event id (a UUID)\n"),
         ("retry", "say which: event ids, or --all"),
         ("discard --all --reason", "requires an argument"),
     ],

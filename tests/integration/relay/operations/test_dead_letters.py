@@ -222,7 +222,7 @@ def test_show_gives_bytes_as_hexadecimal_digits_also_of_an_event_that_waits(lane
         event_id = str(Outbox().add(connection, Event("Order", "a", "a1", b"\x00\xff")))
     turn(source, "a1")
     shown = json.loads(outbox(lane, "dead-letters", "show", event_id))
-    assert (shown["state"], shown["payload_bytes"], shown["payload"]) == ("waiting", "00ff", None)
+    assert (shown["state"], shown["payload_bytes"], shown["payload"]) == ("retrying", "00ff", None)
 
 
 def test_retry_and_discard_want_to_be_told_which(lane):
@@ -249,7 +249,7 @@ def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
 
 
 def test_all_and_nothing_failed_is_no_error(lane):
-    assert "0 events will be tried again" in outbox(lane, "dead-letters", "retry", "--all")
+    assert "0 events will be retried" in outbox(lane, "dead-letters", "retry", "--all")
     assert json.loads(outbox(lane, "dead-letters", "discard", "--all", "--reason", "x", "--json")) == {
         "discarded": [],
         "locked": [],

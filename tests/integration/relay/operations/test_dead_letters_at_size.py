@@ -77,10 +77,10 @@ pytestmark = pytest.mark.usefixtures("unhurried")
 def test_retry_of_25000_dead_letters(box):
     box.admin.execute(DEAD, (MANY,))
     dry = json.loads(box.run("retry", "--all", "--dry-run", "--json")[0])
-    assert dry == {"dry_run": True, "waiting": 0, "dead": MANY}
+    assert dry == {"dry_run": True, "retrying": 0, "dead": MANY}
     assert box.counts() == (0, MANY, MANY, 0)
     stdout, stderr = box.run("retry", "--all")
-    assert stdout == "25000 events will be tried again\n"
+    assert stdout == "25000 events will be retried\n"
     assert stderr.splitlines()[0] == "1,000 of 25,000 retried"
     assert len(stderr.splitlines()) == 24
     assert box.counts() == (MANY, 0, MANY, 25)
@@ -95,7 +95,7 @@ def test_discard_of_25000_dead_letters_keeps_them_in_the_audit(box):
     box.admin.execute(DEAD, (MANY,))
     before = box.rows("SELECT event_id::text, payload FROM outbox.dead_letters ORDER BY id")
     dry = json.loads(box.run("discard", "--all", "--reason", "x", "--dry-run", "--json")[0])
-    assert dry == {"dry_run": True, "dead": MANY, "waiting": 0, "without_event": 0}
+    assert dry == {"dry_run": True, "dead": MANY, "retrying": 0, "without_event": 0}
     assert "would be discarded: 25,000 dead letters" in box.run("discard", "--all", "--reason", "x", "--dry-run")[0]
     assert box.counts() == (0, MANY, MANY, 0)
     stdout, _ = box.run("discard", "--all", "--reason", "a test's")
@@ -231,7 +231,7 @@ def test_events_that_wait_are_retried_and_discarded_in_batches_too(box):
         " SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'e', now(), now(), now() + interval '1 h'"
         " FROM outbox.events"
     )
-    assert "5000 events will be tried again" in box.run("retry", "--all")[0]
+    assert "5000 events will be retried" in box.run("retry", "--all")[0]
     assert box.rows("SELECT count(*) FROM outbox.failures WHERE next_attempt_at <= now()") == [(5000,)]
     # All are due now, and a relay may be sending them.
     assert "0 events were discarded" in box.run("discard", "--all", "--reason", "x")[0]

@@ -74,9 +74,9 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
             "INSERT INTO outbox.failures "
             "VALUES (0, 1, gen_random_uuid(), 'Order', '1', true, 1, 'e', now(), now(), now())"
         )
-        findings = found(settings(outbox_postgres, outbox_kafka))
-        assert findings["backlog"][0] is Level.WARNING
-        assert findings["failures"] == (Level.WARNING, "1 events wait, 0 dead letters")
+        status = [one for one in examine(settings(outbox_postgres, outbox_kafka)) if one.about == "status"]
+        problems = ["no relay is running, and 1 events wait", "1 events are retrying: `outbox dead-letters list`"]
+        assert [(one.level, one.found) for one in status] == [(Level.WARNING, text) for text in problems]
         connection.execute("ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_counters")
     findings = found(settings(outbox_postgres, outbox_kafka))
     assert findings["tables"][0] is Level.FAILURE

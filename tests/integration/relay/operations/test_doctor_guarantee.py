@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import psycopg
 import pytest
 from doctor_support import found, groups, settings
@@ -65,10 +63,10 @@ def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
         cdc.setup()
         # Whatever else goes on on this server is in the same WAL.
         level, text = found(polling)[about]
-        assert (level, re.sub(r"\d+", "N", text)) == (Level.WARNING, "keeps N MiB of WAL, and nobody reads it")
+        assert (level, text.startswith("is not read; ")) == (Level.WARNING, True)
         cdc.switch(SourceKind.WAL)
         level, text = found(wal)[about]
-        assert (level, re.sub(r"\d+", "N", text)) == (Level.OK, "whole; N MiB of WAL are kept for it")
+        assert (level, text.startswith("has no gap; ")) == (Level.OK, True)
         assert found(polling)["source"][0] is Level.WARNING
         assert found(wal)[f"{about}, lanes"][0] is Level.WARNING
         connection.execute("UPDATE outbox.lanes SET streaming = lane <> 2")
@@ -167,7 +165,7 @@ def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, o
         Cdc(connection, SlotNames("outbox", slot, "outbox_relay")).setup()
         findings = found(wal)
         assert findings[cost][0] is Level.OK
-        assert "of WAL are kept for it, of 1.0 GiB (wal.retained_limit_bytes); " in findings[cost][1]
+        assert "of WAL are retained, of 1.0 GiB (wal.retained_limit_bytes)" in findings[cost][1]
         # A relay that polls does not need the slot, which costs as much.
         polling = found(settings(outbox_postgres, outbox_kafka, wal={"slot": slot}))
         assert (cost in polling, failover in polling) == (True, False)
@@ -186,5 +184,5 @@ def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, o
         connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
         level, text = found(wal)[failover]
-        assert (level, "made without failover" in text) == (Level.WARNING, True)
+        assert (level, "created without failover" in text) == (Level.WARNING, True)
         connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))

@@ -23,7 +23,7 @@ from outbox._clients.checks import Level
 from outbox.sandbox.kafka import KafkaCluster
 from relay.config import SourceKind
 from relay.operations.doctor import examine
-from relay.operations.roles import Kind, grants
+from relay.operations.roles import RoleKind, grants
 from relay.operations.wal_setup import Cdc
 from relay.wal.slot import SlotNames
 
@@ -36,7 +36,7 @@ def test_who_could_pose_as_the_relay(outbox_postgres, outbox_kafka):
         try:
             level, text = found(given)[f"role {role}"]
             assert (level, "may set from_relay" in text) == (Level.WARNING, True)
-            for statement in grants([(Kind.WRITER, role)], "outbox", "consumer", wal=False):
+            for statement in grants([(RoleKind.WRITER, role)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             assert f"role {role}" not in found(given)
         finally:
@@ -99,7 +99,7 @@ def roles(outbox_postgres):
     made = []
     with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
 
-        def make(kind: Kind) -> str:
+        def make(kind: RoleKind) -> str:
             made.append(f"{kind}_{outbox_postgres.name}")
             admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
             for statement in grants([(kind, made[-1])], "outbox", "consumer", wal=True):
@@ -114,9 +114,9 @@ def roles(outbox_postgres):
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        *((Kind.RELAY, how) for how in ("polling", "polling, exactly-once", "wal")),
-        (Kind.OPERATOR, "polling, exactly-once"),
-        (Kind.PAGE, "wal"),
+        *((RoleKind.RELAY, how) for how in ("polling", "polling, exactly-once", "wal")),
+        (RoleKind.OPERATOR, "polling, exactly-once"),
+        (RoleKind.PAGE, "wal"),
     ],
 )
 def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgres, outbox_kafka, roles, kind, how):
@@ -152,29 +152,35 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
         assert as_role[about].do.endswith(", or run this as the tables' owner")
     assert "USAGE on the consumers' schema" in as_role["losses"].do
     # Everything else is as the owner sees it, but for figures that change.
-    same = as_owner.keys() - denied - {"tables", "backlog", f"slot {slot}, cost"}
+    same = as_owner.keys() - denied - {"tables", "status", f"slot {slot}, cost"}
     assert {about: as_role[about] for about in same} == {about: as_owner[about] for about in same}
-    assert {"backlog", "guarantee on Kafka"} <= as_role.keys()
+    assert {"status", "guarantee on Kafka"} <= as_role.keys()
     assert [about for about, one in as_role.items() if one.level is Level.FAILURE] == ["Postgres fsync"]
 
 
 def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
     groups(outbox_postgres, sums="Dedup")
     given = settings(outbox_postgres, outbox_kafka)
-    findings = {finding.about: finding for finding in examine(given, roles(Kind.CONSUMER))}
+    findings = {finding.about: finding for finding in examine(given, roles(RoleKind.CONSUMER))}
     assert findings["guarantee of group sums"].level is Level.OK
     assert not [one for one in findings.values() if "may not look at it" in one.found]
 
 
 @pytest.mark.parametrize(
-    ("table", "about"), [("failures", "failures"), ("lanes", "source"), ("streams", "source"), ("events", "backlog")]
+    ("table", "about"),
+    [
+        ("failures", "failures without an event"),
+        ("lanes", "source"),
+        ("streams", "source"),
+        ("events", "failures without an event"),
+    ],
 )
 def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles, table, about):
-    url = roles(Kind.OPERATOR)
+    url = roles(RoleKind.OPERATOR)
     given = settings(outbox_postgres, outbox_kafka)
     groups(outbox_postgres, sums="Dedup")
     with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
-        operator = sql.Identifier(f"{Kind.OPERATOR}_{outbox_postgres.name}")
+        operator = sql.Identifier(f"{RoleKind.OPERATOR}_{outbox_postgres.name}")
         admin.execute(sql.SQL("REVOKE SELECT ON {} FROM {}").format(sql.Identifier("outbox", table), operator))
         findings = {
             one.about: one for one in examine(given.model_copy(update={"database_url": url}), outbox_postgres.url)

@@ -12,7 +12,7 @@ from support import look_up
 
 from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.kafka.routing import Route, Router
-from relay.operations.drain import Left
+from relay.operations.drain import DrainProgress
 from relay.wal.lane_hash import lane_of
 
 __all__ = ["url", "without_the_rules_of_loop_fakes"]
@@ -45,7 +45,7 @@ def test_only_the_scope_must_be_empty_up_to_the_beginning(outbox_postgres, url):
     with Draining(url, LANE, ALL, ORDERS) as draining:
         left = draining.look()
         assert not any(one.drained for one in left.values())
-        assert left[LANE] == Left(drained=False, events=1, causes=["no relay is running"])
+        assert left[LANE] == DrainProgress(drained=False, events=1, causes=["no relay is running"])
         assert left[ALL].events == 2
         ((last,),) = look_up(url, "SELECT max(id) FROM outbox.events")
         # Written later: not waited for.

@@ -152,7 +152,7 @@ def test_dead_events_and_groups_of_their_errors(connection):
     assert {group["kind"] for group in groups} == kinds
     dead = [group for group in groups if group["state"] == "dead"]
     assert sum(group["events"] for group in dead) == insights.COUNTED
-    waiting = {group["aggregate_type"]: group["events"] for group in groups if group["state"] == "waiting"}
+    waiting = {group["aggregate_type"]: group["events"] for group in groups if group["state"] == "retrying"}
     assert waiting == {"Order": 297, "Rare": 3}
     seen, place = [], None
     chosen = Filter("too large: N bytes of …", "Order", "dead")
@@ -166,7 +166,7 @@ def test_dead_events_and_groups_of_their_errors(connection):
     assert len({row["event_id"] for row in seen}) == len(seen)
     assert seen == sorted(seen, key=lambda row: (row["first_failed_at"], row["lane"], row["id"]))
     assert len(pages.event_ids(Filter(state="dead"))) == insights.COUNTED
-    assert len(pages.event_ids(Filter("refused", state="waiting"))) == 300
+    assert len(pages.event_ids(Filter("refused", state="retrying"))) == 300
     assert pages.event_ids(Filter("nothing like it")) == []
 
 

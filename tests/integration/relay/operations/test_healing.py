@@ -129,15 +129,15 @@ def test_nothing_is_done_for_an_outbox_without_a_checkpoint(shell):
 
 
 REFUSED = {
-    "there was a failover or a restore": (
+    "after a failover or a restore": (
         "UPDATE outbox.streams SET timeline = timeline + 1",
         "UPDATE outbox.streams SET timeline = timeline - 1",
     ),
-    "the checkpoint is of the database 7": (
+    "the checkpoint is of server 7": (
         "UPDATE outbox.streams SET system_identifier = '7'",
         "UPDATE outbox.streams SET system_identifier = (SELECT system_identifier FROM pg_control_system())",
     ),
-    "farther in the WAL than this server": (
+    "ahead of this server's WAL": (
         "UPDATE outbox.lanes SET commit_lsn = 1::bigint << 60",
         "UPDATE outbox.lanes SET commit_lsn = 1",
     ),
@@ -172,7 +172,7 @@ def test_a_publication_that_was_changed_stays_with_the_operator(healer):
     for change in ("ALTER PUBLICATION outbox_relay SET (publish = 'insert, update')", "DROP PUBLICATION outbox_relay"):
         healer.drop_slot()
         healer.shell.admin.execute(change)
-        healer.refuses("the publication 'outbox_relay' is gone or was changed")
+        healer.refuses("publication 'outbox_relay' was changed or dropped")
         healer.shell.done("cdc setup", "--repair", "--reason", "somebody changed it")
         assert (healer.look(), healer.repairs) == ([], [])
 
@@ -195,7 +195,7 @@ def test_a_slot_that_is_read_is_kept(healer):
         )
         active = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
         wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(True,)], 10, "the slot to be read")
-        healer.refuses("is being read, by process")
+        healer.refuses("is being read by server process")
     wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(False,)], 10, "the slot to be free")
     assert healer.look()[0][0] == "warning"
 

@@ -53,7 +53,9 @@ def test_who_waits_for_what_is_paused_is_sent_to_where_it_is_shown(url):
     pause(url, ALL)
     done = CliRunner().invoke(app, ["relay", "wait", "--seconds", "0", "--database-url", url])
     assert done.exit_code == 1
-    assert "1 event is not published after 0 s. See `outbox status` for relays and pauses" in done.output
+    assert (
+        "not everything is published after 0 s: 1 events left; no relay is running; all lanes are paused" in done.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,13 +76,13 @@ def test_what_there_is_not_changes_nothing(url, scope, said):
 
 def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
     role = sql.Identifier(f"operator_{outbox_postgres.name}")
-    from relay.operations.roles import Kind, grants
+    from relay.operations.roles import RoleKind, grants
 
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
         try:
             name = f"operator_{outbox_postgres.name}"
-            for statement in grants([(Kind.OPERATOR, name)], "outbox", "consumer", wal=False):
+            for statement in grants([(RoleKind.OPERATOR, name)], "outbox", "consumer", wal=False):
                 admin.execute(statement)
             with psycopg.connect(url, user=name, autocommit=True) as mine:
                 may_write = Router().may_write
@@ -156,7 +158,7 @@ def test_the_status_says_paused_and_not_that_nobody_publishes(url, outbox_postgr
         state = look_at_tables(connection, "outbox")
         (problem,) = state.problems()
         assert problem.startswith("all lanes are paused, by postgres since ")
-        assert problem.endswith(" ends it. Running relays that do not obey it yet: me")
+        assert problem.endswith(" ends it. Unconfirmed by: me")
         assert ": ledger; `outbox relay resume`" in problem
         assert (state.oldest_seconds, [lane.paused for lane in state.lanes]) == (None, [True] * 4)
         relays.beat([one.number for one in read(url).values()])
@@ -185,6 +187,6 @@ def test_lanes_do_not_change_while_one_is_paused(url):
 def test_the_doctor_mentions_them(url, outbox_kafka):
     pause(url, LANE, reason="ledger")
     settings = load(database_url=url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    found = {finding.about: finding for finding in examine(settings)}
-    assert found["pauses"].level is Level.WARNING
-    assert found["pauses"].found.startswith("lane 1 is paused, by postgres since ")
+    found = next(finding for finding in examine(settings) if finding.about == "status")
+    assert found.level is Level.WARNING
+    assert found.found.startswith("lane 1 is paused, by postgres since ")

@@ -16,10 +16,10 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
 from relay.cli.app import app
-from relay.operations.roles import Kind, grants
+from relay.operations.roles import RoleKind, grants
 
 DOCS = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-NAMES = [(kind, f"outbox_{kind}") for kind in Kind]
+NAMES = [(kind, f"outbox_{kind}") for kind in RoleKind]
 
 
 def plain(statements: Any) -> set[str]:
@@ -32,15 +32,15 @@ def block(title: str) -> set[str]:
     return plain(statement for statement in text.split(";") if statement.strip())
 
 
-def printed(*kinds: Kind, wal: bool = False) -> set[str]:
+def printed(*kinds: RoleKind, wal: bool = False) -> set[str]:
     chosen = [(kind, f"outbox_{kind}") for kind in kinds]
     return plain(grants(chosen, "outbox", "consumer", wal=wal))
 
 
 def test_the_docs_list_what_the_command_prints():
-    assert block("grants") == printed(Kind.WRITER, Kind.RELAY)
-    assert block("grants of a relay with source=wal") == printed(Kind.RELAY, wal=True) - printed(Kind.RELAY)
-    assert block("grants of the operator") == printed(Kind.OPERATOR)
+    assert block("grants") == printed(RoleKind.WRITER, RoleKind.RELAY)
+    assert block("grants of a relay with source=wal") == printed(RoleKind.RELAY, wal=True) - printed(RoleKind.RELAY)
+    assert block("grants of the operator") == printed(RoleKind.OPERATOR)
 
 
 @pytest.fixture

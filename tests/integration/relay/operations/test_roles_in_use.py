@@ -27,7 +27,7 @@ from outbox.tables import outbox_tables
 from outbox.testing.fixtures import token
 from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
-from relay.operations.roles import COLUMNS, EVENT_COLUMNS, Kind
+from relay.operations.roles import COLUMNS, EVENT_COLUMNS, RoleKind
 
 __all__ = ["order", "provider"]
 
@@ -48,7 +48,7 @@ class Roles:
         self._made.append(role)
         return role
 
-    def of(self, kind: Kind, *options: str) -> str:
+    def of(self, kind: RoleKind, *options: str) -> str:
         role = self.make(kind)
         # Twice: what is granted may be granted again.
         for _ in range(2):
@@ -105,7 +105,7 @@ def bury(admin: psycopg.Connection[Any], count: int) -> list[uuid.UUID]:
 
 
 def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
-    url = roles.of(Kind.WRITER)
+    url = roles.of(RoleKind.WRITER)
     with psycopg.connect(url) as connection:
         Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 1}), Event("Order", "2", "T", b"bytes")])
         Outbox().add(connection, Event("Order", "3", "T", headers={"tenant": "acme"}), lock_key=True)
@@ -120,7 +120,7 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
         connection.commit()
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             Outbox().cancel(connection, event_id)
-    with psycopg.connect(roles.of(Kind.CANCELLER)) as connection:
+    with psycopg.connect(roles.of(RoleKind.CANCELLER)) as connection:
         assert Outbox().cancel(connection, event_id)
     refused(
         url,
@@ -140,7 +140,7 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
 
 def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbox_relay, order):
     kind, topic = order
-    url = roles.of(Kind.RELAY)
+    url = roles.of(RoleKind.RELAY)
     with psycopg.connect(roles.url) as connection:
         Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(49)])
         Outbox().add(connection, Event(kind, "later", "T"), not_before=dt.datetime.now(dt.UTC))
@@ -165,7 +165,7 @@ def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbo
 
 
 def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
-    url = roles.of(Kind.OPERATOR)
+    url = roles.of(RoleKind.OPERATOR)
     first, second, third = (str(one) for one in bury(roles.admin, 3))
     assert len(json.loads(outbox(url, "dead-letters", "list", "--json"))["failures"]) == 4
     assert SECRET in outbox(url, "dead-letters", "show", first)
@@ -186,7 +186,7 @@ def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
 
 
 def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, outbox_kafka):
-    url, kafka = roles.of(Kind.CONSUMER_OPERATOR), {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
+    url, kafka = roles.of(RoleKind.CONSUMER_OPERATOR), {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
     topic = outbox_kafka.create_topic(outbox_kafka.name("t"), 2)
     bury(roles.admin, 0)
     [(letter,)] = roles.admin.execute("SELECT id FROM consumer.dead_letters").fetchall()
@@ -225,7 +225,7 @@ def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, o
 
 
 def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, provider):
-    url = roles.of(Kind.EXTERNAL)
+    url = roles.of(RoleKind.EXTERNAL)
     sink = Sink(roles.url)
     external = payments(provider.url, max_attempts=1)
     provider.tell("bad", "500")
@@ -264,7 +264,7 @@ def consume(roles: Roles, topics: Any) -> None:
 
 
 def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):
-    url = roles.of(Kind.MONITOR)
+    url = roles.of(RoleKind.MONITOR)
     kafka = {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
     # As it may have been granted before.
     [role] = re.findall("monitor_[0-9a-f]+", url)
@@ -339,7 +339,7 @@ GROUP_FIGURES = {
 
 
 def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_grant(roles, outbox_kafka):
-    url = roles.of(Kind.MONITOR)
+    url = roles.of(RoleKind.MONITOR)
     role = psycopg.conninfo.conninfo_to_dict(url)["user"]
     kafka = {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
     outbox(roles.url, "db", "roles", f"consumer-monitor={role}", "--apply")
@@ -389,15 +389,15 @@ def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_gran
 @pytest.mark.parametrize(
     ("kind", "table", "left_out"),
     [
-        (Kind.WRITER, "events", {"id", "lane", "from_relay"}),
+        (RoleKind.WRITER, "events", {"id", "lane", "from_relay"}),
         *(
-            (Kind.MONITOR, table, {"payload", "payload_bytes", "headers"})
+            (RoleKind.MONITOR, table, {"payload", "payload_bytes", "headers"})
             for table in ("events", "dead_letters", "published")
         ),
-        (Kind.CONSUMER_MONITOR, "dead_letters", {"message_key", "message_value", "message_headers"}),
-        (Kind.CONSUMER_MONITOR, "reservations", {"order_key", "request", "response"}),
+        (RoleKind.CONSUMER_MONITOR, "dead_letters", {"message_key", "message_value", "message_headers"}),
+        (RoleKind.CONSUMER_MONITOR, "reservations", {"order_key", "request", "response"}),
         (
-            Kind.EXTERNAL,
+            RoleKind.EXTERNAL,
             "reservations",
             {
                 *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "order_key"),

@@ -99,7 +99,7 @@ def test_status_as_json_and_for_people(shell):
     shell.query("SELECT count(pg_logical_emit_message(true, 'pad', repeat('x', 600000))) FROM generate_series(1, 3)")
     limit = {"OUTBOX_WAL__RETAINED_LIMIT_BYTES": str(1 << 20)}
     status, output = shell("cdc status", **limit)
-    assert (status, "ALERT" in output, "The stream is whole" in output) == (1, True, True)
+    assert (status, "ALERT" in output, "The stream has no gap" in output) == (1, True, True)
     assert "1.0 MiB" in output
     status, output = shell("cdc status", "--json", **limit)
     assert (status, orjson.loads(output)["over_limit"]) == (1, True)

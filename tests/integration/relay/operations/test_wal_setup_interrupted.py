@@ -50,7 +50,7 @@ def test_a_setup_that_was_interrupted(shell, monkeypatch, killed_in, way_on):
         if way_on == "setup":
             assert commands.setup()
         else:
-            with pytest.raises(OperationRefused, match="interrupted left it behind, use --repair"):
+            with pytest.raises(OperationRefused, match="interrupted setup left it behind, use --repair"):
                 commands.setup()
             commands.repair("interrupted")
         assert commands.status().problem is None
@@ -104,7 +104,7 @@ def test_two_people_at_once(shell, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(Cdc, "_make_slot", late)
-            with pytest.raises(OperationRefused, match="somebody else has just made the slot"):
+            with pytest.raises(OperationRefused, match="another session has just created the slot"):
                 one.setup()
         assert one.status().problem is None
         dropped = Cdc._drop_slot

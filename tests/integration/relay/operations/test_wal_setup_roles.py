@@ -47,7 +47,7 @@ def test_setup_needs_the_owner_with_replication(shell, roles):
         )
     )
     _, output = shell.refused("cdc setup", OUTBOX_DATABASE_URL=of(shell.url, reader))
-    assert "making the publication needs the rights of the tables' owner, and CREATE on the database" in output
+    assert "creating the publication needs the rights of the tables' owner, and CREATE on the database" in output
     for (table,) in shell.query("SELECT tablename FROM pg_tables WHERE schemaname = 'outbox'"):
         shell.admin.execute(
             sql.SQL("ALTER TABLE outbox.{} OWNER TO {}").format(sql.Identifier(table), sql.Identifier(owner))
@@ -60,7 +60,7 @@ def test_setup_needs_the_owner_with_replication(shell, roles):
         )
     )
     _, output = shell.refused("cdc setup", **as_owner)
-    assert "needs the REPLICATION right: ALTER ROLE" in output
+    assert "needs REPLICATION: ALTER ROLE" in output
     shell.admin.execute(sql.SQL("ALTER ROLE {} REPLICATION").format(sql.Identifier(owner)))
     shell.done("cdc setup", **as_owner)
     shell.done("relay switch", "wal", **as_owner)
@@ -68,7 +68,7 @@ def test_setup_needs_the_owner_with_replication(shell, roles):
     shell.done("relay switch", "polling", **as_owner)
     shell.admin.execute(sql.SQL("ALTER ROLE {} NOREPLICATION").format(sql.Identifier(owner)))
     _, output = shell.refused("cdc drop", "--slot", shell.slot, **as_owner)
-    assert "needs the REPLICATION right: ALTER ROLE" in output
+    assert "needs REPLICATION: ALTER ROLE" in output
     shell.admin.execute(sql.SQL("ALTER ROLE {} REPLICATION").format(sql.Identifier(owner)))
     shell.done("cdc drop", "--slot", shell.slot, **as_owner)
 

@@ -95,7 +95,7 @@ def test_an_action_needs_our_form_from_our_site(serve, environment):
     assert audit(environment) == []
     found = page.ask(path, fields)
     assert found.status == 303
-    assert "1 events will be tried again" in page.ask(found.headers["location"]).text
+    assert "1 events will be retried" in page.ask(found.headers["location"]).text
     (first, second) = audit(environment)
     assert (first[0], first[2]) == ("page: retry dead letters", {"user": "local", "which": event_id, "count": 1})
     assert (second[0], second[2]) == ("retry", {"event_ids": [event_id]})
@@ -240,7 +240,7 @@ def test_mounted_in_an_application_that_knows_its_users(environment, serve):
         assert (found.status, "eve · read-only" in found.text) == (200, True)
         assert 'href="/ops/static/page.css"' in found.text
         assert 'data-base="/ops"' in found.text
-        for path in ("/topics", "/events", "/dead-letters", "/relays", "/wal", "/consumers", "/system", "/audit"):
+        for path in ("/topics", "/events", "/dead-letters", "/relays", "/consumers", "/system", "/audit"):
             assert page.ask(f"/ops{path}", headers={"X-User": "eve"}).status == 200, path
         assert page.ask("/ops/static/page.js", headers={"X-User": "eve"}).status == 200
         event_id = failure(environment)

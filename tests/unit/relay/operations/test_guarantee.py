@@ -80,39 +80,46 @@ def test_the_page_has_the_same_tables():
     ]
 
 
-ALL_OF_IT = "The server keeps all of it (max_slot_wal_keep_size = -1), until its disk is full"
-GIVEN_UP, SETTING = "The server gives the slot up after", "(max_slot_wal_keep_size)"
+ALL_OF_IT = "The server retains all of it (max_slot_wal_keep_size = -1), until its disk is full"
+UNREAD = " are written: unread, the limit is reached"
+DROPPED, SETTING = "The server drops the slot after", "(max_slot_wal_keep_size)"
 
 
 @pytest.mark.parametrize(
     ("retained", "safe", "rate", "kept", "rest"),
     [
-        (3 * MIB, None, MIB, "3 MiB", f"1 MiB/s are written: unread, it is there in 17 minutes. {ALL_OF_IT}"),
-        (0, None, 100.0, "0 B", f"100 B/s are written: unread, it is there in 124 days. {ALL_OF_IT}"),
-        (1000 * MIB, None, MIB, "1000 MiB", f"1 MiB/s are written: unread, it is there in 24 seconds. {ALL_OF_IT}"),
+        (
+            3 * MIB,
+            None,
+            MIB,
+            "3.0 MiB",
+            f"; 1.0 MiB/s{UNREAD} in 17 min. {ALL_OF_IT}",
+        ),
+        (0, None, 100.0, "0 bytes", f"; 100 bytes/s{UNREAD} in 124 d. {ALL_OF_IT}"),
+        (
+            1000 * MIB,
+            None,
+            MIB,
+            "1000.0 MiB",
+            f"; 1.0 MiB/s{UNREAD} in 24 s. {ALL_OF_IT}",
+        ),
         (
             512,
             2 * MIB,
             10.0 * 1024,
-            "512 B",
-            f"10 KiB/s are written: unread, it is there in 29 hours. {GIVEN_UP} 2 MiB more, in 3 minutes {SETTING}",
+            "512 bytes",
+            f"; 10.0 KiB/s{UNREAD} in 29 h. {DROPPED} 2.0 MiB more, in 3 min {SETTING}",
         ),
         (
             2048 * MIB,
             -5,
             MIB,
             "2.0 GiB",
-            f"1 MiB/s are written: unread, it is there now. {GIVEN_UP} 0 B more, now {SETTING}",
+            f"; 1.0 MiB/s{UNREAD} now. {DROPPED} 0 bytes more, now {SETTING}",
         ),
-        (
-            0,
-            100 * MIB,
-            0.0,
-            "0 B",
-            f"nothing is written at present. {GIVEN_UP} 100 MiB more {SETTING}",
-        ),
+        (0, 100 * MIB, 0.0, "0 bytes", f". {DROPPED} 100.0 MiB more {SETTING}"),
     ],
 )
 def test_what_a_slot_costs(retained, safe, rate, kept, rest):
-    expected = f"{kept} of WAL are kept for it, of 1.0 GiB (wal.retained_limit_bytes); {rest}"
+    expected = f"{kept} of WAL are retained, of 1.0 GiB (wal.retained_limit_bytes){rest}"
     assert slot_cost(retained, 1 << 30, safe, rate) == expected

@@ -8,7 +8,7 @@ from dataclasses import replace
 from relay.insights import LaneState, OutboxState, RelayState
 
 NOW = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
-LANE = LaneState(0, "a", "polling", False, 1, None, 9.0, 3, 4_000.0)
+LANE = LaneState(0, "a", "polling", False, 1, None, None, 9.0, 3, 4_000.0)
 STATE = OutboxState(
     at=NOW,
     backlog=3,
@@ -34,10 +34,10 @@ def test_old_events_that_nothing_explains():
 def test_a_key_that_waits_for_a_dead_letter_which_is_gone():
     """Somebody has deleted the row: nothing brings it back, so the later events of its key wait for ever."""
     assert replace(STATE, blocking=1).problems() == [
-        "1 keys wait for dead letters that somebody has deleted: `outbox dead-letters list`"
+        "1 keys are blocked by deleted dead letters: `outbox dead-letters list`"
     ]
     assert replace(STATE, blocking=1, dead_letters=2).problems() == [
-        "2 dead letters, 1 of them hold back their keys: `outbox dead-letters list`"
+        "2 dead letters, 1 of them block their keys: `outbox dead-letters list`"
     ]
 
 

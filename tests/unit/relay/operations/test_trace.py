@@ -16,7 +16,7 @@ from relay.pipeline.trace import Found, _search
 
 def test_texts_of_others_can_neither_make_lines_nor_reach_the_terminal(capsys):
     hostile = "x\n├── group totals: applied 2026-01-01\x1b[2J\x1b]0;title\x07[bold]"
-    show(Found(Event(uuid4(), "refused", 1, 5, hostile, hostile, hostile, attempts=2, last_error=f"{hostile}\r\n")))
+    show(Found(Event(uuid4(), "retrying", 1, 5, hostile, hostile, hostile, attempts=2, last_error=f"{hostile}\r\n")))
     shown = capsys.readouterr().out
     assert all(char.isprintable() for char in shown.replace("\n", ""))
     assert not any(line.startswith("├── group") for line in shown.splitlines())
