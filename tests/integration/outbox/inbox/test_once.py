@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from support import stop_clock, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
-from writer_targets import Undo, every_target, opened, round_trips, waits_for_a_lock
+from writer_targets import Undo, each_driver, opened, round_trips, waits_for_a_lock
 
 from outbox import ConfigurationError, TargetError
 from outbox.consumer.ids import NO_TIME, day
@@ -48,7 +48,7 @@ def remembered(database) -> list[tuple[str, uuid.UUID]]:
         return connection.execute(query).fetchall()
 
 
-@every_target
+@each_driver
 def test_a_message_is_new_once(outbox_postgres, name):
     first, second = sorted([uuid7(), uuid.uuid4()])
 
@@ -68,7 +68,7 @@ def test_a_message_is_new_once(outbox_postgres, name):
     assert remembered(outbox_postgres) == [("billing", first), ("billing", second), ("shipping", first)]
 
 
-@every_target
+@each_driver
 def test_a_rollback_makes_it_new_again(outbox_postgres, name):
     id_ = uuid7()
 

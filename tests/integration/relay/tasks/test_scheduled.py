@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from support import drained, look_up, numbers_by_key, order, wait_until
 from typer.testing import CliRunner
 from wal_support import to_wal, wal
-from writer_targets import every_target, opened, waits_for_a_lock
+from writer_targets import each_driver, opened, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
 from relay.cli.app import app
@@ -52,7 +52,7 @@ def mover(outbox_postgres):
     found.close()
 
 
-@every_target
+@each_driver
 def test_written_and_cancelled_in_the_targets_transaction(outbox_postgres, name):
     url = outbox_postgres.url
 
