@@ -7,7 +7,6 @@ from migration_support import rows
 
 from outbox._app import schema_drift as schema_check
 
-
 # Beside each other in one database.
 TOGETHER = {
     "ALTER TABLE outbox.events ENABLE ROW LEVEL SECURITY": "events: row security is not expected: enabled",
