@@ -121,15 +121,6 @@ def test_what_the_row_holds(outbox_postgres, name):
     assert [tuple(rows[n][name] for name in names) for n in (0, 5)] == [("Order", "1", "A"), ("Order",) * 3]
 
 
-def test_ids_are_made_in_the_lists_order_or_are_the_given_ones(outbox_postgres):
-    own = uuid.uuid4()
-    with psycopg.connect(outbox_postgres.url) as connection:
-        ids = Outbox().add_many(connection, (event(n) for n in range(50)))
-        assert Outbox().add(connection, Event("Order", "1", "T", {"n": 50}, event_id=own)) == own
-    assert all(type(item) is uuid.UUID and item.version == 7 for item in ids)
-    assert [row["event_id"] for row in stored(outbox_postgres)] == [*ids, own]
-
-
 # --- the ORM ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,26 +210,6 @@ def test_psycopg_makes_one_round_trip(outbox_postgres, tmp_path, lock_key):
         assert count(lambda: outbox.add_many(connection, [], lock_key=lock_key)) == 0
         connection.commit()
     assert numbers(outbox_postgres) == list(range(500))
-
-
-def test_a_writer_needs_no_right_but_to_insert(outbox_postgres):
-    role = psycopg.sql.Identifier(f"{outbox_postgres.name}_writer")
-    with outbox_postgres.connect() as connection:
-        for statement in (
-            "CREATE ROLE {}",
-            "GRANT USAGE ON SCHEMA outbox TO {}",
-            "GRANT INSERT ON outbox.events TO {}",
-            "SET LOCAL ROLE {}",
-        ):
-            connection.execute(psycopg.sql.SQL(statement).format(role))
-        Outbox().add(connection, event(1))
-        Outbox().add_many(connection, [event(2), event(3)])
-        Outbox().add_many(connection, [event(4), event(5)], lock_key=True)
-        with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
-            connection.execute("SELECT 1 FROM outbox.events")
-        connection.execute("RESET ROLE")
-        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone()[0] == 5
-        connection.rollback()
 
 
 @pytest.mark.parametrize(

@@ -156,15 +156,6 @@ def test_what_a_crash_of_the_machine_damaged_is_fetched_from_the_beginning(repos
     assert [wanted for _, wanted in repository.requests] == [None, "bytes=100000-", None]
 
 
-def test_a_server_without_ranges_sends_it_all_again(repository: Repository, lock: Lock) -> None:
-    repository.put(lock(CONTENT)[0], CONTENT)
-    repository.ranges = False
-    repository.cut_after = [70_000]
-    (path,) = jars.fetch("set")
-    assert path.read_bytes() == CONTENT
-    assert len(repository.requests) == 2
-
-
 def test_other_bytes_are_refused_and_thrown_away(repository: Repository, lock: Lock) -> None:
     (jar,) = lock(CONTENT)
     wrong = bytearray(CONTENT)
@@ -251,41 +242,3 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
     assert [path.read_bytes() for path in fetched] == [path.read_bytes() for path in real]
     assert sorted(path for path, _ in repository.requests) == sorted(repository.files)
     assert any(f"Downloading kafka ({len(real)} files, " in output for _, output in results)
-
-
-def test_a_terminal_sees_a_progress_bar(repository: Repository, lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    repository.put(lock(CONTENT)[0], CONTENT)
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    jars.fetch("set")
-    assert "Downloading set (1 file, 0 MB)" in terminal.getvalue()
-    assert "━" in terminal.getvalue()
-
-
-def test_the_lock_names_every_file_and_no_address() -> None:
-    sets = {name: jars.locked(name) for name in jars.ROOTS}
-    assert len(sets[jars.KAFKA]) == 46
-    for name, found in sets.items():
-        named = set(jars.ROOTS[name][1])
-        assert named <= {f"{jar}" for jar in found}
-        assert name == jars.KAFKA or len(found) == len(named)
-        assert found == sorted(found, key=str)
-        assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) and jar.size > 1000 for jar in found)
-        assert len({jar.name for jar in found}) == len(found)
-    assert "://" not in jars._lock_text()
-
-
-def test_an_unknown_set_and_a_damaged_lock_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ServiceError, match=r"no set 'flink', only kafka\b"):
-        jars.fetch("flink")
-    for text in ("org.example:a:1  sha256:00  1", "[set]\norg.example:a  sha256:00  1", "[set]\na:b:c  sha256:00"):
-        monkeypatch.setattr(jars, "_lock_text", lambda text=text: text)
-        with pytest.raises(ServiceError, match=r"jars.lock, line \d can't be read"):
-            jars.fetch("set")
