@@ -80,7 +80,7 @@ def read_values(admin: Any, each: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-@pytest.mark.parametrize(("name", "plans"), zip(["read", "read_some"], PLANS, strict=True))
+@pytest.mark.parametrize(("name", "plans"), list(zip(["read", "read_some"], PLANS, strict=True)))
 def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
     _, admin = statistics
     plan = explain(admin, getattr(Queries("outbox"), name), read_values(admin, 500), plans=plans, to_the_index=True)
@@ -90,7 +90,9 @@ def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
     assert blocks(plan) < 12_000, plan
 
 
-@pytest.mark.parametrize(("name", "plans"), zip(["read_skip_blocked", "read_some_skip_blocked"], PLANS, strict=True))
+@pytest.mark.parametrize(
+    ("name", "plans"), list(zip(["read_skip_blocked", "read_some_skip_blocked"], PLANS, strict=True))
+)
 def test_reading_around_failures_follows_the_index_and_stops(statistics, name, plans):
     _, admin = statistics
     above = before_the_first(admin)
@@ -124,7 +126,7 @@ def test_late_events_are_read_by_their_ids(statistics):
 
 @pytest.mark.parametrize(
     ("name", "plans"),
-    zip(["read_skip_blocked", "read_due", "read_some_due", "read_some_skip_blocked"], PLANS * 2, strict=True),
+    list(zip(["read_skip_blocked", "read_due", "read_some_due", "read_some_skip_blocked"], PLANS * 2, strict=True)),
 )
 def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, request):
     """Among thousands of failed events, for each event that is read."""
@@ -228,7 +230,7 @@ def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch
     admin.execute("TRUNCATE outbox.failures")
 
 
-@pytest.mark.parametrize(("archive", "plans"), zip([False, True], PLANS, strict=True))
+@pytest.mark.parametrize(("archive", "plans"), list(zip([False, True], PLANS, strict=True)))
 def test_settling_by_a_marker_finds_its_rows_by_the_primary_key(statistics, archive, plans):
     _, admin = statistics
     rows = published_claims(admin, 2000)[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -131,6 +131,7 @@ def everything(error: BaseException | None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=40)
 @given(password=PASSWORDS)
 @example(password="pa/ss?#[")
 @example(password="'''\nab")
