@@ -228,7 +228,19 @@ def opened(name: str, database: Any) -> contextlib.AbstractAsyncContextManager[T
 
 
 every_target = pytest.mark.parametrize("name", TARGETS)
-one_or_many = pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
+# What the spellings of a driver share is shown with one of them.
+each_driver = pytest.mark.parametrize(
+    "name",
+    [
+        "SQLAlchemy Connection, psycopg2",
+        "Session, psycopg",
+        "AsyncConnection, asyncpg",
+        "AsyncSession, psycopg",
+        "psycopg Cursor",
+        "psycopg AsyncConnection",
+        "asyncpg Connection",
+    ],
+)
 
 
 async def write(target: Target, many: bool, first: int, **options: Any) -> list[UUID]:

@@ -21,10 +21,8 @@ from kafka_proxy import (
     Fired,
     KafkaProxy,
     delay_request,
-    delay_response,
     drop_request,
     drop_response,
-    duplicate_request,
     edit_response,
 )
 from proxy import TcpProxy
@@ -32,7 +30,6 @@ from proxy import TcpProxy
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics, token
 
@@ -115,11 +112,6 @@ def test_bytes_go_both_ways_and_the_ports_stay_over_stop_and_start(echo: int) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("proxy-")]
     with pytest.raises(ConnectionRefusedError):
         connect(proxy)
-
-
-def test_a_target_that_is_away_closes_the_client() -> None:
-    with TcpProxy("127.0.0.1", free_ports(1)[0]) as proxy, connect(proxy) as client:
-        assert is_closed(client)
 
 
 def test_a_black_hole_swallows_and_closes_what_lost_something(echo: int) -> None:
@@ -222,14 +214,6 @@ def late_commit(proxy: KafkaProxy, producer: Producer, topic: str) -> None:
     producer.commit_transaction(30)
 
 
-def test_an_advertised_port_is_for_one_temporary_broker(tmp_path) -> None:
-    for arguments in ({"brokers": 3}, {"data_dir": tmp_path}):
-        with pytest.raises(ServiceError, match="behind a proxy"):
-            KafkaCluster(advertised_port=1, **arguments)
-    with pytest.raises(ServiceError, match="give advertised_port"):
-        _ = KafkaCluster(advertised_port=1).proxied_port
-
-
 def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topics) -> None:
     topic = topics.create_topic(topics.name("plain"))
     before = {key: proxy.seen(key) for key in (INIT_PRODUCER_ID, ADD_PARTITIONS_TO_TXN, PRODUCE, END_TXN)}
@@ -253,21 +237,18 @@ def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topi
     assert not proxied.kafka.bootstrap_servers.endswith(str(proxy.port))
 
 
-@pytest.mark.parametrize("backoff", [100, 1000])
 @pytest.mark.parametrize("action", [drop_request, drop_response], ids=lambda action: action.name)
-def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retrys_time(
-    proxy, topics, action, backoff
-) -> None:
+def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retrys_time(proxy, topics, action) -> None:
     """librdkafka sends EndTxn again, after retry.backoff.ms with 20 % of jitter either way: never before 80 % of it."""
     topic = topics.create_topic(topics.name("lost"))
-    producer = transactional(proxy, **{"retry.backoff.ms": backoff})
+    producer = transactional(proxy, **{"retry.backoff.ms": 1000})
     producer.begin_transaction()
     send(producer, topic, b"1")
     seen = proxy.seen(END_TXN)
     proxy.on(END_TXN, action)
     start = time.monotonic()
     producer.commit_transaction(30)
-    assert time.monotonic() - start >= 0.8 * backoff / 1000
+    assert time.monotonic() - start >= 0.8
     proxy.wait_seen(END_TXN, seen + 2, timeout=0)
     proxy.wait_done()
     assert proxy.fired[-1].action == action
@@ -276,25 +257,6 @@ def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retry
     else:
         assert proxy.fired[-1].response is None
     assert values(topics.consume(topic)) == [b"1"]
-
-
-def test_skip_lets_requests_pass_and_rules_follow_each_other(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("rules"))
-    producer = transactional(proxy)
-    proxy.on(END_TXN, drop_request, skip=1)
-    proxy.on(END_TXN, drop_response)
-    first, sent = len(proxy.fired), []
-    for value in (b"1", b"2", b"3"):
-        producer.begin_transaction()
-        send(producer, topic, value)
-        before = proxy.seen(END_TXN)
-        producer.commit_transaction(30)
-        sent.append(proxy.seen(END_TXN) - before)
-    # Again and again while the broker still ends the transaction whose answer was lost.
-    assert (sent[0], sent[1] >= 3, sent[2]) == (1, True, 1), sent
-    assert [fired.action for fired in proxy.fired[first:]] == [drop_request, drop_response]
-    with pytest.raises(AssertionError, match="requests of API key 26"):
-        proxy.wait_seen(END_TXN, proxy.seen(END_TXN) + 1, timeout=0.01)
 
 
 def test_a_late_commit_ends_the_next_transaction_of_a_producer_that_is_used_again(proxy, topics) -> None:
@@ -314,99 +276,6 @@ def test_a_late_commit_ends_the_next_transaction_of_a_producer_that_is_used_agai
         producer.commit_transaction(30)
     assert failure.value.args[0].code() == KafkaError.INVALID_TXN_STATE
     assert values(topics.consume(topic)) == [b"one", b"two-a"]
-
-
-def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -> None:
-    """The worse hazard: a partition that is new to the transaction after its early end begins another one. Here the
-    caller aborts, and is told that all went well; with a commit, too, half of it stood there early."""
-    topic = topics.create_topic(topics.name("silent"), partitions=2)
-    producer = transactional(proxy)
-    late_commit(proxy, producer, topic)
-    producer.begin_transaction()
-    send(producer, topic, b"two-a")
-    proxy.release()
-    send(producer, topic, b"two-b", partition=1)
-    producer.abort_transaction(30)
-    assert values(topics.consume(topic)) == [b"one", b"two-a"]
-
-
-def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, topics) -> None:
-    """init_transactions raises the epoch, and the broker refuses the late EndTxn, whose epoch is the old one."""
-    topic = topics.create_topic(topics.name("safe"))
-    name = f"t-{token()}"
-    late_commit(proxy, transactional(proxy, name), topic)
-    producer = transactional(proxy, name)
-    producer.begin_transaction()
-    send(producer, topic, b"two-a")
-    (late,) = proxy.release()
-    assert end_txn_error(late) == KafkaError.INVALID_PRODUCER_EPOCH
-    assert values(topics.consume(topic, wait_for_open=False)) == [b"one"]
-    send(producer, topic, b"two-b")
-    producer.commit_transaction(30)
-    assert values(topics.consume(topic)) == [b"one", b"two-a", b"two-b"]
-
-
-def test_a_request_that_is_late_by_some_seconds_needs_no_release(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("timed"))
-    producer = transactional(proxy)
-    producer.begin_transaction()
-    send(producer, topic, b"1")
-    proxy.on(END_TXN, delay_request(0.5))
-    producer.commit_transaction(30)
-    proxy.wait_done()
-    assert proxy.release() == []
-    # The transaction was complete already: to say so again is no error.
-    assert end_txn_error(proxy.fired[-1]) == 0
-
-
-def test_an_answer_that_is_late_is_waited_for(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("patience"))
-    producer = transactional(proxy)
-    for action, seconds in ((delay_response(0.5), 0.5), (delay_response(), 0.3)):
-        producer.begin_transaction()
-        send(producer, topic, b"1")
-        seen = proxy.seen(END_TXN)
-        proxy.on(END_TXN, action)
-        timer = threading.Timer(0.3, proxy.release)
-        start = time.monotonic()
-        if action.seconds is None:
-            timer.start()
-        producer.commit_transaction(30)
-        assert time.monotonic() - start >= seconds
-        assert proxy.seen(END_TXN) == seen + 1
-        if action.seconds is None:
-            timer.join()
-
-
-def test_an_idempotent_producers_request_that_comes_twice_is_written_once(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("twice"))
-    producer = Producer(
-        {"bootstrap.servers": proxy.address, "enable.idempotence": True, "linger.ms": 0, "log_level": 0}
-    )
-    send(producer, topic, b"0")
-    proxy.on(PRODUCE, duplicate_request, times=3)
-    first = len(proxy.fired)
-    for number in range(1, 6):
-        send(producer, topic, str(number).encode())
-    proxy.wait_done()
-    fired = proxy.fired[first:]
-    assert [entry.action for entry in fired] == [duplicate_request] * 3
-    assert all(entry.response is not None for entry in fired)
-    assert values(topics.consume(topic)) == [str(number).encode() for number in range(6)]
-
-
-def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("hole"))
-    producer = Producer({"bootstrap.servers": proxy.address, "acks": "all", "linger.ms": 0, "log_level": 0})
-    send(producer, topic, b"1")
-    proxy.blackhole()
-    try:
-        producer.produce(topic, b"2")
-        assert producer.flush(0.5) == 1
-    finally:
-        proxy.heal()
-    assert producer.flush(30) == 0
-    assert values(topics.consume(topic)) == [b"1", b"2"]
 
 
 LEADER_MOVES = (
@@ -461,15 +330,3 @@ def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(proxy, topics) -> 
     # Both ends, once.
     proxy.wait_seen(LIST_OFFSETS, seen + 2)
     assert proxy.seen(LIST_OFFSETS) == seen + 2
-
-
-def test_stopping_gives_up_what_is_held(proxy, topics) -> None:
-    topic = topics.create_topic(topics.name("held"))
-    late_commit(proxy, transactional(proxy), topic)
-    held = proxy.fired[-1]
-    proxy.cut()
-    assert not held.done
-    proxy.stop()
-    assert held.done
-    assert held.response is None
-    assert proxy.connections == 0

@@ -106,10 +106,8 @@ def test_a_file_that_can_not_be_read(tmp_path):
         ),
         ("OUTBOX_CREATE_TOPICS", "maybe", " must be true or false; got 'maybe'."),
         ("OUTBOX_RELAY__BATCH_SIZE", "0", " must be a whole number from 1 to 50000; got '0'."),
-        ("OUTBOX_RELAY__BATCH_SIZE", "1.5", " must be a whole number from 1 to 50000; got '1.5'."),
         ("OUTBOX_RELAY__LEASE_SECONDS", "soon", " must be a number from 1.0 to 3600; got 'soon'."),
         ("OUTBOX_RELAY__METRICS_ADDRESS", "nope", " must be host:port, such as 0.0.0.0:9100; got 'nope'."),
-        ("OUTBOX_TOPIC_PARTITIONS", "-2", " must be a whole number of at least -1; got '-2'."),
         ("OUTBOX_SCHEMA", "", " must be text of 1 to 63 characters; got ''."),
         ("OUTBOX_WAL__SLOT", "A", " must be 1 to 63 of the characters a-z, 0-9 and _; got 'A'."),
         ("OUTBOX_WAL__SLOT", "postgresql://u:pw@h", " must be 1 to 63 of the characters a-z, 0-9 and _."),
@@ -120,9 +118,7 @@ def test_a_file_that_can_not_be_read(tmp_path):
             '{"Order": {"topc": "o", "topic": "o"}}',
             ": Order.topc is not a setting: did you mean topic?",
         ),
-        ("OUTBOX_ROUTES", '{"Order": {}}', ": Order.topic is missing."),
         ("OUTBOX_RELAY", '{"batch_size": 0}', ": batch_size must be a whole number from 1 to 50000; got '0'."),
-        ("OUTBOX_RELAY", "5", ' must be a JSON object, such as {"name": "value"}'),
         ("OUTBOX_SPARK__CONF", "x", ' must be a JSON object, such as {"name": "value"}'),
         ("OUTBOX_KAFKA", '{"sasl.password": ["secret"]}', ": sasl.password must be text."),
     ],
@@ -153,21 +149,14 @@ def test_all_mistakes_are_named_at_once(monkeypatch, tmp_path):
     ("name", "near"),
     [
         ("OUTBOX_DELIVRY", "OUTBOX_DELIVERY"),
-        ("outbox_delivry", "OUTBOX_DELIVERY"),
         ("OUTBOX_DELIVERY__X", "OUTBOX_DELIVERY"),
         ("OUTBOX_RELAY__BATCHSIZE", "OUTBOX_RELAY__BATCH_SIZE"),
-        ("OUTBOX_RELAY_BATCH_SIZE", "OUTBOX_RELAY__BATCH_SIZE"),
         ("OUTBOX_BATCH_SIZE", "OUTBOX_RELAY__BATCH_SIZE"),
         ("OUTBOX_KAFKA_BOOTSTRAP_SERVERS", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"),
-        ("OUTBOX_KAFAK__BOOTSTRAP_SERVERS", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"),
-        ("OUTBOX_BOOTSTRAP_SERVERS", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"),
         ("OUTBOX_KAFKA__SASL__PASSWORD", "OUTBOX_KAFKA__SASL_PASSWORD"),
-        ("OUTBOX_SPARK_CONF_SPARK_UI_ENABLED", "OUTBOX_SPARK__CONF__SPARK_UI_ENABLED"),
         ("OUTBOX_DB_SCHEMA", "OUTBOX_SCHEMA"),
-        ("OUTBOX_CACHES", "OUTBOX_CACHE"),
         ("OUTBOX_ROUTES__ORDER__TOPIC__X", None),
         ("OUTBOX_KAFKA__", None),
-        ("OUTBOX_PORT", None),
         ("OUTBOX_XYZZY", None),
     ],
 )
@@ -249,15 +238,10 @@ def test_every_pattern_has_words_for_its_error():
     "command",
     [
         "relay run",
-        "relay reconcile",
-        "db upgrade",
         "db check",
         "consume a:b --once",
         "dead-letters list",
-        "consumers groups",
         "offsets show",
-        "external list",
-        "cdc status",
         "doctor",
         "sandbox status",
     ],
@@ -268,17 +252,10 @@ def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     assert (result.exit_code, "did you mean OUTBOX_DELIVERY?" in result.stderr) == (2, True), result.output
 
 
-def test_a_consumers_command_refuses_a_misspelt_setting_of_the_relay_in_the_file(tmp_path):
-    (tmp_path / "outbox.toml").write_text("[relay]\nbatchsize = 1\n")
-    result = CliRunner().invoke(app, ["consumers", "groups"])
-    assert (result.exit_code, "did you mean batch_size?" in result.stderr) == (2, True), result.output
-
-
-@pytest.mark.parametrize("command", ["dead-letters list --side consumer", "consumers groups", "offsets show"])
-def test_a_command_that_is_put_together_alone_refuses_it_too(command):
+def test_a_command_that_is_put_together_alone_refuses_it_too():
     code = "import sys; from relay.cli import main; sys.argv[0] = 'outbox'; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()],
+        [sys.executable, "-c", code, "consumers", "groups"],
         env={**os.environ, "OUTBOX_CONSUMER_SCHEMAA": "x", "OUTBOX_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/x"},
         capture_output=True,
         text=True,

@@ -42,22 +42,19 @@ def refused(*arguments: str, url: str = NOWHERE, schema: str | None = None) -> t
     ("arguments", "shown"),
     [
         (("downgrade", "nope"), "no revision 'nope' here; choose from base, outbox_1"),
-        (("downgrade", ""), "no revision ''"),
         (("downgrade", "head"), "no revision 'head'"),
-        (("downgrade", "consumer_1"), "no revision 'consumer_1'"),
         (("downgrade", "outbox_1", "--consumer"), "no revision 'outbox_1'"),
         (("sql", "--from", "nope"), "no revision 'nope'"),
-        (("sql", "--from", ""), "no revision ''"),
-        (("sql", "--to", "nope"), "no revision 'nope'"),
         (("sql", "--to", ""), "no revision ''"),
         (("sql", "--to", "base"), "no revision 'base'"),
         (("sql", "--to", "outbox_1:head"), "no revision 'outbox_1:head'"),
         (("sql", "--consumer", "--to", "outbox_1"), "no revision 'outbox_1'"),
-        *(
-            ((*command, *option, number), "lanes must be")
-            for command, option in ((("upgrade",), ("--lanes",)), (("sql",), ("--lanes",)), (("lanes",), ("--",)))
-            for number in ("0", "-1", "257", "abc", "", "9" * 5000)
-        ),
+        (("upgrade", "--lanes", "0"), "lanes must be"),
+        (("upgrade", "--lanes", "257"), "lanes must be"),
+        (("sql", "--lanes", "-1"), "lanes must be"),
+        (("sql", "--lanes", ""), "lanes must be"),
+        (("lanes", "abc"), "lanes must be"),
+        (("lanes", "9" * 5000), "lanes must be"),
         (("upgrade", "--consumer", "--lanes", "2"), "--lanes is for the outbox"),
         (("sql", "--consumer", "--lanes", "x"), "--lanes is for the outbox"),
     ],
@@ -73,8 +70,16 @@ def test_a_step_backwards_is_no_upgrade(monkeypatch):
     assert (status, "outbox_2, comes after outbox_1" in line) == (2, True), line
 
 
-@pytest.mark.parametrize("command", [*WITH_DATABASE, ("sql",)])
-@pytest.mark.parametrize("schema", ["", LONG, "x" * 64, "pg_mine", "information_schema", "\udcff"])
+@pytest.mark.parametrize(
+    ("command", "schema"),
+    [
+        (("upgrade",), ""),
+        (("downgrade", "base"), LONG),
+        (("check",), "pg_mine"),
+        (("lanes", "2"), "information_schema"),
+        (("sql",), "\udcff"),
+    ],
+)
 def test_schemas_that_cannot_be(command, schema):
     status, line = refused(*command, "--schema", schema)
     assert (status, "schema" in line) == (2, True), line
@@ -82,10 +87,9 @@ def test_schemas_that_cannot_be(command, schema):
         assert refused(*command, "--consumer", "--schema", schema)[0] == 2
 
 
-@pytest.mark.parametrize("schema", ["", LONG, "pg_mine"])
-def test_schemas_that_cannot_be_from_the_environment(schema):
-    assert refused("sql", schema=schema)[0] == 2
-    assert refused("upgrade", schema=schema)[0] == 2
+def test_schemas_that_cannot_be_from_the_environment():
+    assert refused("sql", schema=LONG)[0] == 2
+    assert refused("upgrade", schema="")[0] == 2
 
 
 @pytest.mark.parametrize("call", [db.upgrade, db.upgrade_consumer, db.downgrade, schema_check.check])
@@ -96,21 +100,13 @@ def test_no_command_line_can_hold_a_nul_but_a_file_can(call):
         db.sql("a\0b")
 
 
-@pytest.mark.parametrize("command", WITH_DATABASE)
 @pytest.mark.parametrize(
-    "url",
+    ("command", "url"),
     [
-        "mysql://h/x",
-        "nope",
-        "",
-        "postgresql://h:abc/x",
-        "postgresql://h:99999/x",
-        "postgresql://h:0/x",
-        "postgresql://[::1/x",
-        "postgresql://user:secret@[::1]x/x",
-        "postgresql://h/%zz",
-        "postgresql:///x?foo=bar",
-        "postgresql://h/\udcff",
+        (("upgrade",), "mysql://h/x"),
+        (("downgrade", "base"), ""),
+        (("check",), "postgresql://user:secret@[::1]x/x"),
+        (("lanes", "2"), "postgresql://h/\udcff"),
     ],
 )
 def test_urls_that_cannot_be_read(command, url):
@@ -118,15 +114,13 @@ def test_urls_that_cannot_be_read(command, url):
     assert (status, "URL" in line, "secret" in line) == (2, True, False), line
 
 
-@pytest.mark.parametrize("command", WITH_DATABASE)
 @pytest.mark.parametrize(
-    "url",
+    ("command", "url"),
     [
-        NOWHERE,
-        "postgresql://127.0.0.1:1,127.0.0.1:2/x",
-        "postgresql:///x?host=/nonexistent",
-        f"postgresql://{'a' * 70}.example/x",
-        "postgresql://127.0.0.1:1/x?service=none",
+        (("upgrade",), "postgresql://127.0.0.1:1,127.0.0.1:2/x"),
+        (("downgrade", "base"), "postgresql:///x?host=/nonexistent"),
+        (("check",), f"postgresql://{'a' * 70}.example/x"),
+        (("lanes", "2"), "postgresql://127.0.0.1:1/x?service=none"),
     ],
 )
 def test_databases_out_of_reach(command, url):
@@ -134,11 +128,11 @@ def test_databases_out_of_reach(command, url):
     assert (status, "see that the server runs" in line) == (1, True), line
 
 
-@pytest.mark.parametrize("command", WITH_DATABASE)
-def test_a_database_or_role_that_is_not_there(command, empty):
-    status, line = refused(*command, url=f"{empty}_not")
-    assert (status, "does not exist" in line, "OUTBOX_DATABASE_URL" in line) == (1, True, True), line
-    status, line = refused(*command, url=empty.replace("postgres@", "nobody_here@"))
+def test_a_database_or_role_that_is_not_there(empty):
+    for command in WITH_DATABASE:
+        status, line = refused(*command, url=f"{empty}_not")
+        assert (status, "does not exist" in line, "OUTBOX_DATABASE_URL" in line) == (1, True, True), line
+    status, line = refused("upgrade", url=empty.replace("postgres@", "nobody_here@"))
     assert (status, "nobody_here" in line, "OUTBOX_DATABASE_URL" in line) == (1, True, True), line
 
 
@@ -159,14 +153,13 @@ def test_a_downgrade_goes_back_only(outbox_postgres, monkeypatch):
     assert (status, "is at outbox_1 already" in line) == (1, True), line
 
 
-@pytest.mark.parametrize("command", [("upgrade",), ("downgrade", "base")])
-@pytest.mark.parametrize("revision", ["outbox_9999", "outbox_0001", "outbox_0009"])
-def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres, command, revision):
-    with outbox_postgres.connect() as connection:
-        connection.execute("UPDATE outbox.alembic_version SET version_num = %s", (revision,))
-    status, line = refused(*command, url=outbox_postgres.url)
-    assert (status, f"'{revision}', which this version does not have" in line) == (1, True), line
-    assert "drop the schema and make it anew with `outbox db upgrade`" in line
+def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres):
+    for command, revision in ((("upgrade",), "outbox_9999"), (("downgrade", "base"), "outbox_0001")):
+        with outbox_postgres.connect() as connection:
+            connection.execute("UPDATE outbox.alembic_version SET version_num = %s", (revision,))
+        status, line = refused(*command, url=outbox_postgres.url)
+        assert (status, f"'{revision}', which this version does not have" in line) == (1, True), line
+        assert "drop the schema and make it anew with `outbox db upgrade`" in line
 
 
 def test_consumers_tables_of_an_unreleased_version(outbox_postgres):

@@ -50,8 +50,7 @@ def test_a_second_upgrade_writes_nothing(empty):
     assert rows(empty, written) == first
 
 
-@pytest.mark.parametrize("schema", ["outbox", "my Schema%s"])
-@pytest.mark.parametrize("lanes", [1, 7])
+@pytest.mark.parametrize(("schema", "lanes"), [("outbox", 1), ("my Schema%s", 7)])
 def test_schema_and_lanes_can_be_chosen(empty, schema, lanes):
     db.upgrade(empty, schema, lanes)
     assert schema_check.check(empty, schema) == []
@@ -153,7 +152,7 @@ def test_downgrade_sees_events_that_a_policy_hides_from_it(empty):
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(owner)))
 
 
-@pytest.mark.parametrize("schema", ["we%ird", "Upper Case", 'quo"te', "a.b", "one:two", "x%sy%%z"])
+@pytest.mark.parametrize("schema", ['Quo"te a.b', "one:two %sy%%z"])
 def test_offline_sql_makes_the_schema_of_that_very_name(empty, schema):
     before = rows(empty, "SELECT nspname FROM pg_namespace")
     with psycopg.connect(empty, autocommit=True) as connection:
@@ -177,41 +176,6 @@ def test_offline_sql_is_deterministic_and_makes_the_same(empty):
     assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(3,)]
     db.upgrade(empty)
     assert rows(empty, "SELECT version_num FROM outbox.alembic_version") == [(db.revisions()[-1],)]
-
-
-def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
-    """docs/operations/migrations.md lists the grants; these are read from there."""
-    text = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-    grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
-    names = {role: f"{role}_{outbox_postgres.name}" for role in ("outbox_writer", "outbox_relay")}
-    with outbox_postgres.connect(autocommit=True) as admin:
-        for role, name in names.items():
-            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-            grants = grants.replace(role, name)
-        admin.execute(grants)
-        try:
-            with psycopg.connect(outbox_postgres.url, user=names["outbox_writer"]) as writer:
-                Outbox().add(writer, Event("Order", "1", "T", {}), lock_key=True)
-                Outbox().add_many(writer, [Event("Order", "1", "T", {}), Event("Order", "2", "T")])
-                writer.commit()
-                for refused in (
-                    "SELECT * FROM outbox.events",
-                    "DELETE FROM outbox.events",
-                    "SELECT * FROM outbox.lanes",
-                ):
-                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                        writer.execute(refused)
-                    writer.rollback()
-            with psycopg.connect(outbox_postgres.url, user=names["outbox_relay"]) as relay:
-                assert relay.execute("SELECT count(*) FROM outbox.events").fetchone() == (3,)
-                relay.execute("DELETE FROM outbox.events")
-                relay.execute("UPDATE outbox.lanes SET epoch = epoch + 1")
-                with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                    relay.execute("UPDATE outbox.events SET payload = NULL")
-                relay.rollback()
-        finally:
-            for name in names.values():
-                admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
 
 
 def test_an_older_postgres(monkeypatch):

@@ -78,18 +78,6 @@ def test_a_host_application_can_include_our_history_as_a_branch(empty, tmp_path)
     assert schema_check.check(empty) == []
 
 
-def test_the_metadata_can_be_created_without_any_migration(empty):
-    metadata = sa.MetaData()
-    tables = outbox_tables(metadata, "outbox", 2)
-    engine = sa.create_engine(empty.replace("postgresql://", "postgresql+psycopg://"))
-    with engine.begin() as connection:
-        connection.execute(sa.schema.CreateSchema("outbox"))
-        metadata.create_all(connection)
-        connection.execute(sa.insert(tables.lanes), [{"lane": 0}, {"lane": 1}])
-    engine.dispose()
-    assert schema_check.check(empty) == []
-
-
 def test_the_version_table_of_a_host_application_is_not_taken_for_the_outboxs(empty):
     """Both in one schema, as with OUTBOX_SCHEMA=public."""
     said = r"public.alembic_version is not the outbox's: it is at '1975ea83b712'.*OUTBOX_SCHEMA"

@@ -218,13 +218,13 @@ def filled(hostile, admin, outbox_kafka, monkeypatch) -> dict[str, str]:
     return {name: str(value) for name, value in given.items()}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands(filled, command):
-    done = CliRunner().invoke(app, command.format(**filled).split())
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    # 2 is for words that it does not know.
-    assert done.exit_code in {0, 1}, done.output
-    assert "planted:" not in done.output
+def test_commands(filled):
+    for command in COMMANDS:
+        done = CliRunner().invoke(app, command.format(**filled).split())
+        assert done.exception is None or isinstance(done.exception, SystemExit), (command, done.exception)
+        # 2 is for words that it does not know.
+        assert done.exit_code in {0, 1}, (command, done.output)
+        assert "planted:" not in done.output, command
 
 
 PAGES = (
@@ -251,11 +251,10 @@ def test_the_page(filled, hostile):
         page.close()
 
 
-@pytest.mark.parametrize("delivery", ["at-least-once", "at-most-once", "exactly-once"])
-@pytest.mark.parametrize("source", ["polling", "wal"])
+@pytest.mark.parametrize(
+    ("source", "delivery"), [("polling", "at-most-once"), ("polling", "exactly-once"), ("wal", "at-least-once")]
+)
 def test_relays(hostile, admin, outbox_kafka, outbox_relay, source, delivery):
-    if (source, delivery) == ("wal", "at-most-once"):
-        pytest.skip("there is no such relay")
     kind = outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events")
     slot = f"slot_{hostile.name}"

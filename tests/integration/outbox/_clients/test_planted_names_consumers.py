@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -37,10 +38,20 @@ __all__ = ["admin", "hostile", "template"]
 
 
 # What consumes.
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "strategy",
-    [None, Natural(["n"]), Version("numbers", {"n": "n"}, "message_offset", "place"), OffsetsOnly(), Fingerprint()],
+    ("way", "strategy"),
+    list(
+        zip(
+            itertools.cycle(WAYS),
+            [
+                None,
+                Natural(["n"]),
+                Version("numbers", {"n": "n"}, "message_offset", "place"),
+                OffsetsOnly(),
+                Fingerprint(),
+            ],
+        )
+    ),
 )
 def test_tasks(hostile, admin, way, strategy):
     sink = Sink(hostile.url, way=way)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from sessions_support import NAME, PID, ask, read, sessions, url, use, with_default
-from support import look_up, wait_until
+from support import wait_until
 
 from outbox._app import migrate as db
 from outbox.consumer import connections
@@ -49,9 +49,8 @@ def test_the_url_may_say_otherwise(url):
     assert (given["keepalives_idle"], given["connect_timeout"], given["keepalives_count"]) == ("7", "3", "3")
 
 
-@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-def test_transactions_see_what_others_commit_meanwhile_whatever_the_roles_default_is(url, level):
-    with_default(url, "default_transaction_isolation", level)
+def test_transactions_see_what_others_commit_meanwhile_whatever_the_roles_default_is(url):
+    with_default(url, "default_transaction_isolation", "repeatable read")
     isolation = "SELECT current_setting('transaction_isolation')"
     # On a new session and on a kept one.
     assert [ask(url, isolation), ask(url, isolation)] == ["read committed"] * 2
@@ -59,11 +58,6 @@ def test_transactions_see_what_others_commit_meanwhile_whatever_the_roles_defaul
         assert cursor.execute(isolation).fetchone() == ("read committed",)
     with postgres.connect(url, NAME) as connection, connection.transaction():
         assert connection.execute(isolation).fetchone() == ("read committed",)
-
-
-def test_the_caller_may_say_how_long_connecting_takes(url):
-    with connections.connect(f"{url}?connect_timeout=3", NAME, connect_seconds=7) as connection:
-        assert connection.info.get_parameters()["connect_timeout"] == "7"
 
 
 def test_texts_are_sent_in_utf8_whatever_the_roles_default_is(url):
@@ -136,12 +130,6 @@ def test_a_connection_that_comes_too_late_is_closed(url):
         connections._within(60, lambda: psycopg.connect("host=127.0.0.1 port=1"))
 
 
-def test_a_name_is_what_postgres_shows(url):
-    group = "Bestellungen für Käufer " * 5
-    with connections.transaction(url, f"outbox driver {group}", reset=True):
-        assert sessions(url, blockers.names(group)[0])
-
-
 # What stays open.
 
 
@@ -149,25 +137,6 @@ def test_transactions_and_reads_share_one_session(url):
     found = {ask(url), ask(url, reset=False), read(url), ask(url)}
     assert sessions(url) == sorted(found)
     assert len(found) == 1
-
-
-def test_another_address_or_name_has_a_session_of_its_own(url):
-    first = ask(url)
-    assert ask(f"{url}?keepalives_idle=7") != first
-    with connections.transaction(url, "another", reset=True) as connection:
-        assert connection.info.backend_pid != first
-    assert ask(url) == first
-
-
-def test_no_more_sessions_are_kept_than_a_process_needs(url):
-    for number in range(2 * connections._MOST_KEPT):
-        with connections.transaction(url, f"{NAME} {number}", reset=True):
-            pass
-
-    def left() -> int:
-        return look_up(url, "SELECT count(*) FROM pg_stat_activity WHERE starts_with(application_name, %s)", NAME)[0][0]
-
-    wait_until(lambda: left() == connections._MOST_KEPT, what="the others to be closed")
 
 
 def test_the_session_that_was_used_longest_ago_goes_first(url, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
@@ -11,8 +10,8 @@ from consumer_group import ConsumerGroup
 from counting import AnotherPid, Counting
 from pgbouncer import PgBouncer
 from proxy import TcpProxy
-from sessions_support import NAME, PID, ask, later, read, run, sessions, terminate, url, use, with_default
-from standby import Standby, either, set_parameter
+from sessions_support import NAME, ask, later, read, run, sessions, terminate, url, use
+from standby import Standby, set_parameter
 from support import wait_until
 
 from outbox.consumer import connections
@@ -39,23 +38,6 @@ def test_a_session_that_the_server_ended_is_replaced_unseen(url):
         pid = again(url)
         terminate(url, pid)
         assert again(url) != pid
-
-
-def test_a_session_that_ends_in_the_middle_is_a_server_that_is_away(url):
-    ask(url)
-
-    def before_a_statement(connection: psycopg.Connection[Any]) -> None:
-        terminate(url, connection.info.backend_pid)
-        connection.execute("SELECT 1")
-
-    def before_commit(connection: psycopg.Connection[Any]) -> None:
-        connection.execute("SELECT 1")
-        terminate(url, connection.info.backend_pid)
-
-    for ended in (before_a_statement, before_commit):
-        with pytest.raises(postgres.AWAY):
-            use(url, ended)
-        assert ask(url)
 
 
 def test_a_round_survives_a_restart_of_the_server(private_postgres):
@@ -123,7 +105,7 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
         connections.close_all()
 
 
-@pytest.mark.parametrize("again", [ask, read, lambda url: ask(url, reset=False)], ids=["effect", "read", "own"])
+@pytest.mark.parametrize("again", [ask, read], ids=["effect", "read"])
 def test_a_session_is_kept_for_some_minutes(url, later, again):
     pid = again(url)
     later(connections.MAX_AGE_SECONDS - 60)
@@ -132,37 +114,6 @@ def test_a_session_is_kept_for_some_minutes(url, later, again):
     later(61)
     assert again(url) != pid
     wait_until(lambda: pid not in sessions(url), what="the session's end")
-
-
-def test_a_session_that_was_in_use_when_it_became_too_old_is_closed_after_that(url, later):
-    with connections.transaction(url, NAME, reset=True) as connection:
-        pid = connection.info.backend_pid
-        later(connections.MAX_AGE_SECONDS + 1)
-        assert connection.execute(PID).fetchone() == (pid,)
-    wait_until(lambda: sessions(url) == [], what="the session's end")
-
-
-def test_other_settings_of_a_role_reach_a_driver_that_runs(url, later):
-    assert ask(url, "SHOW work_mem") != "77MB"
-    with_default(url, "work_mem", "77MB")
-    assert ask(url, "SHOW work_mem") != "77MB"
-    later(connections.MAX_AGE_SECONDS)
-    assert ask(url, "SHOW work_mem") == "77MB"
-
-
-def test_a_failover_is_followed_to_the_new_primary(private_postgres):
-    primary = private_postgres({"wal_level": "replica"})
-    database = private_postgres.database(primary)
-    ConsumerGroup(database.url).begin([0])
-    with Standby(primary) as standby:
-        url = either(primary, standby, database.name)
-        store = PostgresGroupStore(url, "consumer", "g", "test")
-        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
-        wait_until(standby.caught_up, what="the standby")
-        primary.kill()
-        standby.promote()
-        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (3, standby.port)
-        connections.close_all()
 
 
 # Behind a pooler.

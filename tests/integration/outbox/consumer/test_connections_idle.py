@@ -19,7 +19,6 @@ from support import look_up, wait_until
 from outbox.consumer import connections
 from outbox.consumer.errors import Fenced
 from outbox.consumer.model import StoredOffset
-from spark_jobs.dedup.strategies import ColumnType
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import GroupState, PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
@@ -48,17 +47,6 @@ def test_an_idle_round_is_one_statement_and_no_connection(counting):
         ask_it()
         assert len(counting.statements) == 1, (name, counting.statements)
         counting.statements.clear()
-    assert counting.opened == 1
-
-
-def test_a_driver_has_one_session_with_its_upkeep(counting):
-    store = PostgresGroupStore(counting.url, "consumer", "g", "test")
-    store.require_utf8()
-    store.setup("SET search_path = pg_catalog; CREATE TABLE public.made (n int)")
-    store.take_over()
-    store.make_days()
-    store.forget_days()
-    assert store.column_types("made") == {"n": ColumnType("integer")}
     assert counting.opened == 1
 
 
@@ -146,15 +134,6 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
 
 
 # The lock monitor.
-
-
-def test_the_lock_monitor_replaces_a_session_that_is_old(url, later):
-    name = connections.application_name("outbox watch g")
-    with LockMonitor(url, "g", lambda *_: None, check_seconds=0.05):
-        (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
-        later(connections.MAX_AGE_SECONDS)
-        wait_until(lambda: first not in sessions(url, name), what="its end")
-        assert wait_until(lambda: sessions(url, name), what="another session") != [first]
 
 
 def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):

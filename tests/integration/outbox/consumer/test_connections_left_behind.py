@@ -21,21 +21,19 @@ from spark_jobs.task.input import NO_INPUT
 __all__ = ["url"]
 
 
-LEFT: dict[str, str] = {
-    "a setting": "SET lock_timeout = '1s'",
-    "a search path": "SET search_path = pg_catalog",
-    "a custom setting": "SELECT set_config('TimeZone', 'Asia/Tokyo', false)",
-    "a temporary table": "CREATE TEMPORARY TABLE batch (nothing int)",
-    "an advisory lock": "SELECT pg_advisory_lock(1)",
-    "a channel": "LISTEN somebody",
-    "a plan": "PREPARE mine AS SELECT 1",
-    "a cursor": "DECLARE mine CURSOR WITH HOLD FOR SELECT 1",
-    "a role": "SET ROLE pg_monitor",
-    "a user": "SET SESSION AUTHORIZATION pg_monitor",
-    "an isolation level": "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL SERIALIZABLE",
-    "an encoding": "SET client_encoding = 'LATIN1'",
-    "a name": "SET application_name = 'somebody'",
-}
+LEFT = (
+    "SET lock_timeout = '1s'",
+    "SET search_path = pg_catalog",
+    "SELECT set_config('TimeZone', 'Asia/Tokyo', false)",
+    "CREATE TEMPORARY TABLE batch (nothing int)",
+    "SELECT pg_advisory_lock(1)",
+    "LISTEN somebody",
+    "PREPARE mine AS SELECT 1",
+    "DECLARE mine CURSOR WITH HOLD FOR SELECT 1",
+    "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL SERIALIZABLE",
+    "SET client_encoding = 'LATIN1'",
+    "SET application_name = 'somebody'",
+)
 # What one session may see otherwise than another.
 STATE = """
 SELECT session_user, current_user, current_setting('search_path'), current_setting('lock_timeout'),
@@ -47,12 +45,13 @@ SELECT session_user, current_user, current_setting('search_path'), current_setti
        (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid())"""
 
 
-@pytest.mark.parametrize("what", LEFT)
-def test_nothing_of_an_effect_is_left_in_a_session(url, what):
+@pytest.mark.parametrize("role", ["SET ROLE pg_monitor", "SET SESSION AUTHORIZATION pg_monitor"])
+def test_nothing_of_an_effect_is_left_in_a_session(url, role):
     fresh = ask(url, STATE)
     pid = ask(url)
     with transaction(url, NAME, NO_INPUT) as cursor:
-        cursor.execute(LEFT[what].encode())
+        for statement in (*LEFT, role):
+            cursor.execute(statement.encode())
     # At once, and not when the session is used again.
     assert look_up(url, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == [(0,)]
     assert (ask(url, STATE), ask(url)) == (fresh, pid)
@@ -98,15 +97,6 @@ def test_a_session_that_an_effect_leaves_in_pipeline_mode_is_not_used_again(url)
         pid = cursor.connection.info.backend_pid
     assert ask(url) != pid
     wait_until(lambda: pid not in sessions(url), what="the session's end")
-
-
-def test_an_effect_hears_its_notices(url):
-    for _ in range(2):
-        heard: list[str | None] = []
-        with transaction(url, NAME, NO_INPUT) as cursor:
-            cursor.connection.add_notice_handler(lambda notice, heard=heard: heard.append(notice.message_primary))
-            cursor.execute("DO 'BEGIN RAISE NOTICE $$here$$; END'")
-        assert heard == ["here"]
 
 
 # When a session is replaced.

@@ -132,17 +132,6 @@ def test_days_that_the_default_partition_holds_stay_there(sink):
     assert names(sink.day(1), sink.day(-1)) < sink.partitions()
 
 
-def test_a_partition_of_a_month_covers_its_days(sink):
-    first = sink.day(40).replace(day=1)
-    low, high = first - dt.timedelta(days=1), sink.day(-30)
-    sink.run(
-        f"CREATE TABLE consumer.long PARTITION OF consumer.processed_messages FOR VALUES FROM ('{low}') TO ('{high}')"
-    )
-    assert sink.memory.make().made == ("processed_messages_19700101",)
-    # It ends in the future: no day of it goes.
-    assert sink.memory.forget() == RetentionResult()
-
-
 def test_an_old_day_goes_with_its_partition_and_only_its_groups_have_forgotten(sink):
     for group in ("early", "late"):
         sink.group(group)
@@ -304,31 +293,6 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
     forgetting.join(30)
     assert done == [RetentionResult()]
     assert sink.remembered() == {("g", old): 2}
-
-
-def test_two_drivers_at_once(sink):
-    """Both make and forget; each day is made once and nothing fails."""
-    sink.group("g")
-    old = sink.day(KEEP + 2)
-    sink.partition(old)
-    sink.remember("g", old, KEEP + 2)
-    done: list[RetentionResult] = []
-
-    def upkeep() -> None:
-        memory = IdRetention(sink.url, "consumer", KEEP)
-        done.extend((memory.make(), memory.forget()))
-
-    threads = [threading.Thread(target=upkeep) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    # Each of them gives way to whoever is at it: all may have, and then it is due again.
-    done.append(sink.memory.forget())
-    assert len(done) == 9
-    assert [one.problem for one in done if one.problem] == []
-    assert sorted(name for one in done for name in one.made) == sorted(next(one.made for one in done if one.made))
-    assert [list(one.dropped) for one in done if one.dropped] == [[f"processed_messages_{old:%Y%m%d}"]]
 
 
 def test_without_the_owners_rights_it_says_so(sink):

@@ -18,11 +18,13 @@ from urllib.parse import urlsplit
 import psutil
 import psycopg
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
-from examples.demo.servers import Servers, find_servers
 from outbox.sandbox._process import alive, psutil_process, send, wait_for
 from outbox.sandbox.sandbox import Sandbox
 from outbox.testing.fixtures import Topics
+from relay.cli.app import app
 
 COMMAND = [sys.executable, "-m", "relay.cli", "sandbox"]
 
@@ -43,24 +45,15 @@ def _here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTBOX_SANDBOX", str(directory))
 
 
-def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=480)
-    assert result.returncode == status, result.stderr
+def run(*arguments: str, status: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["sandbox", *arguments])
+    assert result.exit_code == status, result.stderr
     return result
 
 
-def facts(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+def facts(result: Result) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
-
-
-def test_before_the_first_up_there_is_nothing(directory: Path) -> None:
-    result = run("status", "--json", status=1)
-    assert facts(result)["running"] is False
-    assert facts(result)["database_url"] is None
-    assert f"There is no sandbox in {directory}" in run("status", status=1).stdout
-    Sandbox().down()
-    assert sorted(path.name for path in directory.iterdir()) == ["lock"]
 
 
 def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) -> None:
@@ -90,10 +83,6 @@ def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) ->
         assert Path(log).stat().st_size > 0
 
 
-def test_another_number_of_brokers_is_refused() -> None:
-    assert "has 1 brokers, 3 were asked for" in run("up", "--brokers", "3", status=1).stderr
-
-
 def test_export_lines_work_in_a_shell() -> None:
     script = (
         f'eval "$({" ".join(COMMAND)} up --export)" && echo "$OUTBOX_DATABASE_URL|$OUTBOX_KAFKA__BOOTSTRAP_SERVERS"'
@@ -117,15 +106,6 @@ def test_what_has_died_is_started_again_on_its_ports_with_its_data() -> None:
     with psycopg.connect(before["database_url"]) as connection:
         assert connection.execute("SELECT id FROM kept").fetchone() == (1,)
     assert Topics(before["bootstrap_servers"]).consume("kept") == []
-
-
-def test_the_demo_takes_the_servers_of_the_environment_or_the_sandboxs(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = Sandbox().status()
-    for name in ("OUTBOX_DATABASE_URL", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"):
-        monkeypatch.delenv(name, raising=False)
-    assert find_servers() == Servers(state.database_url, state.bootstrap_servers)
-    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "kafka.example:9092")
-    assert find_servers() == Servers(state.database_url, "kafka.example:9092")
 
 
 def sandbox_processes() -> list[psutil.Process]:

@@ -46,18 +46,6 @@ def value(url: str, query: str) -> object:
     return row[0]
 
 
-def test_it_is_the_postgres_that_the_outbox_needs(server: PostgresServer) -> None:
-    assert int(str(value(server.url(), "SHOW server_version_num"))) >= 180000
-    assert value(server.url(), "SHOW wal_level") == "logical"
-    assert value(server.url(), "SHOW max_connections") == "200"
-    assert value(server.url(), "SHOW listen_addresses") == "127.0.0.1"
-    assert value(server.url(), "SHOW port") == str(server.port)
-    assert value(server.url(), "SHOW server_encoding") == "UTF8"
-    assert value(server.url(), "SELECT session_user") == "postgres"
-    assert value(server.url(), "SHOW fsync") == "off"  # as the fixture above wants it
-    assert "ready to accept connections" in server.log.read_text()
-
-
 def test_databases_are_created_cloned_and_dropped_under_any_name(server: PostgresServer) -> None:
     name = 'a "shop" at 100% / ü'
     url = server.create_database(name)
@@ -145,14 +133,6 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyP
             assert value(server.url(), "SHOW port") == str(server.port)
 
 
-def test_free_ports_are_different_and_outside_the_range_for_outgoing_connections() -> None:
-    ports = free_ports(50)
-    assert len(set(ports)) == 50
-    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if path.exists():
-        assert max(ports) < int(path.read_text().split()[0])
-
-
 def test_a_start_that_fails_shows_the_log() -> None:
     server = PostgresServer(settings={"shared_buffers": "nonsense"})
     with pytest.raises(StartFailed, match=r"(?s)ended while starting.*invalid value for parameter.*nonsense"):
@@ -165,30 +145,6 @@ def test_a_start_that_fails_shows_the_log() -> None:
 def test_a_setting_cannot_smuggle_in_another() -> None:
     with pytest.raises(ServiceError, match=r"no setting of postgresql\.conf"):
         PostgresServer(settings={"work_mem": "1MB'\nfsync = 'off"})
-
-
-def test_the_address_is_unknown_before_the_first_start() -> None:
-    server = PostgresServer()
-    with pytest.raises(ServiceError, match="never started"):
-        server.url()
-    server.close()
-
-
-def test_a_directory_without_postgres_in_outbox_pg_bin_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("OUTBOX_PG_BIN", str(tmp_path))
-    with pytest.raises(ServiceError, match=r"OUTBOX_PG_BIN=.* holds no initdb"):
-        PostgresServer().start()
-
-
-def test_outbox_pg_bin_names_the_programs(monkeypatch: pytest.MonkeyPatch, open_directory: Path) -> None:
-    user = _dirs.unprivileged_user()
-    usual = _pgbin.binaries(user)
-    given = open_directory / "bin"
-    given.symlink_to(usual)
-    monkeypatch.setenv("OUTBOX_PG_BIN", str(given))
-    assert _pgbin.binaries(user) == given
 
 
 # -- as root, and not as root

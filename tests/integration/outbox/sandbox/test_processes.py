@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outbox.sandbox._process import Detached, Supervised, alive, kill_with_children, patience, psutil_process, wait_for
-from outbox.sandbox.errors import ServiceError, StartFailed
-from outbox.testing.fixtures import RelayFactory
+from outbox.sandbox._process import Supervised, alive, kill_with_children, patience, psutil_process, wait_for
+from outbox.sandbox.errors import ServiceError
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = [
@@ -91,7 +90,7 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_however_the_owner_ends(number: signal.Signals, owners: list[subprocess.Popen[str]], tmp_path: Path) -> None:
     owner, facts = run_owner(owner_of(SLEEPER, tmp_path / "log"), owners)
     owner.send_signal(number)
@@ -155,13 +154,6 @@ def test_the_environment_is_handed_down_and_on_no_command_line(tmp_path: Path) -
     assert server.wait(60)
 
 
-def test_what_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match=r"can't be executed: .*No such file"):
-        Supervised([str(tmp_path / "nothing")], log=tmp_path / "log")
-    with pytest.raises(StartFailed, match=r"can't be executed: .*No such file"):
-        Detached.start([str(tmp_path / "nothing")], log=tmp_path / "log")
-
-
 def test_kill_with_children_leaves_nobody(tmp_path: Path) -> None:
     log = tmp_path / "log"
     parent = Supervised(
@@ -173,20 +165,6 @@ def test_kill_with_children_leaves_nobody(tmp_path: Path) -> None:
     kill_with_children(parent)
     assert not parent.running
     assert gone(child.pid)
-
-
-def test_a_detached_process_is_found_by_its_command_line(tmp_path: Path) -> None:
-    marker = str(tmp_path / "mine")
-    started = Detached.start([*SLEEPER, "server", marker], log=tmp_path / "log")
-    try:
-        found = Detached.find("server", marker)
-        assert found is not None
-        assert found.pid == started.pid
-        assert Detached.find("server", marker + "x") is None
-    finally:
-        started.signal(signal.SIGKILL)
-    assert started.wait(60)
-    assert Detached.find("server", marker) is None
 
 
 def test_patience_multiplies_time_limits_and_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +187,3 @@ def test_a_process_that_ended_by_itself_leaves_no_file_open(tmp_path: Path) -> N
     assert not process.running
     assert all(pipe is not None and pipe.closed for pipe in pipes)
     assert process.exit_code == 0
-
-
-def test_a_factory_of_relays_closes_the_files_of_those_that_ended_by_themselves(tmp_path: Path) -> None:
-    address = "postgresql://nobody@127.0.0.1:1/none"
-    with RelayFactory(lambda: address, lambda: "127.0.0.1:1", tmp_path) as factory:
-        relay = factory("--no-such-option")
-        assert wait_for(lambda: gone(relay.pid), 60)
-    supervisor = relay._process._supervisor
-    assert all(pipe is not None and pipe.closed for pipe in (supervisor.stdin, supervisor.stdout))
-    assert relay.wait() == 2

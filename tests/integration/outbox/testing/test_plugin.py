@@ -21,7 +21,7 @@ from support import wait_until
 from outbox.sandbox._process import patience
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing import plugin
-from outbox.testing.fixtures import Database, DatabaseServer, PrivateKafka, PrivatePostgres, RelayFactory, Topics
+from outbox.testing.fixtures import Database, DatabaseServer, PrivatePostgres, RelayFactory, Topics
 
 # Not the one of conftest.py: what the test kit has for others is what is tried here.
 outbox_relay = plugin.outbox_relay
@@ -271,8 +271,3 @@ def test_fixtures_without_the_extra_say_which_one_is_missing(tmp_path: Path) -> 
     assert len(re.findall(rf"^E +outbox\.errors\.{re.escape(advice)}$", result.stdout, re.MULTILINE)) == 5, (
         result.stdout
     )
-
-
-def test_private_kafka_is_a_factory(private_kafka: PrivateKafka) -> None:
-    with pytest.raises(Exception, match="1 broker or 3, not 2"):
-        private_kafka(brokers=2)

@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from writer_targets import every_target, opened
+from writer_targets import each_driver, opened
 
 from outbox.errors import TargetError
 from outbox.event import Event
@@ -154,7 +154,7 @@ async def asynchronous(url: str) -> None:
             recorded_events(raw)  # type: ignore[arg-type]
 
 
-@every_target
+@each_driver
 def test_whatever_add_takes_is_read(outbox_postgres: Database, name: str) -> None:
     """Scoped sessions and cursors too; and what is scheduled, with its time."""
     soon = dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)

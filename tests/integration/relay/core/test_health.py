@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from shown import LEASE, Shown
 from support import drained, logged, look_up, order, wait_until
-from wal_support import to_wal, wal
+from wal_support import wal
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
@@ -182,17 +182,6 @@ def test_what_fails_beside_publishing_leaves_the_relay_ready(outbox_postgres, ou
         assert said[:3] == [("upkeep has to wait", "warning"), *[("still waiting", "error")] * 2]
         connection.execute("ALTER TABLE outbox.away RENAME TO streams")
     wait_until(lambda: shown.metric("upkeep_wait_seconds", task="slot") == 0, what="the look at the slot to succeed")
-
-
-def test_a_standby_is_ready(outbox_postgres, outbox_relay, settings, shown, wal):
-    """One that waits for the lanes of another is of use."""
-    to_wal(outbox_postgres.url, wal)
-    # A lease that outlasts any pause of the machine.
-    outbox_relay(**wal | {"relay__lease_seconds": 60.0}, relay__instance="first")
-    wait_until(lambda: look_up(outbox_postgres.url, "SELECT DISTINCT owner FROM outbox.lanes") == [("first",)])
-    outbox_relay(**wal | settings)
-    shown.recovers()
-    assert shown.metric("lanes") == 0
 
 
 def test_each_worker_answers_at_a_port_of_its_own(outbox_postgres, outbox_relay, settings):

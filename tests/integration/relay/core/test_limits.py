@@ -24,9 +24,9 @@ from relay.settle.retries import FailurePolicy, Failures
 
 
 @pytest.fixture(params=["direct", "pooled"])
-def url(request, private_postgres) -> Iterator[str]:
+def url(request, outbox_postgres) -> Iterator[str]:
     """A database's address, by way of a PgBouncer or not."""
-    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    address = outbox_postgres.url
     if request.param == "direct":
         yield address
         return
@@ -71,7 +71,10 @@ def add(url: str, lane: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lock", "statement", "why"), [(1, 600, "lock timeout"), (600, 1, "statement timeout")], ids=["lock", "statement"]
+    ("url", "lock", "statement", "why"),
+    [("direct", 600, 1, "statement timeout"), ("pooled", 1, 600, "lock timeout")],
+    indirect=["url"],
+    ids=["statement", "lock"],
 )
 def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeypatch, lock, statement, why):
     limit(monkeypatch, lock=lock, statement=statement)
@@ -116,9 +119,9 @@ def test_the_control_loops_statements_are_given_up(url, monkeypatch):
         table.close()
 
 
-def test_behind_a_pooler_no_server_keeps_the_limits(private_postgres):
+def test_behind_a_pooler_no_server_keeps_the_limits(outbox_postgres):
     """They would be those of strangers, who get the same server process next."""
-    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    address = outbox_postgres.url
     shown = "SELECT current_setting('lock_timeout') || current_setting('statement_timeout')"
     with PgBouncer(address, size=1) as pooler:
         with psycopg.connect(pooler.url, autocommit=True, prepare_threshold=None) as stranger:
@@ -132,9 +135,9 @@ def test_behind_a_pooler_no_server_keeps_the_limits(private_postgres):
             assert stranger.execute(shown).fetchone() == before == ("00",)
 
 
-def test_a_relay_that_sleeps_in_a_transaction_behind_a_pooler_lets_go_of_its_locks(private_postgres, monkeypatch):
+def test_a_relay_that_sleeps_in_a_transaction_behind_a_pooler_lets_go_of_its_locks(outbox_postgres, monkeypatch):
     monkeypatch.setattr(database, "_IDLE_SECONDS", 1)
-    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    address = outbox_postgres.url
     with PgBouncer(address, size=2) as pooler:
         connection = Connector(pooler.url, "test")()
         assert not begin_session(connection)

@@ -96,7 +96,7 @@ def test_an_idle_relay_sends_no_statement_more(url):
     with Counting(url) as counting, Rig(counting.url) as rig:
         wait_until(lambda: rig.supervisor.health().ready, what="the relay to be ready")
         settled = counting.executed
-        seconds = 4.0
+        seconds = 2.0
         time.sleep(seconds)
         idle = counting.executed - settled
         pause(url, ALL, wait=False)

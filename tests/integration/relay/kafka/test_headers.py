@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import psycopg
 import pytest
 from support import drained
@@ -24,7 +22,7 @@ SETS = {
 
 @pytest.mark.parametrize(
     ("delivery", "which"),
-    [("at-least-once", None), *itertools.product(["at-most-once", "at-least-once", "exactly-once"], list(SETS)[1:])],
+    [("at-least-once", None), ("at-most-once", "both"), ("exactly-once", "cloudevents"), ("at-least-once", "debezium")],
 )
 def test_a_message_has_the_headers_that_were_set(outbox_postgres, outbox_kafka, outbox_relay, delivery, which):
     kind = outbox_kafka.name("Order")

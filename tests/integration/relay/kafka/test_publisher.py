@@ -9,7 +9,6 @@ import uuid
 import pytest
 from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 
-from outbox.errors import ConfigurationError
 from relay.config import load, producer_options
 from relay.core.lease import Lease
 from relay.core.ports import (
@@ -99,32 +98,6 @@ def test_keys_land_where_java_clients_put_them(outbox_kafka):
     assert where == {key: (number & 0x7FFFFFFF) % 12 for key, number in zip(keys, hashes, strict=True)}
 
 
-def test_a_turn_of_several_lanes_is_in_order_within_each_and_every_lane_has_its_receipt(outbox_kafka):
-    kind = outbox_kafka.name("Order")
-    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
-    sender = publisher(outbox_kafka)
-    numbers = {lane: [1 + lane + 8 * n for n in range(150)] for lane in range(8)}
-    for turn in range(3):
-        batches = {
-            lane: [claim(n, kind, f"{lane}-{n % 5}", lane=lane) for n in each[50 * turn : 50 * turn + 50]]
-            for lane, each in numbers.items()
-        }
-        sent = sender.publish(batches)
-        assert isinstance(sent, Completed)
-        assert sent.receipts.keys() == batches.keys()
-        for lane, claims in batches.items():
-            assert list(sent.receipts[lane].results) == [(item, PUBLISHED) for item in claims]
-            assert sent.receipts[lane].batch is None
-    sender.close()
-    messages = outbox_kafka.consume(topic)
-    assert len(messages) == 8 * 150
-    by_key: dict[bytes, list[int]] = {}
-    for message, number in zip(messages, stored(messages), strict=True):
-        by_key.setdefault(message.key(), []).append(number)
-    assert len(by_key) == 40
-    assert all(each == sorted(each) for each in by_key.values())
-
-
 def test_the_results_say_where_each_event_stands_if_asked(outbox_kafka):
     kind = outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
@@ -172,27 +145,6 @@ def test_a_missing_topic_is_created_as_asked(outbox_kafka):
     kind = outbox_kafka.name("Order")
     sender = publisher(outbox_kafka, create=True)
     assert outcomes(sender.publish({0: [claim(1, kind)]}).receipts[0]) == {1: Published}
-    sender.close()
-
-
-def test_a_refused_event_holds_up_its_own_key_and_no_other(outbox_kafka):
-    kind = outbox_kafka.name("Order")
-    sender = publisher(outbox_kafka)
-    claims = [
-        claim(1, kind),
-        claim(2, "not a topic", "a"),
-        claim(3, "not a topic", "a"),
-        claim(4, kind, "a"),
-        claim(5, "not a topic", "b"),
-    ]
-    sent = sender.publish({0: claims, 1: [claim(6, kind, "c", lane=1)]})
-    assert isinstance(sent, Completed)
-    assert outcomes(sent.receipts[0]) == {1: Published, 2: Refused, 4: Published, 5: Refused}
-    assert outcomes(sent.receipts[1]) == {6: Published}
-    assert not sent.receipts[0].left_out
-    [(_, refused)] = sender.publish({0: [claim(4, kind, value=b"x" * 1_100_000)]}).receipts[0].results
-    assert isinstance(refused, Refused)
-    assert "size" in refused.reason
     sender.close()
 
 
@@ -261,11 +213,6 @@ def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_publi
     cluster.resume_broker(0)
     # A closed one is of no use, and says so.
     assert isinstance(sender.publish({0: [claim(4, "Order")]}), Failed)
-
-
-def test_an_option_that_librdkafka_does_not_know(outbox_kafka):
-    with pytest.raises(ConfigurationError, match=r"no\.such\.option"):
-        publisher(outbox_kafka, **{"no.such.option": "1"})
 
 
 def test_librdkafka_says_nothing_on_stderr_by_itself(outbox_kafka, capfd):

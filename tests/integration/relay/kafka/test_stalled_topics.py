@@ -11,7 +11,6 @@ import pytest
 
 from outbox._clients.kafka_client import Admin
 from relay.core.ports import TopicUnusable
-from relay.kafka.metadata import SharedMetadata
 from relay.kafka.topics import Topics, Unanswered
 
 NAMES = [f"stalled-{number}" for number in range(100)]
@@ -88,12 +87,3 @@ def test_readiness_does_not_wait_for_an_answer(outbox_kafka, monkeypatch):
     turn.join()
     assert not waited
     assert topics.reasons().keys() == set(NAMES)
-
-
-def test_settings_of_all_stalled_topics_are_one_request(outbox_kafka, asked):
-    names = [outbox_kafka.create_topic(f"under-replicated-{number}") for number in range(5)]
-    metadata = SharedMetadata(Admin({"bootstrap.servers": outbox_kafka.bootstrap_servers}), lambda: 0.0)
-    metadata.topics(30)
-    assert [metadata.min_in_sync(name, names, 30.0) for name in names] == [1] * 5
-    assert asked["describe_configs"] == 1
-    assert metadata.min_in_sync("missing", names, 30.0) is None

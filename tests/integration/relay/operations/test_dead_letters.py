@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from uuid import UUID
 
-import psycopg
 import pytest
 from failing_lane import SKIP, half, hurry, lane, name, outbox, retried, turn
 from one_lane import OneLane
-from psycopg import sql
 from support import backlog, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from relay import insights
 from relay.cli.app import app
 from relay.kafka.routing import Router
-from relay.operations import trace
 from relay.operations.dead_letters import Selection
 from relay.polling import low_water_mark
-from relay.wal.slot import SlotNames
 
 __all__ = ["lane"]
 
@@ -225,15 +218,6 @@ def test_show_gives_bytes_as_hexadecimal_digits_also_of_an_event_that_waits(lane
     assert (shown["state"], shown["payload_bytes"], shown["payload"]) == ("retrying", "00ff", None)
 
 
-def test_retry_and_discard_want_to_be_told_which(lane):
-    for arguments in (("retry",), ("discard", "--reason", "x"), ("retry", "--aggregate-type", "Order")):
-        assert "say which: event ids, or --all" in outbox(lane, "dead-letters", *arguments, status=2)
-    assert "say which" in outbox(lane, "dead-letters", "retry", NOBODY, "--all", status=2)
-    assert "--reason" in outbox(lane, "dead-letters", "discard", "--all", "--reason", " ", status=2)
-    done = CliRunner().invoke(app, ["dead-letters", "discard", "--all"])
-    assert (done.exit_code, "--reason" in done.stderr) == (2, True)
-
-
 def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
     assert f"no failed event has the id {NOBODY}" in outbox(lane, "dead-letters", "show", NOBODY, status=1)
     for arguments in (("retry", NOBODY), ("discard", "--reason", "x", NOBODY)):
@@ -246,15 +230,6 @@ def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
     (healthy,) = lane.add("a1")
     outbox(lane, "dead-letters", "discard", "--reason", "x", healthy, status=1)
     assert backlog(lane.database.url) == 1
-
-
-def test_all_and_nothing_failed_is_no_error(lane):
-    assert "0 events will be retried" in outbox(lane, "dead-letters", "retry", "--all")
-    assert json.loads(outbox(lane, "dead-letters", "discard", "--all", "--reason", "x", "--json")) == {
-        "discarded": [],
-        "locked": [],
-    }
-    assert lane.rows("SELECT * FROM outbox.audit") == []
 
 
 def test_retry_and_discard_by_id_and_by_type(lane):
@@ -271,55 +246,3 @@ def test_retry_and_discard_by_id_and_by_type(lane):
     assert "1 events were discarded" in outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old")
     assert [row[0] for row in lane.rows("SELECT what FROM outbox.audit ORDER BY id")] == ["retry", "discard", "discard"]
     assert turn(source) == ["a1"]
-
-
-def test_an_operator_needs_no_more_than_the_docs_grant(lane):
-    """docs/operations/migrations.md lists the grants; these are read from there."""
-    text = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-    grants = text.split("```sql\n-- grants of the operator\n")[1].split("```")[0]
-    role = f"operator_{lane.database.name}"
-    lane.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-    try:
-        lane.admin.execute(grants.replace("outbox_operator", role))
-        source = lane.source(archive=True)
-        ids = lane.add("a1", "b1", "c1", "a2")
-        assert turn(source, "a1", "b1") == ["c1"]
-        as_operator = {"OUTBOX_DATABASE_URL": f"{lane.database.url}?user={role}"}
-        assert len(json.loads(outbox(lane, "dead-letters", "list", "--json", env=as_operator))["failures"]) == 2
-        assert json.loads(outbox(lane, "dead-letters", "show", ids[0], env=as_operator))["payload"] == {"n": "a1"}
-        outbox(lane, "dead-letters", "retry", ids[0], env=as_operator)
-        outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old", env=as_operator)
-        outbox(lane, "replay", "--all", "--yes", env=as_operator)
-        assert turn(source) == ["a1"]
-        assert turn(source) == ["a2", "c1"]
-        assert lane.rows("SELECT what, who FROM outbox.audit ORDER BY id") == [
-            (what, role) for what in ("retry", "discard", "replay")
-        ]
-        with psycopg.connect(as_operator["OUTBOX_DATABASE_URL"], autocommit=True) as operator:
-            for refused in (
-                "UPDATE outbox.events SET payload = NULL",
-                "UPDATE outbox.dead_letters SET payload = NULL",
-                "DELETE FROM outbox.audit",
-                "UPDATE outbox.audit SET why = NULL",
-                "DELETE FROM outbox.published",
-                "UPDATE outbox.lanes SET owner = NULL",
-                "DELETE FROM outbox.relays",
-            ):
-                with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                    operator.execute(refused)
-        # What `outbox status` and `outbox trace` read.
-        names = SlotNames("outbox", "slot", "publication")
-        with psycopg.connect(as_operator["OUTBOX_DATABASE_URL"], autocommit=True) as operator:
-            assert insights.look(operator, names).backlog == 0
-            assert trace.find(operator, "outbox", UUID(ids[2])).state == "published"
-            for table in ("lanes", "relays", "streams"):
-                lane.admin.execute(f"REVOKE SELECT ON outbox.{table} FROM {role}")
-                hidden = insights.look(operator, names).hidden
-                assert hidden == {
-                    table: f'permission denied for table {table}: GRANT SELECT ON "outbox"."{table}" TO "{role}"'
-                }
-                lane.admin.execute(f"GRANT SELECT ON outbox.{table} TO {role}")
-        lane.admin.execute(sql.SQL("REVOKE SELECT ON outbox.dead_letters FROM {}").format(sql.Identifier(role)))
-        assert "permission denied" in outbox(lane, "dead-letters", "list", env=as_operator, status=1)
-    finally:
-        lane.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))

@@ -22,6 +22,7 @@ from relay.operations import dead_letters
 from relay.operations.dead_letters import DeadLetters, Selection
 
 MANY = 25_000
+SOME = 3_000  # three batches
 
 DEAD = """
 WITH dead AS (
@@ -112,14 +113,14 @@ def test_discard_of_25000_dead_letters_keeps_them_in_the_audit(box):
 )
 def test_one_that_is_locked_is_left_and_named_and_the_others_are_done(box, command, table):
     """A relay that settles, or another command, holds a row for longer than a batch waits."""
-    box.admin.execute(DEAD, (MANY,))
-    ((event_id,),) = box.rows("SELECT event_id::text FROM outbox.dead_letters WHERE id = 12345")
+    box.admin.execute(DEAD, (SOME,))
+    ((event_id,),) = box.rows("SELECT event_id::text FROM outbox.dead_letters WHERE id = 1234")
     with box.connect() as relay:
-        relay.execute(f"SELECT FROM outbox.{table} WHERE id = 12345 FOR UPDATE")
+        relay.execute(f"SELECT FROM outbox.{table} WHERE id = 1234 FOR UPDATE")
         stdout, stderr = box.run(*command, "--all", "--json", status=1)
     done = json.loads(stdout)
     assert done["locked"] == [event_id]
-    assert len(done["retried" if command[0] == "retry" else "discarded"]) == MANY - 1
+    assert len(done["retried" if command[0] == "retry" else "discarded"]) == SOME - 1
     assert stderr.splitlines()[-1].startswith("outbox: 1 failed events are locked by another transaction")
     assert event_id in stderr
     assert box.rows("SELECT event_id::text FROM outbox.dead_letters") == [(event_id,)]
@@ -149,7 +150,7 @@ def test_a_relay_never_waits_long_for_a_batch(box):
     ids=["retry", "discard"],
 )
 def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_the_rest(box, command, table):
-    box.admin.execute(DEAD, (MANY,))
+    box.admin.execute(DEAD, (SOME,))
     with box.connect() as relay:
         # It is held up in the second batch, and killed there.
         relay.execute(f"SELECT FROM outbox.{table} WHERE id > 1000 AND id % 2 = 0 FOR UPDATE")
@@ -161,7 +162,7 @@ def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_t
             text=True,
         )
         with killed:
-            assert " of 25,000 " in killed.stderr.readline()
+            assert " of 3,000 " in killed.stderr.readline()
             killed.kill()
     # Its last statement may be under way still.
     others = (
@@ -169,17 +170,17 @@ def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_t
     )
     wait_until(lambda: not box.rows(others), what="the server to notice")
     events, dead, failures, audit = box.counts()
-    assert 0 < dead < MANY
+    assert 0 < dead < SOME
     if command == ("retry",):
         # Each batch has its line.
         audited = "SELECT sum(jsonb_array_length(details->'event_ids')) FROM outbox.audit"
-        assert (events, failures, box.rows(audited)) == (MANY - dead, MANY, [(MANY - dead,)])
+        assert (events, failures, box.rows(audited)) == (SOME - dead, SOME, [(SOME - dead,)])
         # Those that were put back wait, and are hurried.
         batches = audit + math.ceil(events / 1000) + math.ceil(dead / 1000)
     else:
-        assert (events, failures, audit) == (0, dead, MANY - dead)
+        assert (events, failures, audit) == (0, dead, SOME - dead)
     box.run(*command, "--all")
-    assert box.counts() == ((MANY, 0, MANY, batches) if command == ("retry",) else (0, 0, 0, MANY))
+    assert box.counts() == ((SOME, 0, SOME, batches) if command == ("retry",) else (0, 0, 0, SOME))
 
 
 def test_large_payloads_are_kept_whole_and_take_smaller_batches(box, monkeypatch):

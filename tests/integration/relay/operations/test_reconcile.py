@@ -107,12 +107,6 @@ def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
     assert sum(len(outbox.rows(lane)) for lane in range(6)) == 4_350 - sum(published.values())
 
 
-def test_a_lane_that_is_not_there(outbox):
-    done = outbox.reconcile("--lane", "8")
-    assert done.returncode == 1
-    assert "no lane 8" in done.stderr
-
-
 def test_a_row_that_another_session_has_locked_is_named(outbox):
     outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
     with psycopg.connect(outbox.url) as other:

@@ -13,13 +13,11 @@ from psycopg import sql
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from outbox._app import migrate as db
 from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
 from relay.cli.app import app
 from relay.operations.roles import RoleKind, grants
 
 DOCS = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-NAMES = [(kind, f"outbox_{kind}") for kind in RoleKind]
 
 
 def plain(statements: Any) -> set[str]:
@@ -104,35 +102,6 @@ def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             connection.execute(insert.format(", from_relay", headers, ", true"))
         connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
-
-
-def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
-    page, consumer = roles("page"), roles("consumer")
-    db.upgrade_consumer(outbox_postgres.url)
-    run(outbox_postgres, f"page={page}", f"consumer={consumer}", "--apply")
-    with psycopg.connect(outbox_postgres.url, user=page, autocommit=True) as connection:
-        for table in (
-            "events",
-            "lanes",
-            "relays",
-            "failures",
-            "dead_letters",
-            "published",
-            "streams",
-            "audit",
-            "pauses",
-            "scheduled",
-        ):
-            connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier("outbox", table)))
-            with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("outbox", table)))
-    with psycopg.connect(outbox_postgres.url, user=consumer, autocommit=True) as connection:
-        for table in ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations"):
-            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("consumer", table)))
-        connection.execute("SELECT * FROM consumer.audit")
-        for refused in ("DELETE FROM consumer.audit", "SELECT * FROM outbox.events"):
-            with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                connection.execute(refused)
 
 
 def test_names_that_want_care(outbox_postgres, roles):

@@ -171,6 +171,7 @@ def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
     assert SECRET in outbox(url, "dead-letters", "show", first)
     outbox(url, "dead-letters", "retry", first)
     outbox(url, "dead-letters", "discard", second, "--reason", "test")
+    outbox(url, "replay", "--all", "--yes")
     assert "a dead letter" in outbox(url, "trace", third)
     assert roles.admin.execute("SELECT count(*) FROM outbox.audit").fetchone() != (0,)
     refused(

@@ -222,23 +222,6 @@ def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
     assert looks[4]["outbox"]["written_per_second"] == 0.0
 
 
-def test_watching_without_a_terminal_prints_each_look(outbox_postgres, outbox_kafka):
-    environment = os.environ | {
-        "OUTBOX_DATABASE_URL": outbox_postgres.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, "-m", "relay.cli", "status", "--watch", "0.2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        found = []
-        while sum(line.startswith("backlog") for line in found) < 3:
-            found.append(process.stdout.readline())
-            assert found[-1]
-        process.terminate()
-    assert found[0] == "! no relay is running\n"
-
-
 def test_problems_are_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
     """Sixteen lanes take more lines than there are."""
     import pty

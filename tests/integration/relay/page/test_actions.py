@@ -129,21 +129,6 @@ def test_payloads_are_hidden_unless_somebody_wants_them(serve, environment):
     assert SECRET in shown.ask("/audit").text
 
 
-def test_new_figures_are_announced_and_end_with_the_page(serve, environment):
-    page = serve().sign_in()
-    asked = urllib.request.Request(f"http://{page.address}/live", headers={"Cookie": page.cookie})
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        numbers = []
-        while len(numbers) < 3:
-            line = answer.readline().decode().strip()
-            if line.startswith("id: "):
-                numbers.append(int(line[4:]))
-        assert numbers == sorted(set(numbers))
-        page.server.stop()
-        assert answer.read() is not None
-
-
 def test_postgres_is_away_for_a_while(private_postgres, serve, monkeypatch):
     """A view says so instead of showing old figures as new ones, and is back by itself."""
     from outbox._app.migrate import upgrade

@@ -116,7 +116,7 @@ class Relay:
         assert "key-1" not in self.sent
 
 
-@pytest.fixture(params=["settle", "check", "commit", "pooled"])
+@pytest.fixture
 def relay(request, workers, outbox_postgres, monkeypatch) -> Iterator[Relay]:
     """Each way in which a turn reads: see source.py. ``commit`` is exactly-once. Each source is a fresh process's, and
     leaves its marks in the lanes' rows.
@@ -166,7 +166,18 @@ def until_all_are_published(relay: Relay, *, without: int) -> int:
     return last
 
 
-@pytest.mark.parametrize("free", [discarded, retried, settled_by_its_marker])
+@pytest.mark.parametrize(
+    ("relay", "free"),
+    [
+        ("settle", discarded),
+        ("check", retried),
+        ("check", settled_by_its_marker),
+        ("commit", discarded),
+        ("commit", settled_by_its_marker),
+        ("pooled", retried),
+    ],
+    indirect=["relay"],
+)
 def test_new_events_of_a_freed_key_do_not_overtake_those_that_waited(relay, free):
     relay.blocked()
     if free is discarded:
@@ -197,6 +208,7 @@ def test_the_guard_makes_the_difference(workers, monkeypatch):
     assert relay.sent["key-1"] == [WAITING + 1]
 
 
+@pytest.mark.parametrize("relay", ["check", "pooled"], indirect=True)
 def test_a_key_that_is_freed_while_its_lane_is_taken_over_keeps_its_order(relay):
     """The next holder knows the failure from its first look; its reads begin at the lowest id."""
     relay.blocked()
@@ -213,6 +225,7 @@ def test_a_key_that_is_freed_while_its_lane_is_taken_over_keeps_its_order(relay)
     assert relay.sent == {f"key-{n}": everything for n in range(1, KEYS + 1)}
 
 
+@pytest.mark.parametrize("relay", ["settle", "commit"], indirect=True)
 def test_a_look_that_comes_with_the_settling_of_a_failure_needs_no_second_one(relay):
     relay.write(1, 1)
     relay.bad = {"key-1/1"}

@@ -86,8 +86,9 @@ def test_turns_beside_100000_failures_do_not_read_them(workers, quick_marks):
     assert [claim.aggregate_id for claim in freed] == ["failed-70001"]
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("statistics", ["none", "analyzed when it was empty", "analyzed"])
+@pytest.mark.parametrize(
+    ("statistics", "plans"), [("analyzed when it was empty", PLANS[1]), ("analyzed", PLANS[0])], ids=["empty", "full"]
+)
 def test_due_failures_are_found_by_their_time(workers, statistics, plans):
     worker = workers(1)
     if statistics == "analyzed when it was empty":

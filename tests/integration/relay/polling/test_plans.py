@@ -48,7 +48,7 @@ def crowded(outbox_postgres_server, _outbox_template):
     outbox_postgres_server.drop_database(name)
 
 
-@pytest.fixture(scope="module", params=["no statistics", "analyzed when it was empty", "analyzed"])
+@pytest.fixture(scope="module", params=["analyzed when it was empty", "analyzed"])
 def statistics(crowded, request):
     """What the planner knows. Between two bursts, or under an old snapshot, the table has pages and no rows."""
     _, admin = crowded
@@ -80,8 +80,7 @@ def read_values(admin: Any, each: int, **more: Any) -> dict[str, Any]:
     } | more
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("name", ["read", "read_some"])
+@pytest.mark.parametrize(("name", "plans"), list(zip(["read", "read_some"], PLANS, strict=True)))
 def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
     _, admin = statistics
     plan = explain(admin, getattr(Queries("outbox"), name), read_values(admin, 500), plans=plans, to_the_index=True)
@@ -91,8 +90,9 @@ def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
     assert blocks(plan) < 12_000, plan
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("name", ["read_skip_blocked", "read_some_skip_blocked"])
+@pytest.mark.parametrize(
+    ("name", "plans"), list(zip(["read_skip_blocked", "read_some_skip_blocked"], PLANS, strict=True))
+)
 def test_reading_around_failures_follows_the_index_and_stops(statistics, name, plans):
     _, admin = statistics
     above = before_the_first(admin)
@@ -102,32 +102,32 @@ def test_reading_around_failures_follows_the_index_and_stops(statistics, name, p
     by_index_only(plan)
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics, plans):
+def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics):
     _, admin = statistics
     values = read_values(admin, 0, lane=1, window=5000, most=500, upto=1 << 40)
     values["above"] = before_the_first(admin)
-    plan = explain(admin, Queries("outbox").sweep, values, plans=plans, to_the_index=True)
+    plan = explain(admin, Queries("outbox").sweep, values, plans=PLANS[1], to_the_index=True)
     scans = [node for node in nodes(plan) if node.get("Relation Name") == "events"]
     assert [(scan["Node Type"], scan["Actual Rows"]) for scan in scans] == [("Index Scan", 5000)], scans
     # Index pages, and heap pages of 5,000 rows of one of four lanes.
     assert sum(blocks(scan) for scan in scans) < 6000
 
 
-@pytest.mark.parametrize("plans", PLANS)
-def test_late_events_are_read_by_their_ids(statistics, plans):
+def test_late_events_are_read_by_their_ids(statistics):
     _, admin = statistics
     query = "SELECT id FROM outbox.events WHERE lane = 1 AND id > %s ORDER BY id OFFSET 20000 LIMIT 500"
     late = "{" + ",".join(str(id_) for (id_,) in admin.execute(query, (DEAD,))) + "}"
     values = read_values(admin, 0, lane=1, late=late, limit=2000)
-    plan = explain(admin, Queries("outbox").read_late, values, plans=plans, to_the_index=True)
+    plan = explain(admin, Queries("outbox").read_late, values, plans=PLANS[1], to_the_index=True)
     assert plan["Actual Rows"] == 500
     by_index_only(plan)
     assert blocks(plan) < 6000, plan
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("name", ["read_skip_blocked", "read_due", "read_some_skip_blocked", "read_some_due"])
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    list(zip(["read_skip_blocked", "read_due", "read_some_due", "read_some_skip_blocked"], PLANS * 2, strict=True)),
+)
 def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, request):
     """Among thousands of failed events, for each event that is read."""
     _, admin = statistics
@@ -171,9 +171,9 @@ def published_claims(admin: Any, each: int) -> dict[int, list[Claim]]:
     }
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("archive", [False, True])
-@pytest.mark.parametrize("each", [1, 500])
+@pytest.mark.parametrize(
+    ("each", "archive", "plans"), [(1, False, PLANS[1]), (500, True, PLANS[0]), (500, False, PLANS[1])]
+)
 def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, each, archive, plans):
     database, admin = statistics
     settlement = Settlement(admin, "outbox", archive=archive)
@@ -190,14 +190,13 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
     assert [round(scan["Actual Rows"] * scan["Actual Loops"]) for scan in by_key] == [sum(map(len, claims.values()))]
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, archive, monkeypatch):
+def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch):
     """Where no setting outlives its transaction: reading, settling, what is refused, and taking a lane over."""
     monkeypatch.setattr(session, "begin_session", lambda _: False)
     database, admin = statistics
     admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     failures = Failures("outbox", FailurePolicy(1000, 600.0, 600.0), Router())
-    source = PollingSource(Connector(database.url, "test"), "outbox", failures, archive=archive)
+    source = PollingSource(Connector(database.url, "test"), "outbox", failures, archive=True)
     leases = table(database, "pooled").acquire(4)
     for lease in leases:
         source.hold(lease)
@@ -231,8 +230,7 @@ def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, archive, mo
     admin.execute("TRUNCATE outbox.failures")
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("archive", [False, True])
+@pytest.mark.parametrize(("archive", "plans"), list(zip([False, True], PLANS, strict=True)))
 def test_settling_by_a_marker_finds_its_rows_by_the_primary_key(statistics, archive, plans):
     _, admin = statistics
     rows = published_claims(admin, 2000)[1]

@@ -12,8 +12,7 @@ from relay.polling.source import TURN_BYTES
 __all__ = ["workers"]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in step"])
-@pytest.mark.parametrize("lanes", [4, 256])
+@pytest.mark.parametrize(("lanes", "overlap"), [(256, True), (4, False)], ids=["ahead", "in step"])
 def test_25000_rows_leave_once_each_in_order(workers, lanes, overlap):
     worker = workers(lanes)
     worker.insert(25_000)
@@ -22,12 +21,11 @@ def test_25000_rows_leave_once_each_in_order(workers, lanes, overlap):
     assert backlog(worker.database.url) == 0
 
 
-@pytest.mark.parametrize("lanes", [4, 256])
-def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes(workers, monkeypatch, lanes):
+def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes(workers, monkeypatch):
     # But for a look at failures and one at the horizon, each second.
     monkeypatch.setattr("relay.polling.reader._LOOK_SECONDS", 3600.0)
     monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 3600.0)
-    worker = workers(lanes)
+    worker = workers(256)
     worker.insert(30_000)
     source = worker.source(overlap=False)
     for _ in range(8):
@@ -35,15 +33,14 @@ def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes
     with traced(source.connection) as sent:
         for _ in range(10):
             fetched = source.fetch(worker.limits(128))
-            assert len(fetched.batches) == lanes
+            assert len(fetched.batches) == 256
             settle(source, fetched.batches)
     assert sent["Execute"] + sent["Query"] == 20, sent
     # A pipeline's end is a Sync of its own.
     assert sent["Sync"] <= 30, sent
 
 
-@pytest.mark.parametrize("compressible", [True, False], ids=["compressible", "random"])
-@pytest.mark.parametrize("lanes", [4, 256])
+@pytest.mark.parametrize(("lanes", "compressible"), [(4, True), (256, False)], ids=["compressible", "random"])
 def test_600_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes, compressible):
     worker = workers(lanes)
     insert_huge(worker, 600, compressible=compressible)

@@ -15,29 +15,6 @@ from relay.database import Connector
 __all__ = ["lanes"]
 
 
-def test_fetch_gives_the_same_until_settled(outbox_postgres, lanes):
-    source_ = source(outbox_postgres, taken(lanes))
-    add(outbox_postgres, "a", "b", "c")
-    assert fetched(source_.fetch(2)) == ["a", "b"]
-    claims = source_.fetch(10)
-    assert fetched(claims) == ["a", "b", "c"]
-    settle(source_, claims[:1])
-    assert fetched(source_.fetch(10)) == ["b", "c"]
-    settle(source_, source_.fetch(10))
-    assert source_.fetch(10) == []
-    source_.close()
-
-
-def test_what_was_settled_is_durable_after_a_flush(outbox_postgres, lanes):
-    source_ = source(outbox_postgres, taken(lanes))
-    add(outbox_postgres, "a", "b")
-    settle(source_, source_.fetch(1))
-    source_.flush()
-    source_.close()
-    with outbox_postgres.connect() as connection:
-        assert connection.execute("SELECT aggregate_id FROM outbox.events").fetchall() == [("b",)]
-
-
 def test_nothing_is_given_that_postgres_could_still_lose(outbox_postgres, lanes):
     """A writer without synchronous commit, a role without it too: the fetch flushes what it read."""
     source_ = source(outbox_postgres, taken(lanes))

@@ -120,7 +120,7 @@ def test_the_coming_days_have_partitions_and_rows_that_came_too_early_are_moved_
     assert logs == []
 
 
-@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "America/Los_Angeles"])
+@pytest.mark.parametrize("zone", ["Pacific/Kiritimati", "America/Los_Angeles"])
 def test_old_partitions_and_old_rows_outside_of_any_are_dropped_whatever_the_sessions_time_zone(archive, zone):
     for days in (-9, -8, -7, -1):
         archive.partition(archive.day(days), archive.day(days + 1))
@@ -190,7 +190,7 @@ def jump(archive: Archive, days: int) -> None:
         )
 
 
-@pytest.mark.parametrize("days", [5, 400, 365 * 70])
+@pytest.mark.parametrize("days", [5, 365 * 70])
 def test_a_clock_that_jumps_ahead_drops_nothing(archive, days):
     """Also where events were published at the wrong time already, and upkeep runs again and again."""
     for day in range(-7, 1):

@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from support import drained, look_up, numbers_by_key, order, wait_until
 from typer.testing import CliRunner
 from wal_support import to_wal, wal
-from writer_targets import every_target, opened, waits_for_a_lock
+from writer_targets import each_driver, opened, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
 from relay.cli.app import app
@@ -52,7 +52,7 @@ def mover(outbox_postgres):
     found.close()
 
 
-@every_target
+@each_driver
 def test_written_and_cancelled_in_the_targets_transaction(outbox_postgres, name):
     url = outbox_postgres.url
 
@@ -82,7 +82,7 @@ def test_written_and_cancelled_in_the_targets_transaction(outbox_postgres, name)
     assert events(url) == []
 
 
-@pytest.mark.parametrize("time", [dt.datetime(2030, 1, 1), "2030-01-01T00:00:00Z", dt.date(2030, 1, 1), 1.0])
+@pytest.mark.parametrize("time", [dt.datetime(2030, 1, 1), "2030-01-01T00:00:00Z"])
 def test_a_time_without_a_zone_is_refused(outbox_postgres, time):
     with psycopg.connect(outbox_postgres.url) as connection:
         with pytest.raises(EventError, match="not_before") as caught:
@@ -115,16 +115,14 @@ def test_what_is_accepted_to_be_scheduled_is_accepted_as_an_event(outbox_postgre
     assert here == there
 
 
-@pytest.mark.parametrize("time", ["infinity", "-infinity", "0044-03-15 BC", "10000-01-01"])
-def test_times_that_never_come_are_refused(outbox_postgres, time):
+def test_times_that_never_come_are_refused(outbox_postgres):
     insert = (
         "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, not_before) VALUES ('O', '1', 'T', %s)"
     )
-    with (
-        psycopg.connect(outbox_postgres.url) as connection,
-        pytest.raises(psycopg.errors.CheckViolation, match="scheduled_not_before"),
-    ):
-        connection.execute(insert, (time,))
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        for time in ("infinity", "-infinity", "0044-03-15 BC", "10000-01-01"):
+            with pytest.raises(psycopg.errors.CheckViolation, match="scheduled_not_before"):
+                connection.execute(insert, (time,))
 
 
 # Moving

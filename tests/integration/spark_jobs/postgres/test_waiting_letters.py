@@ -48,7 +48,7 @@ def waiting(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Conn
     outbox_postgres_server.drop_database(name)
 
 
-@pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])
+@pytest.fixture(params=["analyzed when it was empty", "analyzed"])
 def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
     _, admin = waiting
     if request.param == "analyzed":
@@ -58,8 +58,7 @@ def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
     return waiting
 
 
-@pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("place", ["newest", "middle"])
+@pytest.mark.parametrize(("place", "plans"), list(zip(["newest", "middle"], PLANS, strict=True)))
 def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
     url, admin = statistics
     store = PostgresGroupStore(url, "consumer", "g", "test")
@@ -72,8 +71,8 @@ def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 3_000, plan
 
 
-@pytest.fixture(scope="module", params=["no statistics", "analyzed"])
-def retrying(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+@pytest.fixture(scope="module")
+def retrying(outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
     """Two groups with 100,000 dead letters each: all of the one are retried, and the last ten of the other."""
     from outbox.testing.fixtures import token
 
@@ -88,8 +87,7 @@ def retrying(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Con
             "UPDATE consumer.dead_letters SET state = 'retry' WHERE grp = 'neighbour' OR message_offset >= %s",
             (LETTERS - 10,),
         )
-        if request.param == "analyzed":
-            admin.execute("VACUUM ANALYZE consumer.dead_letters")
+        admin.execute("VACUUM ANALYZE consumer.dead_letters")
         yield url, admin
     outbox_postgres_server.drop_database(name)
 

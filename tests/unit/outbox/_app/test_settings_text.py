@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -53,6 +53,7 @@ def problem() -> str | None:
     return None
 
 
+@settings(max_examples=50)
 @given(path=st.sampled_from(PATHS), text=TEXTS)
 def test_any_text_in_a_variable(path, text):
     if path == ("credentials",):

@@ -288,5 +288,5 @@ class Together(RuleBasedStateMachine):
             assert row.state == self.settled[0]
 
 
-Together.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+Together.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 test_together = Together.TestCase

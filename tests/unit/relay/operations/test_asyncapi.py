@@ -253,26 +253,26 @@ register("Order", "OrderPlaced", Placed, description="yes: no")
 """
 
 
-def test_the_command_prints_both_formats(tmp_path):
+@pytest.fixture
+def empty(monkeypatch):
+    monkeypatch.setattr(models, "_registered", {})
+
+
+@pytest.mark.usefixtures("empty")
+def test_the_command_prints_both_formats(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "shop_models.py").write_text(MODULE)
     printed = {}
     for form in ("yaml", "json"):
         command = ["asyncapi", "--models", "shop_models", "--title", "Shop: events", "--format", form]
-        done = subprocess.run(
-            [sys.executable, "-m", "relay.cli", *command], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code, done.stderr) == (0, "")
         printed[form] = done.stdout
     made = json.loads(printed["json"])
     assert yaml.safe_load(printed["yaml"]) == made
     assert list(VALIDATOR.iter_errors(made)) == []
     assert made["info"] == {"title": "Shop: events", "version": "1.0.0"}
     assert made["components"]["schemas"]["Order.OrderPlaced"]["properties"]["number"]["type"] == "integer"
-
-
-@pytest.fixture
-def empty(monkeypatch):
-    monkeypatch.setattr(models, "_registered", {})
 
 
 @pytest.mark.usefixtures("empty")

@@ -141,7 +141,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
 
 TestChannel = ChannelMachine.TestCase
-TestChannel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestChannel.settings = settings(max_examples=75, stateful_step_count=30, deadline=None)
 
 
 def test_what_ended_the_session_comes_before_what_waits():

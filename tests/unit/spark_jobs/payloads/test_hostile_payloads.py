@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -56,6 +57,12 @@ READERS: dict[str, tuple[t.StructType, Any]] = {
     "variant": (TEXT, json_payload.variant_reader),
 }
 every_reader = pytest.mark.parametrize("way", READERS)
+
+
+def with_two_readers(cases: Iterable[str]) -> list[Any]:
+    """Pair each case with the reader of every kind of column, and with one of the others in turn."""
+    others = itertools.cycle(way for way in READERS if way != "nested")
+    return [pytest.param(case, way, id=f"{case}-{way}") for case in cases for way in ("nested", next(others))]
 
 
 def read(way: str, values: list[bytes | None]) -> list[dict[str, Any]]:
@@ -136,8 +143,7 @@ HOSTILE: dict[str, Callable[[int], bytes]] = {
 }
 
 
-@every_reader
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize(("kind", "way"), with_two_readers(HOSTILE))
 def test_no_payload_takes_more_than_in_proportion_to_its_size(way, kind):
     assert_linear(lambda payload: read(way, [payload]), HOSTILE[kind])
 
@@ -168,19 +174,16 @@ def test_a_text_of_very_many_digits_is_a_text(way):
 @pytest.mark.parametrize(
     "number",
     [
-        *(
-            "0.1234567890123456789",
-            "12345678901234567.8",
-            "1234567890123456e1",
-            "1234567890123456.0",
-            "1.0000000000000001",
-        )
+        "0.1234567890123456789",
+        "-12345678901234567.8",
+        "1234567890123456e1",
+        "01234567890123456.0",
+        "1.0000000000000001",
     ],
 )
-@pytest.mark.parametrize("before", ["", "1", "-", "0"])
-def test_numbers_with_more_digits_than_a_double_holds_are_still_found(number, before):
+def test_numbers_with_more_digits_than_a_double_holds_are_still_found(number):
     """The search for them was made linear: it has to find what it found."""
-    for payload in (f'{{"money":{before}{number}}}', f'{{"x":"1.2 {before}{number} 3.4"}}'):
+    for payload in (f'{{"money":{number}}}', f'{{"x":"1.2 {number} 3.4"}}'):
         value = payload.encode()
         together, alone = read("decimal", [value]), read_with(json_payload.reader(DECIMAL, Policy()), DECIMAL, [value])
         assert together == alone
@@ -208,10 +211,9 @@ UNREADABLE = {
 }
 
 
-@every_reader
-@pytest.mark.parametrize("payload", UNREADABLE.values(), ids=UNREADABLE)
-def test_what_can_not_be_read_is_a_problem_and_spoils_nothing_else(way, payload):
-    first, bad, last = read(way, [b'{"text":"a"}', payload, b'{"text":"b"}'])
+@pytest.mark.parametrize(("kind", "way"), with_two_readers(UNREADABLE))
+def test_what_can_not_be_read_is_a_problem_and_spoils_nothing_else(way, kind):
+    first, bad, last = read(way, [b'{"text":"a"}', UNREADABLE[kind], b'{"text":"b"}'])
     assert bad.pop(PROBLEM)
     assert len(READERS[way][0]) == len(bad)
     assert set(bad.values()) == {None}

@@ -105,7 +105,7 @@ def columns(draw: st.DrawFn) -> tuple[pa.DataType, list[Any]]:
     return kind, draw(st.lists(values_of(kind), max_size=5))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(column=columns(), start=st.integers(0, 2))
 def test_a_parser_reads_the_values(column, start):
     kind, values = column

@@ -19,7 +19,7 @@ from outbox._app import migrate as db
 from outbox.consumer.admin.dead_letters import REASONS, DeadLetters, Selection
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.postgres_errors import connect
-from outbox.errors import ConfigurationError, NotFound, SchemaError
+from outbox.errors import ConfigurationError, SchemaError
 from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 
@@ -289,27 +289,7 @@ def test_what_waits_for_a_second_dead_one_goes_on_waiting(sink):
     assert sink.states() == {behind: "retry", second: "dead", last: "dead"}
 
 
-def test_discarding_all_of_a_key_leaves_nothing(sink):
-    sink.bury(1)
-    sink.bury(2, reason="behind")
-    done = sink.desk.discard(Selection(), "why")
-    assert (len(done.gone), done.freed, sink.states()) == (2, [], {})
-
-
 # --- looking ---------------------------------------------------------------------------------------------------------
-
-
-def test_show_says_what_waits_behind_and_for_which(sink):
-    head, behind, last = sink.bury(1), sink.bury(2, reason="behind"), sink.bury(3, reason="behind")
-    alone = sink.bury(0, b"b")
-
-    def seen(letter: int) -> tuple[int, int | None]:
-        row = sink.desk.show(letter)
-        return row["behind_it"], row["waits_for"]
-
-    assert [seen(one) for one in (head, behind, last, alone)] == [(2, None), (1, head), (0, head), (0, None)]
-    with pytest.raises(NotFound, match="no dead letter has the id 99999"):
-        sink.desk.show(99999)
 
 
 def test_contents_are_shown_as_what_they_are(sink):
@@ -349,25 +329,6 @@ def test_show_has_everything(sink):
     assert row["message_time"].startswith("2026-01-02T03:04:05")
     assert set(row) >= {"topic_id", "message_id", "died_at", "last_failed_at"}
     assert json.loads(sink.done("show", str(letter))) == row
-
-
-def test_the_list(sink):
-    assert sink.done("list") == "no dead letters\n"
-    first = sink.bury(1, b"\x1b[31mred\n", reason="undecodable")
-    second = sink.bury(2, group="h", attempts=2)
-    text = sink.done("list")
-    assert f"{first}  g  t-0 offset 1  key \\x1b[31mred\\n  undecodable, dead, 1 attempt: t-0@1 is bad" in text
-    assert f"{second}  h  t-0 offset 2  key a  failed, dead, 2 attempts: t-0@2 is bad" in text
-
-    def ids(*arguments: str) -> list[int]:
-        return [row["id"] for row in sink.json("list", *arguments)["dead_letters"]]
-
-    assert ids() == [first, second]
-    assert (ids("--group", "h"), ids("--topic", "t"), ids("--topic", "u")) == ([second], [first, second], [])
-    assert (ids("--cause", "undecodable"), ids("--limit", "1")) == ([first], [first])
-    assert "no more than 1 are shown" in sink.done("list", "--limit", "1")
-    (row, _) = sink.json("list")["dead_letters"]
-    assert not {"value", "headers"} & set(row)
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -12,11 +10,10 @@ from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver, without_spark
 from support import wait_until
 
-from outbox.consumer.errors import ConsumerUnavailable, DataLost, TopicRecreated
+from outbox.consumer.errors import DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
 from outbox.errors import NotFound, OperationRefused
-from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 
 __all__ = ["driver", "without_spark"]
 
@@ -173,28 +170,6 @@ def test_many_partitions_take_turns(outbox_postgres, outbox_kafka, restarted):
         assert {part for one in three for part in one} == set(range(40))
 
 
-def test_a_round_that_fails_keeps_nobody_who_waits_behind_it(outbox_postgres, outbox_kafka):
-    driver = Driver(outbox_postgres, outbox_kafka, 40)
-    for part in range(40):
-        driver.send(part, 3)
-    runner = driver.runner = driver.start(most=16)
-    tried: list[set[int]] = []
-
-    def apply(span: OffsetRanges, generation: int) -> Counts:
-        tried.append({part for _, part in span.ranges})
-        if 0 in tried[-1]:
-            raise ConsumerUnavailable("partition 0 can't be read")
-        runner._rounds._step_over(span, RoundState(), generation)
-        return Counts()
-
-    runner._rounds.apply = apply
-    for _ in range(6):
-        with suppress(ConsumerUnavailable):
-            runner._round(None)
-    assert set().union(*tried) == set(range(40))
-    assert sum(0 in one for one in tried) < 4
-
-
 def test_a_group_that_has_lost_a_topic_is_not_new(driver):
     """The topic was made again, and its old offsets were forgotten: what it holds now was never read."""
     driver.runner = driver.start(start="latest")
@@ -320,18 +295,3 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
     open_one.abort_transaction(30)
     wait_until(lambda: driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].end == 6, what="the abort")
     assert driver.offsets().show(GROUP)[0][0].positions[0].lag == 6
-
-
-def test_high_watermarks_are_asked_for_now_and_then_only(driver, monkeypatch):
-    monkeypatch.setattr("spark_jobs.driver.runner._PINNED_SECONDS", 3600.0)
-    asked: list[bool] = []
-    look = driver.runner._kafka.look
-
-    def counted(topics, *, high_watermarks=False):
-        asked.append(high_watermarks)
-        return look(topics, high_watermarks=high_watermarks)
-
-    monkeypatch.setattr(driver.runner._kafka, "look", counted)
-    for _ in range(3):
-        driver.runner._round(None)
-    assert asked == [True, False, False]
