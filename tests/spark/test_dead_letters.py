@@ -159,8 +159,7 @@ def test_a_thousand_at_fault_among_ten_thousand(bench):
 GOOD = 20
 
 
-@pytest.mark.parametrize("way", ["driver", "spark"])
-def test_two_topics_whose_messages_are_of_different_types(bench, way):
+def test_two_topics_whose_messages_are_of_different_types(bench):
     """One group: each topic's dead letters are its own, and one of them is set back without the other."""
     orders, payments = (bench.topics.create_topic(bench.topics.name(name), 2) for name in ("bought", "paid"))
     job = ConsumerJob(
@@ -173,7 +172,6 @@ def test_two_topics_whose_messages_are_of_different_types(bench, way):
         schema="order_id string, cents long, payment long, paid decimal(10,2)",
         setup="CREATE TABLE IF NOT EXISTS orders (id text, cents int CONSTRAINT orders_sane CHECK (cents > 0), at int);"
         "CREATE TABLE IF NOT EXISTS payments (id bigint, paid numeric CONSTRAINT paid_sane CHECK (paid > 0), at int)",
-        transform=None if way == "driver" else lambda rows: rows,
     )
     send(bench, orders, [({"order_id": f"o{number}", "cents": 5}, f"k{number}", number % 2) for number in range(GOOD)])
     send(bench, payments, [({"payment": number, "paid": 5.25}, f"k{number}", number % 2) for number in range(GOOD)])

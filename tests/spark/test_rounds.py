@@ -220,8 +220,8 @@ WAYS = {
 @pytest.mark.parametrize(
     ("wrong", "ways"),
     [
-        ("undecodable", ["task", "spark", "batch", "shuffle"]),
-        ("no id", ["task", "batch"]),
+        ("undecodable", ["task", "shuffle"]),
+        ("no id", ["batch"]),
         ("not for Postgres", ["task", "shuffle"]),
         ("rejected", ["spark"]),
         ("forgotten", ["task"]),
