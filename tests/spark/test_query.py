@@ -18,7 +18,7 @@ import pytest
 from bench import Bench
 from uuid_utils.compat import uuid7
 
-from outbox.consumer.errors import EffectFailed, Fenced, JobError
+from outbox.consumer.errors import EffectFailed, JobError
 from outbox.errors import ConfigurationError
 from spark_jobs import ConsumerJob, RunningConsumer, run
 from spark_jobs.spark import session
@@ -163,18 +163,6 @@ def test_two_groups_beside_each_other(bench, start):
     second.wait_until_caught_up()
     assert len(seen(bench, "two")) == 4_010
     assert len(seen(bench, "one")) == 4_000
-
-
-def test_the_younger_of_one_group_takes_it_over(bench, start):
-    first = start(job(bench), bench.spark, "continuous")
-    first.wait_until_caught_up()
-    second = start(job(bench), bench.spark, "continuous")
-    with pytest.raises(Fenced, match="taken over from generation 1: generation 2 now"):
-        first.wait(60)
-    assert isinstance(first.error, Fenced)
-    send(bench, [1])
-    second.wait_until_caught_up()
-    assert (second.running, seen(bench)) == (True, [1])
 
 
 def test_views_and_settings_of_the_users_session(bench, start):
