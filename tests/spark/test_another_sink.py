@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
-from uuid_utils import uuid7
 
 from outbox.consumer.model import Range
 from spark_jobs.driver.partition_attempts import PartitionAttempts
@@ -27,13 +26,8 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path):
             "INSERT INTO offsets (grp, topic, part, topic_id, next_offset, generation) VALUES ('g', ?, ?, 'id', 0, 1)",
             [(bench.topic, part) for part in (0, 1)],
         )
-    producer = bench.producer(**{"linger.ms": 50})
-    for number in range(MESSAGES):
-        value = b"no JSON" if number == 7 else b'{"n": %d}' % number
-        producer.produce(bench.topic, value, b"k", 0, headers=[("ce_id", str(uuid7()).encode())])
-        producer.poll(0)
-    producer.produce(bench.topic, b'{"n": -1}', b"k", 1, headers=[("ce_id", str(uuid7()).encode())])
-    assert producer.flush(60) == 0
+    bench.produce((b"no JSON" if number == 7 else {"n": number}, "k", 0) for number in range(MESSAGES))
+    bench.produce([({"n": -1}, "k", 1)])
 
     job = ConsumerJob(
         "g",

@@ -108,11 +108,7 @@ def test_a_partition_added_waits_for_what_its_keys_have_in_others(bench):
     """A backlog of one key in the old partition; its next message goes to a new one, and is applied last."""
     bench.send("a", 1, key="a")
     bench.once()
-    producer = bench.producer()
-    for seq in range(2, 3_001):
-        payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
-        producer.produce(bench.topic, json.dumps(payload), "a", headers=[("ce_id", str(uuid7()).encode())])
-    assert producer.flush(60) == 0
+    bench.orders(["a"], range(2, 3_001))
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
     wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
@@ -157,10 +153,7 @@ def test_a_partition_added_that_was_seen_empty_waits_too(bench):
             headers = [("ce_id", str(uuid7()).encode())]
             producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=part)
 
-        producer = bench.producer()
-        for seq in range(2, 2_001):
-            send(producer, seq)
-        assert producer.flush(60) == 0
+        bench.orders(["a"], range(2, 2_001), part)
         hidden = bench.producer(**{"transactional.id": bench.topic})
         hidden.init_transactions(30)
         hidden.begin_transaction()

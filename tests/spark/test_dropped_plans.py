@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import replace
 
 import pytest
+from bench import order
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
@@ -32,14 +32,8 @@ def nothing(rows):
 
 @pytest.mark.parametrize(("atomic", "transform"), [("partition", nothing), ("batch", with_nobody)])
 def test_what_does_not_decode_is_a_dead_letter_all_the_same(bench, atomic, transform):
-    producer = bench.producer(**{"linger.ms": 20})
-    for part in range(2):
-        for number in range(MESSAGES):
-            order = {"order_id": "a", "seq": number, "customer": "c", "amount_cents": 1, "status": "s"}
-            value = b"{" if number == BAD else json.dumps(order).encode()
-            producer.produce(bench.topic, value, "a", part, headers=[("ce_id", str(uuid7()).encode())])
-            producer.poll(0)
-    assert producer.flush(60) == 0
+    numbers = range(MESSAGES)
+    bench.produce((b"{" if n == BAD else order("a", n), "a", part) for part in range(2) for n in numbers)
     job = replace(bench.job, atomic=atomic, transform=transform, max_dead=10)
     totals = bench.once(job, max_records=2 * MESSAGES)
     # Behind a join, one transaction remembers messages before it knows what the transform leaves of them.

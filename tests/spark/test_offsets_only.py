@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,11 @@ from bench import Bench
 from confluent_kafka import Producer
 from faults import by_map, fault_at, reading
 from support import wait_until
-from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
 from outbox.external import External
 from outbox.testing.fixtures import Topics
-from relay.cli.app import app
 from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.effects.produce import Produce
@@ -101,6 +96,7 @@ def once_each(bench: Bench) -> None:
 
 def test_a_killed_driver_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path):
     """A task outlives it in the transaction whose effect is done, and whose COMMIT waits for us."""
+    bench.topic = topic
     (tmp_path / "jobs.py").write_text(
         f"""
 from spark_jobs import ConsumerJob, OffsetsOnly
@@ -118,7 +114,7 @@ job = ConsumerJob(
     most = 5_000
     with psycopg.connect(bench.database.url, autocommit=True) as holding:
         holding.execute("SELECT pg_advisory_lock(42)")
-        process = consume(bench, tmp_path, "--continuous", "--max-records", str(most))
+        process = bench.consume(tmp_path, "--continuous", "--max-records", str(most), job="jobs:job")
         waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' "
         waits += "AND application_name = 'outbox consumer killed'"
         try:
@@ -129,26 +125,10 @@ job = ConsumerJob(
             process.wait()
         # Of the range in question nothing is there yet, and of those before it all.
         assert bench.rows("SELECT count(*) FROM seen") == [(FAULT // most * most,)]
-    process = consume(bench, tmp_path, "--once", "--max-records", str(most))
+    process = bench.consume(tmp_path, "--once", "--max-records", str(most), job="jobs:job")
     assert process.wait(240) == 0, (tmp_path / "consume.log").read_text()[-3000:]
     once_each(bench)
     assert "no ids are remembered" in (tmp_path / "consume.log").read_text()
-
-
-def consume(bench: Bench, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run ``outbox consume jobs:job …``, with the module from this folder."""
-    environment = os.environ | {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-    }
-    with (folder / "consume.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "consume", "jobs:job", *arguments],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
 
 
 REPEATED = 3_000
@@ -177,19 +157,11 @@ def test_what_a_source_repeats_is_applied_twice(bench: Bench):
             (n, times) for n in range(REPEATED)
         ]
         # So with a group that is set back; and the command says which of the two it will be.
-        said = command(bench, "offsets", "reset", group, "--topic", topic, "--to", "earliest", "--reason", "test")
+        said = " ".join(
+            bench.command("offsets", "reset", group, "--topic", topic, "--to", "earliest", "--reason", "test").split()
+        )
         assert "a job with OffsetsOnly remembers none, and applies it again" in said
         assert bench.once(job).applied == (2 * REPEATED if times == 2 else 0)
-
-
-def command(bench: Bench, *arguments: str) -> str:
-    environment = {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-    }
-    done = CliRunner().invoke(app, arguments, env=environment)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return " ".join(done.stdout.split())
 
 
 LETTERS = 2_000
@@ -227,8 +199,7 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE message_id IS NOT NULL") == [(0,)]
 
     bench.run("ALTER TABLE seen DROP CONSTRAINT sane; UPDATE state SET mended = true")
-    command(
-        bench,
+    bench.command(
         "dead-letters",
         "discard",
         "--side",
@@ -237,7 +208,7 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
         "never right",
         str(letter(bench, UNREADABLE)),
     )
-    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
     assert bench.once(job).applied == len(held) - 1
     # Nor does a round that comes after it.
     assert bench.once(job).applied == 0
@@ -273,7 +244,7 @@ def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench):
     assert bench.once(job).applied == FEW
     events = "SELECT count(*), count(DISTINCT event_id), count(DISTINCT aggregate_id) FROM outbox.events"
     assert bench.rows(events) == [(FEW, FEW, FEW)]
-    command(bench, "offsets", "reset", "g", "--topic", topic, "--to", "earliest", "--reason", "test")
+    bench.command("offsets", "reset", "g", "--topic", topic, "--to", "earliest", "--reason", "test")
     assert bench.once(job).applied == FEW
     assert bench.rows(events) == [(2 * FEW, FEW, FEW)]
     assert bench.rows("SELECT count(*) FROM consumer.reservations") == [(FEW,)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -38,11 +37,7 @@ def job(bench: Bench, group: str = "one", **declared: Any) -> ConsumerJob:
 
 
 def send(bench: Bench, numbers: Any, partition: int = 0) -> None:
-    producer = bench.producer()
-    for n in numbers:
-        headers = [("ce_id", str(uuid7()).encode())]
-        producer.produce(bench.topic, json.dumps({"n": n}).encode(), b"k", headers=headers, partition=partition)
-    assert producer.flush(30) == 0
+    bench.produce(({"n": n}, "k", partition) for n in numbers)
 
 
 def seen(bench: Bench, group: str = "one") -> list[int]:
