@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from failing_relays import add, delivery, event, headers, lease_runs_out, names, outbox, routes, rows, url
+import pytest
+from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, rows, url
 from support import drained, wait_until
 
 __all__ = ["delivery", "url"]
@@ -34,6 +35,7 @@ def test_every_published_event_is_archived_with_its_place(outbox_postgres, outbo
     assert [name.partition("_20")[0] for (name,) in partitions] == ["outbox.published"]
 
 
+@pytest.mark.parametrize("delivery", DELIVERIES, indirect=True)
 def test_after_a_kill_each_event_is_archived_once(url, outbox_kafka, outbox_relay, delivery):
     topic = outbox_kafka.create_topic(outbox_kafka.name("archived"))
     settings = delivery | {"relay__archive_days": 7}

@@ -1,4 +1,7 @@
-"""Real relay processes under load, joined, stopped and killed; held against the business rows afterwards."""
+"""Real relay processes under load, joined, stopped and killed; held against the business rows afterwards.
+
+Exactly-once: test_exactly_once.py.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,14 @@ LEASE = 8.0
 BATCH = 20
 
 
-@pytest.fixture(params=["at-least-once", "exactly-once"])
-def delivery(request, outbox_kafka):
-    """Settings of a relay for this delivery, of an outbox that no other test has. More in test_exactly_once.py."""
-    return {"delivery": request.param, "name": outbox_kafka.name("outbox")}
-
-
-def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, delivery):
+def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
     """One that stops frees its lanes at once. Those of one that is killed are taken when its lease has run out: not a
     moment before, and soon after.
     """
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
-    settings = delivery | {"relay__lease_seconds": LEASE, "relay__batch_size": BATCH}
+    settings = {"relay__lease_seconds": LEASE, "relay__batch_size": BATCH}
     with Load(url, kind) as load:
         first = outbox_relay(relay__instance="first", **settings)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
@@ -64,13 +61,9 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, deli
             assert ends[lane] <= at <= ends[lane] + dt.timedelta(seconds=1 + patience())
         wait_until(lambda: load.committed() > before + 100, what="more load")
         load.drain()
-    messages = outbox_kafka.consume(topic)
-    repeats = check(url, messages)
-    if delivery["delivery"] == "exactly-once":
-        assert repeats == 0
-    else:
-        # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
-        assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
+    # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
+    repeats = check(url, outbox_kafka.consume(topic))
+    assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
 
 
 def note_owners(url: str) -> None:
@@ -88,11 +81,11 @@ def note_owners(url: str) -> None:
 
 
 @pytest.mark.chaos
-def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, chance, delivery):
+def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, chance):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
-    settings = delivery | {"relay__lease_seconds": 20, "relay__batch_size": 20}
+    settings = {"relay__lease_seconds": 20, "relay__batch_size": 20}
     crashes = Crashes(url, kind, 20)
     names = ["first", "second"]
     with Load(url, kind) as load:
@@ -108,10 +101,7 @@ def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, ch
             relays[name] = outbox_relay(relay__instance=name, **settings)
         load.drain()
     messages = outbox_kafka.consume(topic)
-    if delivery["delivery"] == "exactly-once":
-        assert check(url, messages) == 0
-    else:
-        assert check(url, messages) == sum(crashes.repeats(messages))
+    assert check(url, messages) == sum(crashes.repeats(messages))
 
 
 def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
@@ -239,44 +229,6 @@ def test_at_most_once_while_servers_are_killed(private_postgres, private_kafka, 
     missing = check_at_most_once(url, topics.consume(topic))
     # The relay that was killed had a batch of each lane in hand at most.
     assert 0 < missing <= said_to_be_lost(first) + said_to_be_lost(relay) + 4 * BATCH
-
-
-def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(
-    outbox_postgres, outbox_kafka, outbox_relay, delivery
-):
-    kind = outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    relay = outbox_relay(create_topics=False, **delivery)
-    with Load(outbox_postgres.url, kind, threads=1) as load:
-        wait_until(lambda: load.committed() > 20, what="some load")
-    relay.wait_for_log(f"topic '{topic}' does not exist")
-    assert "OUTBOX_CREATE_TOPICS" in relay.log()
-    assert backlog(outbox_postgres.url) == load.committed()
-    outbox_kafka.create_topic(topic, 2)
-    load.drain()
-    # Nothing of it was sent before, so nothing is sent twice.
-    assert check(outbox_postgres.url, outbox_kafka.consume(topic)) == 0
-    with psycopg.connect(outbox_postgres.url) as connection:
-        assert connection.execute("SELECT count(*) FROM outbox.failures").fetchone() == (0,)
-
-
-def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(
-    outbox_postgres, outbox_kafka, outbox_relay, delivery
-):
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    relay = outbox_relay(**delivery)
-    relay.wait_for_log("lanes acquired")
-    with Load(url, kind) as load:
-        wait_until(lambda: load.committed() > 300, what="some load")
-        relay.terminate()
-        assert relay.wait() == 0
-        assert owners(url) == {}
-        with psycopg.connect(url) as connection:
-            assert connection.execute("SELECT count(*) FROM outbox.relays").fetchone() == (0,)
-    # What was sent was also settled: after a clean stop another relay repeats nothing.
-    outbox_relay(**delivery)
-    load.drain()
-    assert check(url, outbox_kafka.consume(f"{kind.lower()}-events")) == 0
 
 
 def test_settings_that_can_not_work_end_the_command_with_one_line(outbox_relay, outbox_postgres, outbox_kafka):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,7 +13,6 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka.admin import (
-    AclBinding,
     AclBindingFilter,
     AclOperation,
     AclPermissionType,
@@ -22,71 +20,31 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from proxy import TcpProxy
+from secured import PASSWORD, Certificates, allow, secured_kafka
 from support import Crashes, Load, check, look_up, order, wait_until
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.consumer.errors import NotAuthorized
-from outbox.consumer.model import Range
-from outbox.sandbox.java import java
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
-from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 __all__ = ["order"]
 
-PASSWORD = "correct horse"
 BATCH = 50
 
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
-    """Settings of a client of such a Kafka, which has to have TLS, a password and rights.
-
-    The tests themselves come by another listener, as a superuser.
-    """
-    directory = tmp_path_factory.mktemp("tls")
-    keys, certificate = directory / "keys.p12", directory / "certificate.pem"
-    keytool = java().resolve().with_name("keytool")
-    store = ["-keystore", str(keys), "-storepass", "changeit", "-alias", "broker"]
-    for command in (
-        ["-genkeypair", *store, "-keyalg", "EC", "-dname", "CN=broker", "-ext", "SAN=ip:127.0.0.1", "-validity", "7"],
-        ["-exportcert", *store, "-rfc", "-file", str(certificate)],
-    ):
-        subprocess.run([keytool, *command], check=True, capture_output=True)
-    settings = {
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
-        "listener.name.proxied.ssl.keystore.location": str(keys),
-        "listener.name.proxied.ssl.keystore.password": "changeit",
-        "listener.name.proxied.ssl.keystore.type": "PKCS12",
-        "listener.name.proxied.sasl.enabled.mechanisms": "PLAIN",
-        "listener.name.proxied.plain.sasl.jaas.config": (
-            f'org.apache.kafka.common.security.plain.PlainLoginModule required user_relay="{PASSWORD}";'
-        ),
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": "User:ANONYMOUS",
-    }
-    with (
-        TcpProxy("127.0.0.1", None) as proxy,
-        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
-    ):
-        proxy.lead_to(cluster.proxied_port)
-        yield {
-            "past_all_this": cluster.bootstrap_servers,
-            "kafka__bootstrap_servers": proxy.address,
-            "kafka__security_protocol": "SASL_SSL",
-            "kafka__ssl_ca_location": str(certificate),
-            "kafka__sasl_mechanism": "PLAIN",
-            "kafka__sasl_username": "relay",
-            "kafka__sasl_password": PASSWORD,
-        }
+    """Settings of a client of such a Kafka, and of a superuser who comes by another listener."""
+    with secured_kafka(Certificates.made(tmp_path_factory.mktemp("tls"))) as (admin, past_all_this, options):
+        settings = {f"kafka__{name.replace('.', '_')}": value for name, value in options.items()}
+        yield {"admin": admin, "past_all_this": past_all_this, **settings}
 
 
 def documented() -> list[tuple[ResourceType, str, list[AclOperation], str]]:
@@ -107,26 +65,18 @@ def documented() -> list[tuple[ResourceType, str, list[AclOperation], str]]:
 
 def grant(admin: AdminClient, delivery: str, name: str, topics: list[str]) -> None:
     """Grant what the docs list for this delivery, of an outbox of this name, to the relay's user."""
-    rules = []
     for kind, names, operations, deliveries in documented():
-        if deliveries not in {"every delivery", f"`{delivery}`"}:
-            continue
-        written = names.split("`")[1].replace("outbox", name) if "`" in names else ""
-        pattern = ResourcePatternType.PREFIXED if "begins with" in names else ResourcePatternType.LITERAL
-        rules += [
-            AclBinding(kind, resource, pattern, "User:relay", "*", operation, AclPermissionType.ALLOW)
-            for resource in ([written] if written else topics)
-            for operation in operations
-        ]
-    for answer in admin.create_acls(rules).values():
-        answer.result()
+        if deliveries in {"every delivery", f"`{delivery}`"}:
+            written = names.split("`")[1].replace("outbox", name) if "`" in names else ""
+            prefix = "*" if "begins with" in names else ""
+            for resource in [written] if written else topics:
+                allow(admin, kind, resource + prefix, *operations)
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, outbox_relay, secured, delivery):
     url, settings = outbox_postgres.url, dict(secured)
-    past_all_this = settings.pop("past_all_this")
-    admin = AdminClient({"bootstrap.servers": past_all_this})
+    admin, past_all_this = settings.pop("admin"), settings.pop("past_all_this")
     with Topics(past_all_this) as topics:
         kind, name = topics.name("Order"), topics.name("outbox")
         topic = topics.create_topic(f"{kind.lower()}-events", 3)
@@ -174,16 +124,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
             with psycopg.connect(url) as connection:
                 connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 5")
                 Outbox().add_many(connection, [Event(kind, f"k{number}", "Said", {}) for number in range(40)])
-            rule = AclBinding(
-                ResourceType.TOPIC,
-                topic,
-                ResourcePatternType.LITERAL,
-                "User:relay",
-                "*",
-                AclOperation.READ,
-                AclPermissionType.ALLOW,
-            )
-            admin.create_acls([rule])[rule].result()
+            allow(admin, ResourceType.TOPIC, topic, AclOperation.READ)
             compared = run_outbox(url, settings, "relay", "reconcile", "--json")
             lanes = json.loads(compared.stdout)["lanes"]
             assert (compared.returncode, sum(lane["rows"] for lane in lanes)) == (1, 40), compared.stderr
@@ -194,17 +135,15 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
         admin.delete_acls([everything])[everything].result()
 
 
-@pytest.mark.parametrize("wrong", ["password", "rights"])
-def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch, wrong):
+def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch):
     """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
     db.upgrade_consumer(outbox_postgres.url)
     kafka = {
-        name.removeprefix("kafka__").replace("_", "."): str(value)
+        name.removeprefix("kafka__").replace("_", "."): value
         for name, value in secured.items()
         if name.startswith("kafka__")
     }
-    if wrong == "password":
-        kafka["sasl.password"] = "incorrect"
+    kafka["sasl.password"] = "incorrect"
     reports: list[str] = []
     with Topics(secured["past_all_this"]) as topics:
         topic = topics.create_topic(topics.name("refused"), 1)
@@ -217,18 +156,3 @@ def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured
         with runner, pytest.raises(NotAuthorized, match="look at the credentials and the ACLs"):
             runner.continuous(threading.Event())
     assert reports.count("waiting for a server") > 2
-
-
-def test_a_reader_says_that_it_was_refused(secured):
-    options = {
-        "bootstrap.servers": secured["kafka__bootstrap_servers"],
-        "security.protocol": "SASL_SSL",
-        "ssl.ca.location": secured["kafka__ssl_ca_location"],
-        "sasl.mechanism": "PLAIN",
-        "sasl.username": "relay",
-        "sasl.password": "incorrect",
-    }
-    reader = RangeReader(ReaderSettings(options, "refused", patience_seconds=2.0))
-    with pytest.raises(NotAuthorized, match="reading t-0 from offset 5"):
-        list(reader.range(("t", 0), Range("id", 5, 6)))
-    reader.close()

@@ -67,11 +67,9 @@ WAYS = {
 @pytest.mark.parametrize(
     ("delivery", "source", "way", "killed"),
     [
-        ("at-least-once", "polling", "no leader", False),
-        ("exactly-once", "polling", "no leader", True),
         ("at-least-once", "polling", "no leader for one partition of three", False),
-        ("exactly-once", "polling", "too few in sync", False),
-        ("exactly-once", "wal", "no leader", False),
+        ("exactly-once", "polling", "no leader", True),
+        ("exactly-once", "wal", "too few in sync", False),
     ],
 )
 def test_a_topic_that_takes_nothing_waits_and_others_go_on(

@@ -76,6 +76,7 @@ def said(relay: Any, text: str, topic: str) -> list[str]:
 UNUSABLE, USABLE = "topic can't be written to; its events wait", "topic can be written to again"
 
 
+@pytest.mark.parametrize("delivery", ["exactly-once"], indirect=True)
 def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, guarded_kafka, outbox_relay, delivery):
     """More than one batch of each, all mixed. No event is at fault: no attempt is counted, nothing is a dead letter."""
     topics = Topics(guarded_kafka.bootstrap_servers)

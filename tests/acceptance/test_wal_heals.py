@@ -11,7 +11,6 @@ import signal
 import urllib.request
 
 import psycopg
-import pytest
 from support import Load, check, look_up, order, wait_until
 from wal_support import done, more, streaming, to_wal, wal
 
@@ -47,19 +46,14 @@ def lose_wal(admin):
     wait_until(lost, 30, "the slot to be lost")
 
 
-@pytest.mark.parametrize(
-    ("delivery", "killed_at"),
-    [("at-least-once", ()), ("exactly-once", ("heal.dropped", "heal.made", "heal.noted"))],
-    ids=["at-least-once", "exactly-once"],
-)
-def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_relay, wal, order, delivery, killed_at):
+def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_relay, wal, order):
     """While no relay is there. One after the other is killed in the middle of the repair; then two begin together."""
     kind, topic = order
     server = private_postgres(
         {"fsync": "off", "max_slot_wal_keep_size": "1MB", "wal_keep_size": "0", "min_wal_size": "32MB"}
     )
     url = private_postgres.database(server).url
-    settings = wal | PATIENT | {"delivery": delivery, "relay__batch_size": 1000}
+    settings = wal | PATIENT | {"delivery": "exactly-once", "relay__batch_size": 1000}
     to_wal(url, settings)
     with psycopg.connect(url, autocommit=True) as admin:
         # With no rights but those of a relay.
@@ -74,7 +68,7 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
             assert relay.wait() == 0
             admin.execute(BULK, [kind])
             lose_wal(admin)
-            for place in killed_at:
+            for place in ("heal.dropped", "heal.made", "heal.noted"):
                 killed = outbox_relay(database_url=as_relay, env={"OUTBOX_FAILPOINTS": f"{place}=kill"}, **settings)
                 assert killed.wait(60) == -signal.SIGKILL
                 assert audited(url) == 0

@@ -12,7 +12,6 @@ from outbox._app import migrate as db
 
 __all__ = ["order", "wal"]
 
-DELIVERIES = ["at-least-once", "exactly-once"]
 KEYS = 300
 LARGE = 900_000
 
@@ -29,8 +28,7 @@ def write(url: str, kind: str, first: int, last: int) -> None:
             )
 
 
-@pytest.mark.parametrize("delivery", DELIVERIES)
-@pytest.mark.parametrize("lanes", [4, 64])
+@pytest.mark.parametrize(("delivery", "lanes"), [("at-least-once", 4), ("exactly-once", 64)])
 def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, lanes
 ):
@@ -56,12 +54,11 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     assert repeats <= (8000 if delivery == "at-least-once" else 0)
 
 
-@pytest.mark.parametrize("delivery", DELIVERIES)
-def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery):
+def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
     url, (kind, topic) = outbox_postgres.url, order
     to_wal(url, wal)
     # What takes long here are the large events: neither their turn nor its lease is to run out meanwhile.
-    relay = outbox_relay(**wal | {"delivery": delivery, "relay__lease_seconds": 30})
+    relay = outbox_relay(**wal | {"relay__lease_seconds": 30})
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
     said = len(relay.log())
     count = 200

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from typing import Any
 
 import pytest
 from bench import Bench
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 from confluent_kafka.admin import AdminClient, NewPartitions
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from spark_jobs.driver.options import Totals
 
@@ -19,12 +17,6 @@ pytestmark = pytest.mark.spark
 
 BACKLOG = 1_200
 ROUND = 500
-
-
-def send(bench: Bench, producer: Producer, seq: int, part: int) -> None:
-    payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
-    headers = [("ce_id", str(uuid7()).encode())]
-    producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=part)
 
 
 def add_partition(bench: Bench) -> None:
@@ -42,34 +34,25 @@ def run_while_messages_come(bench: Bench, seq: int, count: int) -> Totals:
         def sending(text: str, figures: Any) -> None:
             report(text, figures)
             if text == "planned":
-                producer = bench.producer()
-                for one in range(seq, seq + count):
-                    send(bench, producer, one, 0)
-                assert producer.flush(60) == 0
+                bench.orders(["a"], range(seq, seq + count), 0)
 
         runner._report = sending
         return runner.once(threading.Event())
 
 
 def test_runs_of_once_reach_the_ends_that_the_first_one_has_stored(bench):
-    producer = bench.producer()
-    send(bench, producer, 1, 0)
-    assert producer.flush(60) == 0
+    bench.orders(["a"], [1], 0)
     bench.once()
     add_partition(bench)
-    for seq in range(2, BACKLOG + 1):
-        send(bench, producer, seq, 0)
-    assert producer.flush(60) == 0
+    bench.orders(["a"], range(2, BACKLOG + 1), 0)
 
     def sent_to_the_new_one() -> bool:
         # A producer that knew the topic before learns of the partition minutes later.
-        fresh = bench.producer()
-        fresh.list_topics(bench.topic, 30)
         try:
-            send(bench, fresh, BACKLOG + 601, 2)
+            bench.orders(["a"], [BACKLOG + 601], 2)
         except KafkaException:
             return False
-        return fresh.flush(60) == 0
+        return True
 
     wait_until(sent_to_the_new_one, what="the new partition to take messages")
     # The ends that count are those when the run looked: 600 messages beyond what this run reads.

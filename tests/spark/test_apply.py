@@ -7,7 +7,6 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
-import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
@@ -51,33 +50,12 @@ def test_what_the_producer_repeats_is_applied_once(bench):
     assert bench.totals()["a"] == (30, 3, 3, 0, "s3")
 
 
-def test_repeats_within_one_runner_take_the_slow_path_and_still_count(bench):
-    runner = bench.runner()
-    stop = threading.Event()
-    known = bench.send("a", 1)
-    runner.once(stop)
-    for seq in (2, 3, 4):
-        bench.send("a", 1, event_id=known)
-        bench.send("a", seq)
-        totals = runner.once(stop)
-    assert (totals.read, totals.applied, totals.duplicates) == (7, 4, 3)
-    assert bench.totals()["a"] == (40, 4, 4, 0, "s4")
-
-
 def test_an_event_out_of_order_shows(bench):
     """The proof that the reconciliation's last column can be other than 0."""
     for seq in (1, 3, 2):
         bench.send("a", seq)
     bench.once()
     assert bench.totals()["a"][3] == 2
-
-
-def test_rounds_are_clipped_to_max_records(bench):
-    for seq in range(1, 21):
-        bench.send("a", seq)
-    totals = bench.once(max_records=6)
-    assert (totals.read, totals.applied, totals.rounds) == (20, 20, 4)
-    assert bench.totals()["a"] == (200, 20, 20, 0, "s20")
 
 
 def test_the_older_consumer_is_fenced_and_the_younger_goes_on(bench):
@@ -93,59 +71,6 @@ def test_the_older_consumer_is_fenced_and_the_younger_goes_on(bench):
     assert bench.totals()["a"] == (20, 2, 2, 0, "s2")
     younger.once(stop)
     assert bench.totals()["a"] == (30, 3, 3, 0, "s3")
-
-
-def test_a_task_of_an_older_generation_writes_nothing(bench):
-    """The fence in the transaction itself: planned before the take-over, run after it."""
-    bench.send("a", 1)
-    runner = bench.runner()
-    generation = runner._begin()
-    attempt = runner._rounds._attempts.attempt
-
-    def taken_over_meanwhile(*arguments):
-        bench.runner()._begin()
-        return attempt(*arguments)
-
-    runner._rounds._attempts.attempt = taken_over_meanwhile
-    with pytest.raises(Fenced, match=f"taken over from generation {generation}"):
-        runner.once(threading.Event())
-    assert bench.totals() == {}
-    assert sum(bench.positions().values()) == 0
-
-
-def test_a_retry_after_commit_is_seen_as_applied(bench):
-    """The task's transaction commits and the answer is lost: the same range comes again."""
-    bench.send("a", 1)
-    runner = bench.runner()
-    attempt = runner._rounds._attempts.attempt
-
-    def twice(*arguments):
-        first, second = attempt(*arguments), attempt(*arguments)
-        # Known by its offsets, before the dedup table is even asked.
-        assert {one.outcome for one in second.values()} == {"already"}
-        return first
-
-    runner._rounds._attempts.attempt = twice
-    totals = runner.once(threading.Event())
-    assert bench.totals()["a"] == (10, 1, 1, 0, "s1")
-    assert (totals.applied, totals.duplicates) == (1, 0)
-
-
-def test_a_task_that_fails_before_commit_is_tried_again_by_spark(bench, tmp_path):
-    marker = tmp_path / "failed-once"
-
-    def effect(cursor, table):
-        cursor.execute("INSERT INTO seen SELECT message_id FROM batch")
-        if not marker.exists():
-            marker.touch()
-            raise psycopg.OperationalError("the server closed the connection")
-
-    with psycopg.connect(bench.database.url) as connection:
-        connection.execute("CREATE TABLE seen (id uuid)")
-    bench.send("a", 1)
-    totals = bench.once(replace(bench.job, effect=effect, setup=None))
-    assert marker.exists()
-    assert (totals.applied, bench.rows("SELECT count(*) FROM seen")) == (1, [(1,)])
 
 
 def test_a_driver_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(bench):
@@ -179,45 +104,11 @@ def test_a_driver_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(bench)
     ]
 
 
-def test_a_python_effect_gets_the_fresh_rows(bench):
-    def effect(cursor, table):
-        rows = list(zip(table["order_id"].to_pylist(), table["seq"].to_pylist(), strict=True))
-        cursor.executemany("INSERT INTO seen VALUES (%s, %s)", rows)
-
-    with psycopg.connect(bench.database.url) as connection:
-        connection.execute("CREATE TABLE seen (order_id text, seq int)")
-    job = replace(bench.job, effect=effect, setup=None)
-    known = bench.send("a", 1)
-    bench.once(job)
-    bench.send("a", 1, event_id=known)
-    bench.send("a", 2)
-    bench.once(job)
-    assert bench.rows("SELECT order_id, seq FROM seen ORDER BY seq") == [("a", 1), ("a", 2)]
-
-
-def test_a_partition_added_is_picked_up(bench):
-    for order in "abcdefgh":
-        bench.send(order, 1)
-    bench.once()
-    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
-    admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
-    wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
-    payload = json.dumps({"order_id": "new", "seq": 1, "customer": "c", "amount_cents": 1, "status": "s"}).encode()
-    wait_until(lambda: _accepts(bench, payload), what="the new partition to take messages")
-    bench.once()
-    assert bench.totals()["new"][1] == 1
-    assert bench.positions().keys() == {0, 1, 3}
-
-
 def test_a_partition_added_waits_for_what_its_keys_have_in_others(bench):
     """A backlog of one key in the old partition; its next message goes to a new one, and is applied last."""
     bench.send("a", 1, key="a")
     bench.once()
-    producer = bench.producer()
-    for seq in range(2, 3_001):
-        payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
-        producer.produce(bench.topic, json.dumps(payload), "a", headers=[("ce_id", str(uuid7()).encode())])
-    assert producer.flush(60) == 0
+    bench.orders(["a"], range(2, 3_001))
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
     wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
@@ -262,10 +153,7 @@ def test_a_partition_added_that_was_seen_empty_waits_too(bench):
             headers = [("ce_id", str(uuid7()).encode())]
             producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=part)
 
-        producer = bench.producer()
-        for seq in range(2, 2_001):
-            send(producer, seq)
-        assert producer.flush(60) == 0
+        bench.orders(["a"], range(2, 2_001), part)
         hidden = bench.producer(**{"transactional.id": bench.topic})
         hidden.init_transactions(30)
         hidden.begin_transaction()

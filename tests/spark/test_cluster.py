@@ -76,18 +76,6 @@ job = replace(
     order_totals.job, effect=effect, transform=lambda rows: rows.withColumn("order_id", passing("order_id"))
 )
 """,
-    "jobs/plain.py": """
-from spark_jobs.effects.mapped import Insert
-from spark_jobs.job import ConsumerJob
-
-job = ConsumerJob(
-    "plain",
-    ["plain"],
-    Insert("seen", {"n": "n", "part": "message_part", "at": "message_offset"}),
-    schema="n int",
-    setup="CREATE TABLE IF NOT EXISTS seen (n int PRIMARY KEY, part int, at bigint)",
-)
-""",
 }
 
 
@@ -123,9 +111,7 @@ def project(tmp_path) -> Project:
 
 
 @contextmanager
-def submitted(
-    project: Project, cluster: Cluster, bench: Bench, *options: str, job: str = "jobs.orders:job", most: int = 1500
-) -> Iterator[subprocess.Popen[bytes]]:
+def submitted(project: Project, cluster: Cluster, bench: Bench, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run the command that ``outbox spark package`` prints, with the cluster's options, from the user's folder."""
     env = os.environ | {
         "OUTBOX_DATABASE_URL": bench.database.url,
@@ -134,7 +120,7 @@ def submitted(
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PATH": f"{SPARK_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
-    packaging = [sys.executable, "-m", "relay.cli", "spark", "package", job]
+    packaging = [sys.executable, "-m", "relay.cli", "spark", "package", "jobs.orders:job"]
     packaged = subprocess.run(packaging, env=env, cwd=project.folder, capture_output=True, text=True, check=True)
     command = shlex.split(packaged.stdout[packaged.stdout.index("spark-submit") :].replace("\\\n", " "))
     assert command[-1] == "--once"
@@ -145,7 +131,7 @@ def submitted(
         "spark.pyspark.python": cluster.python,
     }
     conf = [word for item in settings.items() for word in ("--conf", "=".join(item))]
-    consume = ["--continuous", "--topic", bench.topic, "--max-records", str(most), "--json"]
+    consume = ["--continuous", "--topic", bench.topic, "--max-records", "1500", "--json"]
     with project.log.open("ab") as log:
         process = subprocess.Popen(
             [command[0], "--master", cluster.url, *conf, *options, *command[1:-1], *consume],
@@ -269,47 +255,3 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
     repeats = 20 * len(orders) // 19 + 40 * len(orders) // 19
     assert sum(bench.positions().values()) == total + repeats
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(total,)]
-
-
-def test_tasks_that_read_kafka_themselves_lose_their_executors(cluster, project, outbox_postgres, outbox_kafka):
-    """Killed with half of a range in the sink's table: another executor begins anew, behind the first one's locks."""
-    each, half = 5_000, 2_500
-    bench = Bench(None, outbox_postgres, outbox_kafka, partitions=3)
-    producer = bench.producer(**{"linger.ms": 20})
-    for part in range(3):
-        for at in range(each):
-            headers = [("ce_id", str(uuid7()).encode())]
-            producer.produce(bench.topic, json.dumps({"n": part * each + at}), partition=part, headers=headers)
-    assert producer.flush(60) == 0
-    bench.run("CREATE TABLE seen (n int PRIMARY KEY, part int, at bigint)")
-
-    def stuck() -> set[int]:
-        """The sessions of tasks that wait for a lock."""
-        query = (
-            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
-            "AND application_name = 'outbox consumer plain'"
-        )
-        return {pid for (pid,) in bench.rows(query)}
-
-    with (
-        psycopg.connect(bench.database.url) as connection,
-        submitted(project, cluster, bench, job="jobs.plain:job", most=200_000) as process,
-    ):
-        # Whoever inserts the same number waits for this transaction's end.
-        connection.execute("INSERT INTO seen (n) VALUES (%s)", (half,))
-        waiting(process, stuck, 240, "a task to be in the middle of its range")
-        first = stuck()
-        executors = cluster.executors()
-        assert len(executors) == 2
-        for executor in executors:
-            executor.kill()
-        waiting(process, lambda: stuck() - first, 240, "another attempt, in another executor")
-        assert bench.rows("SELECT count(*) FROM seen WHERE part = 0") == [(0,)]
-        connection.rollback()
-        waiting(process, lambda: sum(bench.positions().values()) == 3 * each, 240, "everything to be applied")
-        end(process)
-        assert process.wait(120) == 0
-    assert bench.rows("SELECT n, part, at FROM seen ORDER BY n") == [
-        (part * each + at, part, at) for part in range(3) for at in range(each)
-    ]
-    assert bench.rows("SELECT next_offset, applied, duplicates, dead FROM consumer.offsets") == [(each, each, 0, 0)] * 3

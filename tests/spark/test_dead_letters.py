@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,36 +12,13 @@ from typing import Any
 import pytest
 from bench import Bench
 from counting import Counting
-from typer.testing import CliRunner
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import EffectFailed
-from relay.cli.app import app
 from spark_jobs.driver.rounds import RETRIED_AT_ONCE
 from spark_jobs.errors import Reject
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
-
-
-def send(bench: Bench, topic: str, messages: Sequence[tuple[Any, str, int]]) -> None:
-    """Send a value, a key and a partition each, in this order."""
-    producer = bench.producer(**{"linger.ms": 20})
-    for value, key, part in messages:
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        producer.produce(topic, data, key, partition=part, headers=[("ce_id", str(uuid7()).encode())])
-    assert producer.flush(60) == 0
-
-
-def command(bench: Bench, *arguments: str) -> str:
-    """Run ``outbox …`` and return what it says."""
-    environment = {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-    }
-    done = CliRunner().invoke(app, arguments, env=environment)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.stdout
 
 
 LETTERS = 250
@@ -74,10 +49,10 @@ def test_three_pages_of_dead_letters_are_tried_again_in_order(bench):
     job = ConsumerJob("many", [bench.topic], not_yet, schema="n int", keep_order=True)
     refused = ", ".join(map(str, sorted(REFUSED)))
     bench.run(f"CREATE TABLE numbers (at serial, n int CONSTRAINT sane CHECK (n NOT IN ({refused})))")
-    send(bench, bench.topic, [({"n": n}, f"k{n % KEYS}", 0) for n in range(LETTERS)])
+    bench.produce([({"n": n}, f"k{n % KEYS}", 0) for n in range(LETTERS)])
     assert bench.once(job).dead == LETTERS
 
-    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
     pages: list[int] = []
     with bench.runner(replace(job, effect=effect)) as runner:
         attempt = runner._rounds._retry
@@ -102,7 +77,7 @@ def test_three_pages_of_dead_letters_are_tried_again_in_order(bench):
     assert "ValueError: no name" in error
 
     bench.run("ALTER TABLE numbers DROP CONSTRAINT sane")
-    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "many")
     assert bench.once(replace(job, effect=wholly)).applied == len(held)
     in_order(bench, set(range(LETTERS)))
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
@@ -124,7 +99,7 @@ FAULTS = [n for n in range(ROWS) if n // 10 % 10 == 3]
 
 def test_a_thousand_at_fault_among_ten_thousand(bench):
     topic = bench.topics.create_topic(bench.topics.name("rows"), 1)
-    send(bench, topic, [({"n": n}, "k", 0) for n in range(ROWS)])
+    bench.produce([({"n": n}, "k", 0) for n in range(ROWS)], topic)
     job = ConsumerJob(
         "bisected",
         [topic],
@@ -159,8 +134,7 @@ def test_a_thousand_at_fault_among_ten_thousand(bench):
 GOOD = 20
 
 
-@pytest.mark.parametrize("way", ["driver", "spark"])
-def test_two_topics_whose_messages_are_of_different_types(bench, way):
+def test_two_topics_whose_messages_are_of_different_types(bench):
     """One group: each topic's dead letters are its own, and one of them is set back without the other."""
     orders, payments = (bench.topics.create_topic(bench.topics.name(name), 2) for name in ("bought", "paid"))
     job = ConsumerJob(
@@ -173,12 +147,13 @@ def test_two_topics_whose_messages_are_of_different_types(bench, way):
         schema="order_id string, cents long, payment long, paid decimal(10,2)",
         setup="CREATE TABLE IF NOT EXISTS orders (id text, cents int CONSTRAINT orders_sane CHECK (cents > 0), at int);"
         "CREATE TABLE IF NOT EXISTS payments (id bigint, paid numeric CONSTRAINT paid_sane CHECK (paid > 0), at int)",
-        transform=None if way == "driver" else lambda rows: rows,
     )
-    send(bench, orders, [({"order_id": f"o{number}", "cents": 5}, f"k{number}", number % 2) for number in range(GOOD)])
-    send(bench, payments, [({"payment": number, "paid": 5.25}, f"k{number}", number % 2) for number in range(GOOD)])
-    send(bench, orders, [({"order_id": "o", "cents": 0}, "k", 0), ({"order_id": "o", "cents": "many"}, "k", 1)])
-    send(bench, payments, [({"payment": 1, "paid": 0}, "k", 0), ({"payment": "one", "paid": 5}, "k", 1)])
+    bench.produce(
+        [({"order_id": f"o{number}", "cents": 5}, f"k{number}", number % 2) for number in range(GOOD)], orders
+    )
+    bench.produce([({"payment": number, "paid": 5.25}, f"k{number}", number % 2) for number in range(GOOD)], payments)
+    bench.produce([({"order_id": "o", "cents": 0}, "k", 0), ({"order_id": "o", "cents": "many"}, "k", 1)], orders)
+    bench.produce([({"payment": 1, "paid": 0}, "k", 0), ({"payment": "one", "paid": 5}, "k", 1)], payments)
     totals = bench.once(job)
     assert (totals.read, totals.applied, totals.dead) == (2 * GOOD + 4, 2 * GOOD, 4)
     dead = "SELECT part, reason, attempts FROM consumer.dead_letters WHERE topic = '{}' ORDER BY part"
@@ -189,7 +164,7 @@ def test_two_topics_whose_messages_are_of_different_types(bench, way):
         assert bench.rows(dead.format(topic)) == [(0, "failed", 1), (1, "undecodable", 1)]
         assert bench.rows(counts.format(topic)) == [(part, GOOD // 2 + 1, GOOD // 2, 0, 1) for part in range(2)]
 
-    moved = command(bench, "offsets", "reset", "both", "--topic", payments, "--to", "earliest", "--reason", "again")
+    moved = bench.command("offsets", "reset", "both", "--topic", payments, "--to", "earliest", "--reason", "again")
     assert moved.count(f"{GOOD // 2 + 1} come again") == 2
     totals = bench.once(job)
     assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (GOOD + 2, 0, GOOD, 2)
@@ -199,7 +174,7 @@ def test_two_topics_whose_messages_are_of_different_types(bench, way):
     assert bench.rows(counts.format(payments)) == [(part, GOOD // 2 + 1, GOOD // 2, GOOD // 2, 2) for part in range(2)]
 
     bench.run("ALTER TABLE orders DROP CONSTRAINT orders_sane; ALTER TABLE payments DROP CONSTRAINT paid_sane")
-    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "both", "--topic", payments)
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "both", "--topic", payments)
     assert bench.once(job).applied == 1
     assert bench.rows(dead.format(orders)) == [(0, "failed", 1), (1, "undecodable", 1)]
     assert bench.rows(dead.format(payments)) == [(1, "undecodable", 3)]

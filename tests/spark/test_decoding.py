@@ -128,8 +128,9 @@ def test_policies_and_the_open_schema(bench):
     assert bench.rows(f"SELECT payload = '{exact}'::jsonb FROM whole WHERE number = 3") == [(True,)]
 
 
-@pytest.mark.parametrize("transform", [None, lambda rows: rows], ids=["task", "spark"])
-@pytest.mark.parametrize("atomic", ["partition", "batch"])
+@pytest.mark.parametrize(
+    ("transform", "atomic"), [(None, "partition"), (lambda rows: rows, "batch")], ids=["task", "spark"]
+)
 def test_a_hostile_payload_costs_one_row(bench, transform, atomic):
     """Each between two good messages, all in one round."""
     job = ConsumerJob(

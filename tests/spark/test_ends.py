@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +27,7 @@ DRIVER, TASK = "outbox driver order-totals", "outbox consumer order-totals"
 
 
 class Consumer:
-    """``outbox consume`` in a process of its own, with a log for each."""
+    """``outbox consume`` in a process of its own, in a folder of its own."""
 
     def __init__(self, bench: Bench, folder: Path) -> None:
         self.bench = bench
@@ -38,19 +35,11 @@ class Consumer:
         self._started = 0
 
     def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "relay.cli"), **settings: str) -> None:
-        environment = os.environ | {
-            "OUTBOX_DATABASE_URL": self.bench.database.url,
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.bench.topics.bootstrap_servers,
-            "PYTHONPATH": str(ROOT),
-            **settings,
-        }
-        job = ["consume", "spark_jobs.order_totals:job", "--topic", self.bench.topic, *arguments]
         self._started += 1
-        self._log = self.folder / f"consume-{self._started}.log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *program, *job], env=environment, cwd=self.folder, stdout=log, stderr=log
-            )
+        folder = self.folder / str(self._started)
+        folder.mkdir()
+        self._log = folder / "consume.log"
+        self.process = self.bench.consume(folder, *arguments, program=program, **settings)
 
     def log(self) -> str:
         return self._log.read_text()
@@ -86,22 +75,12 @@ def ending(consumer: Consumer) -> Iterator[Consumer]:
             consumer.process.wait()
 
 
-def send(bench: Bench, seqs: range, orders: int) -> None:
-    import json
-
-    from uuid_utils.compat import uuid7
-
-    producer = bench.producer(**{"linger.ms": 20})
-    for seq in seqs:
-        for number in range(orders):
-            payload = {"order_id": f"o{number}", "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"}
-            headers = [("ce_id", str(uuid7()).encode())]
-            producer.produce(bench.topic, json.dumps(payload), f"o{number}", headers=headers)
-    assert producer.flush(60) == 0
+def names(orders: int) -> list[str]:
+    return [f"o{number}" for number in range(orders)]
 
 
 def expected(seqs: int, orders: int) -> dict[str, tuple[int, int, int, int, str]]:
-    return {f"o{number}": (10 * seqs, seqs, seqs, 0, f"s{seqs}") for number in range(orders)}
+    return dict.fromkeys(names(orders), (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
 
 
 def waiting(bench: Bench, name: str) -> bool:
@@ -136,7 +115,7 @@ def test_once_gives_up_without_its_servers_and_the_next_run_goes_on(
     cluster = private_kafka()
     bench = Bench(spark, outbox_postgres, private_kafka.topics(cluster))
     seqs, orders = 120, 50
-    send(bench, range(1, seqs + 1), orders)
+    bench.orders(names(orders), range(1, seqs + 1))
     address = urlsplit(outbox_postgres.url)
     program = (str(ROOT / "tests" / "support" / "impatient_consumer.py"),)
 
@@ -186,7 +165,7 @@ def test_a_question_that_nobody_answers_is_a_part_of_the_patience(bench, silent)
 def test_signals_and_a_jvm_that_dies(bench, consumer):
     """One test: what each of these leaves, the next run finds."""
     bench.run(bench.job.setup)
-    send(bench, range(1, 5), 10)
+    bench.orders(names(10), range(1, 5))
     nothing = (0, {})
 
     def state() -> tuple[int, dict[str, tuple[object, ...]]]:
@@ -228,6 +207,6 @@ def test_signals_and_a_jvm_that_dies(bench, consumer):
     consumer.until(lambda: state()[0] == 40, "everything to be applied")
     consumer.jvm().kill()
     consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
-    send(bench, range(5, 7), 10)
+    bench.orders(names(10), range(5, 7))
     bench.once()
     assert state() == (60, expected(6, 10))

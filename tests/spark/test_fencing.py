@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +17,6 @@ from bench import Bench
 from proxy import Connection, TcpProxy
 from psycopg import sql
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import Fenced
 from spark_jobs import OffsetsOnly
@@ -97,16 +92,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
 
 
-def feed(bench: Bench, seqs: range, orders: str = "abcdefgh") -> None:
-    producer = bench.producer()
-    for seq in seqs:
-        for order in orders:
-            payload = {"order_id": order, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"}
-            headers = [("ce_id", str(uuid7()).encode())]
-            producer.produce(bench.topic, json.dumps(payload), order, headers=headers)
-    assert producer.flush(30) == 0
-
-
 def expected(orders: str, seqs: int) -> dict[str, tuple[int, int, int, int, str]]:
     return dict.fromkeys(orders, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
 
@@ -148,13 +133,13 @@ def test_a_take_over_records_what_the_job_declares(bench):
 
 
 def test_two_drivers_at_once(bench, drive):
-    feed(bench, range(1, 5))
+    bench.orders("abcdefgh", range(1, 5))
     older = drive(bench.runner(max_records=6, patience=PATIENCE))
     wait_until(lambda: sum(bench.positions().values()) >= 6, PATIENCE, "the older one's progress")
     younger = drive(bench.runner(max_records=20, patience=PATIENCE))
     with pytest.raises(Fenced, match="group order-totals was taken over from generation 1: "):
         older.result()
-    feed(bench, range(5, 7))
+    bench.orders("abcdefgh", range(5, 7))
     wait_until(lambda: sum(bench.positions().values()) == 48, PATIENCE, "the younger one to apply the rest")
     younger.stop()
     assert bench.totals() == expected("abcdefgh", 6)
@@ -163,14 +148,8 @@ def test_two_drivers_at_once(bench, drive):
 def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_path):
     """The whole process tree, as a suspended machine: the driver, its JVM and its workers."""
     log = tmp_path / "consume.log"
-    env = os.environ | {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-    }
-    command = [sys.executable, "-m", "relay.cli", "consume", "spark_jobs.order_totals:job", "--topic", bench.topic]
-    feed(bench, range(1, 3))
-    with log.open("wb") as file:
-        process = subprocess.Popen([*command, "--continuous"], env=env, stdout=file, stderr=file)
+    bench.orders("abcdefgh", range(1, 3))
+    process = bench.consume(tmp_path, "--continuous")
     tree: list[psutil.Process] = []
 
     def halted() -> bool:
@@ -191,10 +170,10 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
     try:
         wait_until(lambda: sum(bench.positions().values()) == 16, PATIENCE, "the older one's work")
         wait_until(halted, PATIENCE, "the older one to stand still between two transactions")
-        feed(bench, range(3, 5))
+        bench.orders("abcdefgh", range(3, 5))
         bench.once(patience=PATIENCE)
         assert bench.totals() == expected("abcdefgh", 4)
-        feed(bench, range(5, 7))
+        bench.orders("abcdefgh", range(5, 7))
         signal_all(tree, signal.SIGCONT)
         assert process.wait(PATIENCE) == 1
         assert "group order-totals was taken over from generation 1" in log.read_text()
@@ -212,7 +191,7 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
 
 
 def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, drive, markers):
-    feed(bench, range(1, 3), "ab")
+    bench.orders("ab", range(1, 3))
     older = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE))
     wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
     younger = drive(bench.runner(patience=PATIENCE), once=True)
@@ -228,13 +207,13 @@ def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, dri
     with pytest.raises(Fenced, match="taken over from generation 1"):
         older.result()
     assert bench.totals() == expected("ab", 2)
-    feed(bench, range(3, 4), "ab")
+    bench.orders("ab", range(3, 4))
     assert bench.once(patience=PATIENCE).applied == 2
     assert bench.totals() == expected("ab", 3)
 
 
 def test_a_task_that_stalls_before_its_transaction_writes_nothing_after_the_take_over(bench, drive, markers):
-    feed(bench, range(1, 3), "ab")
+    bench.orders("ab", range(1, 3))
     older = drive(bench.runner(stalling_before_transaction(bench, markers, "a"), patience=PATIENCE))
     wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
     assert bench.once(patience=PATIENCE).applied >= 2
@@ -282,13 +261,12 @@ def lost_commit(bench) -> Iterator[LostCommit]:
         yield proxy
 
 
-@pytest.mark.parametrize("who", ["executor", "driver"])
-@pytest.mark.parametrize("strategy", ["dedup", "adding"])
+@pytest.mark.parametrize(("strategy", "who"), [("dedup", "driver"), ("adding", "executor")])
 def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
     """The driver looks again, and finds the ranges applied. Also where ids can not tell."""
     from spark_jobs.dedup.strategies import Natural
 
-    feed(bench, range(1, 3))
+    bench.orders("abcdefgh", range(1, 3))
     job = bench.job
     if strategy == "adding":
         # No dedup table: only the offsets know. Each message adds, so a second time would show.
@@ -314,12 +292,12 @@ def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
 
 @pytest.mark.parametrize(
     ("setting", "error"),
-    [("lock_timeout", "LockNotAvailable"), ("statement_timeout", "QueryCanceled"), (None, "waiting for a lock")],
+    [("lock_timeout", "LockNotAvailable"), (None, "waiting for a lock")],
 )
 def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
     """Where the sink has a time-out, tasks fail and are tried again; else they wait, and the blocker is named."""
     bench.once(patience=PATIENCE)
-    feed(bench, range(1, 3), "ab")
+    bench.orders("ab", range(1, 3))
     with psycopg.connect(bench.database.url, autocommit=True, application_name="psql of somebody") as connection:
         if setting is not None:
             # Long enough for every other statement on a slow machine: it stays when the lock is gone.
@@ -355,7 +333,7 @@ def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, mar
                 sql.Identifier(bench.database.name)
             )
         )
-    feed(bench, range(1, 3), "ab")
+    bench.orders("ab", range(1, 3))
     stall, statement = markers.stall(), bench.job.effect
 
     def effect(cursor, table):

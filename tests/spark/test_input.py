@@ -89,7 +89,7 @@ def nothing_moved(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("way", "transform"),
-    [("partition", None), ("direct", None), ("partition", "same"), ("direct", "same"), ("batch", None)],
+    [("direct", None), ("partition", "same"), ("batch", None)],
 )
 def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
     made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
@@ -171,7 +171,7 @@ def test_without_the_proof_a_part_is_committed_as_the_whole(bench, topics, monke
     assert bench.rows("SELECT next_offset FROM consumer.offsets") == [(MESSAGES,)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["direct", "batch"])
 def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, monkeypatch, way):
     given_by(monkeypatch, elsewhere())
     with pytest.raises(JobError, match=r"can't be checked.*remove spark\.python\.worker\.module"):
@@ -179,7 +179,7 @@ def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, mo
     nothing_moved(bench)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["direct", "batch"])
 def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, topics, monkeypatch, tmp_path, way):
     """All tries of the task fail and end the job; in the next run one try does, and the next try has all rows."""
     broken, failed, seen = (tmp_path / name for name in ("broken", "failed", "seen"))
@@ -194,17 +194,18 @@ def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, 
     check(bench, dead=0)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_transform_whose_worker_is_killed(bench, topics, monkeypatch, tmp_path, way):
+def test_a_transform_whose_worker_is_killed(bench, topics, monkeypatch, tmp_path):
+    """As one transaction, and with offsets alone: test_offsets_only.py."""
     killed, seen = tmp_path / "killed", tmp_path / "seen"
     given_by(monkeypatch, announcing(seen))
-    totals = bench.once(job(bench, topics["good"], way, by_map(fault_at(FAULT, once=killed, seen=seen, kills=True))))
+    totals = bench.once(
+        job(bench, topics["good"], "partition", by_map(fault_at(FAULT, once=killed, seen=seen, kills=True)))
+    )
     assert (killed.exists(), totals.applied) == (True, MESSAGES)
     check(bench, dead=0)
 
 
-@pytest.mark.parametrize("way", ["partition", "direct"])
-@pytest.mark.parametrize("fault", ["raises", "killed", "session ended"])
+@pytest.mark.parametrize(("way", "fault"), [("partition", "raises"), ("direct", "killed"), ("direct", "session ended")])
 def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, tmp_path, way, fault):
     """The first try of the task fails, in the middle of its transaction; the next one applies the whole range."""
     once = tmp_path / "once"
@@ -218,15 +219,14 @@ def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, t
     check(bench, dead=0)
 
 
-@pytest.mark.parametrize("way", ["partition", "direct"])
-def test_a_task_that_reads_kafka_itself_and_always_fails(bench, topics, tmp_path, way):
+def test_a_task_that_reads_kafka_itself_and_always_fails(bench, topics, tmp_path):
     broken = tmp_path / "broken"
     broken.touch()
     with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
-        bench.once(job(bench, topics["good"], way, None, reading(fault_at(IN_THE_THIRD, while_there=broken))))
+        bench.once(job(bench, topics["good"], "direct", None, reading(fault_at(IN_THE_THIRD, while_there=broken))))
     nothing_moved(bench)
     broken.unlink()
-    assert bench.once(job(bench, topics["good"], way, None)).applied == MESSAGES
+    assert bench.once(job(bench, topics["good"], "direct", None)).applied == MESSAGES
     check(bench, dead=0)
 
 

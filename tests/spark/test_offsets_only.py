@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +13,13 @@ from bench import Bench
 from confluent_kafka import Producer
 from faults import by_map, fault_at, reading
 from support import wait_until
-from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
 from outbox.external import External
 from outbox.testing.fixtures import Topics
-from relay.cli.app import app
 from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
-from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.errors import Reject
 from spark_jobs.job import ConsumerJob
@@ -41,13 +36,6 @@ PATIENCE = 120.0
 SETUP = "CREATE TABLE IF NOT EXISTS seen (n int, at bigint)"
 SEEN = Insert("seen", {"n": "n", "at": "message_offset"})
 SQL = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
-# An Upsert leaves the same however often it is done: a trigger counts.
-COUNTED = """
-CREATE TABLE IF NOT EXISTS seen (n int, at bigint);
-CREATE TABLE IF NOT EXISTS stored (n int PRIMARY KEY, at bigint);
-CREATE OR REPLACE FUNCTION note_seen() RETURNS trigger LANGUAGE plpgsql AS
-    $$ BEGIN INSERT INTO seen VALUES (NEW.n, NEW.at); RETURN NEW; END $$;
-CREATE OR REPLACE TRIGGER counted BEFORE INSERT OR UPDATE ON stored FOR EACH ROW EXECUTE FUNCTION note_seen()"""
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +61,7 @@ def function() -> Any:
 
 WAYS: dict[str, dict[str, Any]] = {
     "straight": {"effect": SEEN},
-    "sql": {"effect": SQL},
-    "function": {"effect": function()},
-    "upsert": {"effect": Upsert("stored", ["n"], {"n": "n", "at": "message_offset"}), "setup": COUNTED},
-    "transform": {"effect": SEEN},
+    "transform": {"effect": function()},
     "batch": {"effect": SEEN, "atomic": "batch"},
 }
 
@@ -92,7 +77,8 @@ def test_a_killed_worker_has_nothing_applied_twice(bench: Bench, topic, tmp_path
         schema="n int" if by_spark else reading(passed),
         transform=by_map(passed) if by_spark else None,
         strategy=OffsetsOnly(),
-        **{"setup": SETUP} | WAYS[way],
+        setup=SETUP,
+        **WAYS[way],
     )
     totals = bench.once(job, max_records=ROUND, driver_records=0)
     assert killed.exists()
@@ -108,9 +94,9 @@ def once_each(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
 
 
-@pytest.mark.parametrize("who", ["executor", "driver"])
-def test_a_killed_driver_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path, who):
-    """It dies in the transaction whose effect is done, and whose COMMIT waits for us."""
+def test_a_killed_driver_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path):
+    """A task outlives it in the transaction whose effect is done, and whose COMMIT waits for us."""
+    bench.topic = topic
     (tmp_path / "jobs.py").write_text(
         f"""
 from spark_jobs import ConsumerJob, OffsetsOnly
@@ -125,14 +111,12 @@ job = ConsumerJob(
 )
 """
     )
-    most = 5_000 if who == "executor" else 1_500
+    most = 5_000
     with psycopg.connect(bench.database.url, autocommit=True) as holding:
         holding.execute("SELECT pg_advisory_lock(42)")
-        process = consume(bench, tmp_path, "--continuous", "--max-records", str(most))
-        session = "outbox driver killed" if who == "driver" else "outbox consumer killed"
-        waits = (
-            f"SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND application_name = '{session}'"
-        )
+        process = bench.consume(tmp_path, "--continuous", "--max-records", str(most), job="jobs:job")
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' "
+        waits += "AND application_name = 'outbox consumer killed'"
         try:
             wait_until(lambda: process.poll() is not None or bench.rows(waits) == [(1,)], PATIENCE, "the transaction")
             assert process.poll() is None, (tmp_path / "consume.log").read_text()[-3000:]
@@ -141,33 +125,16 @@ job = ConsumerJob(
             process.wait()
         # Of the range in question nothing is there yet, and of those before it all.
         assert bench.rows("SELECT count(*) FROM seen") == [(FAULT // most * most,)]
-    process = consume(bench, tmp_path, "--once", "--max-records", str(most))
+    process = bench.consume(tmp_path, "--once", "--max-records", str(most), job="jobs:job")
     assert process.wait(240) == 0, (tmp_path / "consume.log").read_text()[-3000:]
     once_each(bench)
     assert "no ids are remembered" in (tmp_path / "consume.log").read_text()
 
 
-def consume(bench: Bench, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run ``outbox consume jobs:job …``, with the module from this folder."""
-    environment = os.environ | {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-    }
-    with (folder / "consume.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "consume", "jobs:job", *arguments],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
-
-
 REPEATED = 3_000
 
 
-@pytest.mark.parametrize("driver_records", [0, 2 * REPEATED], ids=["executor", "driver"])
-def test_what_a_source_repeats_is_applied_twice(bench: Bench, driver_records):
+def test_what_a_source_repeats_is_applied_twice(bench: Bench):
     """Which is why it is for sources that do not; beside Dedup, which drops the same repeats."""
     topic = bench.topics.create_topic(bench.topics.name("repeats"), 1)
     producer = bench.producer(**{"linger.ms": 20})
@@ -184,25 +151,17 @@ def test_what_a_source_repeats_is_applied_twice(bench: Bench, driver_records):
             setup=f"CREATE TABLE IF NOT EXISTS {group}_seen (n int)",
             strategy=strategy,
         )
-        totals = bench.once(job, driver_records=driver_records)
+        totals = bench.once(job)
         assert (totals.applied, totals.duplicates) == (times * REPEATED, (2 - times) * REPEATED)
         assert bench.rows(f"SELECT n, count(*) FROM {group}_seen GROUP BY n ORDER BY n") == [
             (n, times) for n in range(REPEATED)
         ]
         # So with a group that is set back; and the command says which of the two it will be.
-        said = command(bench, "offsets", "reset", group, "--topic", topic, "--to", "earliest", "--reason", "test")
+        said = " ".join(
+            bench.command("offsets", "reset", group, "--topic", topic, "--to", "earliest", "--reason", "test").split()
+        )
         assert "a job with OffsetsOnly remembers none, and applies it again" in said
-        assert bench.once(job, driver_records=driver_records).applied == (2 * REPEATED if times == 2 else 0)
-
-
-def command(bench: Bench, *arguments: str) -> str:
-    environment = {
-        "OUTBOX_DATABASE_URL": bench.database.url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
-    }
-    done = CliRunner().invoke(app, arguments, env=environment)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return " ".join(done.stdout.split())
+        assert bench.once(job).applied == (2 * REPEATED if times == 2 else 0)
 
 
 LETTERS = 2_000
@@ -210,8 +169,7 @@ UNREADABLE, REJECTED, REFUSED = 150, 777, 1_201
 KEYS = 50
 
 
-@pytest.mark.parametrize("atomic", ["partition", "batch"])
-@pytest.mark.parametrize("keep_order", [False, True], ids=["free", "ordered"])
+@pytest.mark.parametrize(("atomic", "keep_order"), [("partition", True), ("batch", False)])
 def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(bench: Bench, atomic, keep_order):
     topic = bench.topics.create_topic(bench.topics.name("letters"), 1)
     producer = bench.producer(**{"linger.ms": 20})
@@ -241,8 +199,7 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE message_id IS NOT NULL") == [(0,)]
 
     bench.run("ALTER TABLE seen DROP CONSTRAINT sane; UPDATE state SET mended = true")
-    command(
-        bench,
+    bench.command(
         "dead-letters",
         "discard",
         "--side",
@@ -251,7 +208,7 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
         "never right",
         str(letter(bench, UNREADABLE)),
     )
-    command(bench, "dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
     assert bench.once(job).applied == len(held) - 1
     # Nor does a round that comes after it.
     assert bench.once(job).applied == 0
@@ -267,8 +224,7 @@ def letter(bench: Bench, offset: int) -> int:
 FEW = 200
 
 
-@pytest.mark.parametrize("way", ["task", "spark"])
-def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench, way):
+def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench):
     """Events that follow get the same ids when the group is set back, and calls to a provider are reserved once."""
     db.upgrade(bench.database.url)
     topic = bench.topics.create_topic(bench.topics.name("produced"), 1)
@@ -284,12 +240,11 @@ def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench, way):
         f"{produce.insert()}; {external.reserve()}",
         schema="n int",
         strategy=OffsetsOnly(),
-        transform=(lambda rows: rows) if way == "spark" else None,
     )
     assert bench.once(job).applied == FEW
     events = "SELECT count(*), count(DISTINCT event_id), count(DISTINCT aggregate_id) FROM outbox.events"
     assert bench.rows(events) == [(FEW, FEW, FEW)]
-    command(bench, "offsets", "reset", "g", "--topic", topic, "--to", "earliest", "--reason", "test")
+    bench.command("offsets", "reset", "g", "--topic", topic, "--to", "earliest", "--reason", "test")
     assert bench.once(job).applied == FEW
     assert bench.rows(events) == [(2 * FEW, FEW, FEW)]
     assert bench.rows("SELECT count(*) FROM consumer.reservations") == [(FEW,)]

@@ -200,61 +200,6 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     seen.close()
 
 
-def test_an_operator_pauses_and_resumes(bench, shop, page, chromium, outbox_relay):
-    relay = outbox_relay(routes=shop.routes)
-    seen = Seen(chromium, page, viewport=DESKTOP)
-    tab = seen.tab
-    tab.get_by_text("All is well").wait_for()
-
-    def change(action: str, what: str, reason: str, **fields: str) -> None:
-        tab.goto(f"http://{page.address}/relays")
-        tab.get_by_text("Pause…").first.click()
-        tab.get_by_label("What").select_option(what)
-        for label, value in fields.items():
-            tab.get_by_role("textbox", name=label.capitalize()).fill(value)
-        tab.get_by_label("Reason").fill(reason)
-        seen.check()
-        tab.get_by_role("button", name=f"{action}…").click()
-        if tab.get_by_role("alert").count() == 0:
-            seen.check()
-            tab.get_by_role("button", name=action, exact=True).click()
-
-    def waiting() -> int:
-        with psycopg.connect(shop.url) as connection:
-            return int(connection.execute("SELECT count(*) FROM outbox.events").fetchall()[0][0])
-
-    change("Pause", "topic", "the sink is repaired", topic=bench.topic)
-    tab.get_by_role("status").get_by_text(f"topic {bench.topic} is paused").wait_for()
-    shop.orders(40)
-    other = len(shop.too_large())
-    wait_until(lambda: waiting() == 40 + other and failures(shop.url) == other, what="the other topic to be tried")
-    seen.check()
-    text = seen.text("table >> nth=0")
-    assert "the sink is repaired" in text
-    assert "postgres" in text
-    tab.get_by_role("button", name=f"Resume topic {bench.topic}").click()
-    tab.get_by_text("resumed").wait_for()
-    wait_until(lambda: waiting() == other, what="the orders to go on")
-    change("Pause", "lane", "maintenance", lanes="0, 1, 2, 3")
-    tab.get_by_role("status").get_by_text("lane 3 is").wait_for()
-    change("Pause", "lane", "no lane", lanes="17")
-    tab.get_by_role("alert").get_by_text("17").wait_for()
-    change("Pause", "topic", "no route", topic="nothing")
-    tab.get_by_role("alert").get_by_text("nothing").wait_for()
-    audit = seen.open("/audit").inner_text("table")
-    for line in ("page: pause", "page: resume", "the sink is repaired", "maintenance"):
-        assert line in audit
-    relay.terminate()
-    # What is refused was said in the console too, as any answer with an error.
-    seen.said = [line for line in seen.said if "400" not in line]
-    seen.close()
-
-
-def failures(url: str) -> int:
-    with psycopg.connect(url) as connection:
-        return int(connection.execute("SELECT count(*) FROM outbox.failures").fetchall()[0][0])
-
-
 def test_in_the_dark_and_on_a_phone(bench, shop, page, chromium, outbox_relay):
     shop.orders(30)
     shop.undecodable()

@@ -26,21 +26,6 @@ from outbox.sandbox._ports import free_ports
 pytestmark = pytest.mark.spark
 
 
-def environment(url: str, bootstrap: str) -> dict[str, str]:
-    return os.environ | {"OUTBOX_DATABASE_URL": url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap}
-
-
-def consume(bench, tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    job = ["spark_jobs.order_totals:job", "--topic", bench.topic]
-    with (tmp_path / "consume.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "consume", *job, *arguments],
-            env=environment(bench.database.url, bench.topics.bootstrap_servers) | variables,
-            stdout=log,
-            stderr=log,
-        )
-
-
 def applied(bench) -> int:
     try:
         return bench.rows("SELECT coalesce(sum(events_applied), 0) FROM order_totals")[0][0]
@@ -95,7 +80,7 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench, tmp_path):
     """By an empty poll alone, and again after a round; and not while another driver holds its sink's rows."""
     shown = Shown(free_ports(1)[0])
     settings = {"OUTBOX_CONSUMER__METRICS_ADDRESS": shown.address, "OUTBOX_CONSUMER__READY_SECONDS": "5"}
-    process = consume(bench, tmp_path, "--continuous", PYTHONPROFILEIMPORTTIME="1", **settings)
+    process = bench.consume(tmp_path, "--continuous", PYTHONPROFILEIMPORTTIME="1", **settings)
     try:
         until(process, tmp_path, lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
         lines = shown.checks()[1]
@@ -125,13 +110,13 @@ def test_the_driver_killed_at_random_points(bench, tmp_path):
     chance = random.Random(5)
     total = feed.orders * feed.seqs
     for kill in range(2):
-        process = consume(bench, tmp_path, "--continuous", "--max-records", "150")
+        process = bench.consume(tmp_path, "--continuous", "--max-records", "150")
         goal = applied(bench) + chance.randint(1, total // 5)
         until(process, tmp_path, lambda goal=goal: applied(bench) >= goal, f"progress before kill {kill + 1}")
         process.kill()
         process.wait()
         assert applied(bench) < total, "the driver was killed when it had nothing left to do"
-    process = consume(bench, tmp_path, "--once", "--json")
+    process = bench.consume(tmp_path, "--once", "--json")
     assert process.wait(400) == 0
     # The JVM may have a last word.
     lines = (tmp_path / "consume.log").read_text().splitlines()
@@ -149,7 +134,7 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
     feed = Feed(bench, seqs=400)
     feed.start()
     feed.join()
-    process = consume(bench, tmp_path, "--continuous", "--max-records", "100")
+    process = bench.consume(tmp_path, "--continuous", "--max-records", "100")
     try:
         until(process, tmp_path, lambda: applied(bench) > 300, "progress before the crash of Postgres")
         server.kill()
@@ -190,11 +175,11 @@ def shown_to_kafka(bench) -> int:
     return sum(max(at.offset, 0) for at in found.topic_partitions if at.topic == bench.topic)
 
 
-def test_clear_errors_for_what_can_not_work(outbox_postgres, outbox_kafka):
+def test_clear_errors_for_what_can_not_work(bench, outbox_postgres):
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
             [sys.executable, "-m", "relay.cli", "consume", *arguments],
-            env=environment(outbox_postgres.url, outbox_kafka.bootstrap_servers),
+            env=os.environ | bench.environment,
             capture_output=True,
             text=True,
             timeout=240,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from bench import Bench
 from uuid_utils.compat import uuid7
 
-from outbox.consumer.errors import EffectFailed, Fenced, JobError
+from outbox.consumer.errors import EffectFailed, JobError
 from outbox.errors import ConfigurationError
 from spark_jobs import ConsumerJob, RunningConsumer, run
 from spark_jobs.spark import session
@@ -38,11 +37,7 @@ def job(bench: Bench, group: str = "one", **declared: Any) -> ConsumerJob:
 
 
 def send(bench: Bench, numbers: Any, partition: int = 0) -> None:
-    producer = bench.producer()
-    for n in numbers:
-        headers = [("ce_id", str(uuid7()).encode())]
-        producer.produce(bench.topic, json.dumps({"n": n}).encode(), b"k", headers=headers, partition=partition)
-    assert producer.flush(30) == 0
+    bench.produce(({"n": n}, "k", partition) for n in numbers)
 
 
 def seen(bench: Bench, group: str = "one") -> list[int]:
@@ -163,18 +158,6 @@ def test_two_groups_beside_each_other(bench, start):
     second.wait_until_caught_up()
     assert len(seen(bench, "two")) == 4_010
     assert len(seen(bench, "one")) == 4_000
-
-
-def test_the_younger_of_one_group_takes_it_over(bench, start):
-    first = start(job(bench), bench.spark, "continuous")
-    first.wait_until_caught_up()
-    second = start(job(bench), bench.spark, "continuous")
-    with pytest.raises(Fenced, match="taken over from generation 1: generation 2 now"):
-        first.wait(60)
-    assert isinstance(first.error, Fenced)
-    send(bench, [1])
-    second.wait_until_caught_up()
-    assert (second.running, seen(bench)) == (True, [1])
 
 
 def test_views_and_settings_of_the_users_session(bench, start):

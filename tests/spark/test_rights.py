@@ -17,13 +17,11 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
 from support import close_connections, wait_until
-from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox.consumer import connections
 from outbox.consumer.errors import DataLost, EffectFailed, Fenced
 from outbox.consumer.kafka_admin import KafkaAdmin
-from relay.cli.app import app
 
 pytestmark = pytest.mark.spark
 
@@ -39,7 +37,7 @@ class Desk:
         self._owner = bench.database.url
         self.as_owner(bench.job.setup)
         self.as_owner(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        self.command("db", "roles", f"consumer={role}", "--apply")
+        self.bench.command("db", "roles", f"consumer={role}", "--apply")
         self.as_owner(
             sql.SQL("GRANT SELECT, INSERT, UPDATE, DELETE ON order_totals TO {}").format(sql.Identifier(role))
         )
@@ -49,16 +47,6 @@ class Desk:
     def as_owner(self, statements: Any) -> None:
         with psycopg.connect(self._owner) as connection:
             connection.execute(statements)
-
-    def command(self, *arguments: str) -> str:
-        """Run ``outbox …`` as the role, once the bench has it."""
-        environment = {
-            "OUTBOX_DATABASE_URL": self.bench.database.url,
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.bench.topics.bootstrap_servers,
-        }
-        done = CliRunner().invoke(app, arguments, env=environment)
-        assert done.exit_code == 0, (done.output, done.exception)
-        return done.stdout
 
     def dead(self) -> list[tuple[Any, ...]]:
         return self.bench.rows("SELECT reason, state, attempts FROM consumer.dead_letters ORDER BY id")
@@ -97,22 +85,22 @@ def test_a_whole_job_with_the_rights_of_its_role(bench: Bench, desk: Desk):
     bench.send("a", 2)
     bench.send_raw(b"no JSON", [("ce_id", str(uuid7()).encode())], "b")
     assert bench.once(job).dead == 3
-    desk.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
     assert bench.once(job).applied == 0
     assert desk.dead() == [("failed", "dead", 2), ("behind", "dead", 2), ("undecodable", "dead", 1)]
     desk.as_owner("ALTER TABLE order_totals DROP CONSTRAINT sane")
-    desk.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
     assert bench.once(job).applied == 2
     assert bench.totals()["a"] == (5010, 2, 2, 0, "s2")
     [(number,)] = bench.rows("SELECT id FROM consumer.dead_letters")
-    desk.command("dead-letters", "discard", "--side", "consumer", str(number), "--reason", "test")
+    bench.command("dead-letters", "discard", "--side", "consumer", str(number), "--reason", "test")
     assert desk.dead() == []
 
     # Moved by hand, and taken over by another driver.
     with bench.runner(job) as older:
         assert older.once(threading.Event()).read == 0
         back = ["reset", job.group, "--topic", bench.topic, "--to", "earliest", "--reason", "test"]
-        assert "come again" in desk.command("offsets", *back)
+        assert "come again" in bench.command("offsets", *back)
         with pytest.raises(Fenced):
             older.once(threading.Event())
     before = bench.totals()
@@ -129,7 +117,7 @@ def test_a_whole_job_with_the_rights_of_its_role(bench: Bench, desk: Desk):
     with pytest.raises(DataLost, match="retention removed messages 0 to"):
         bench.once(job)
     assert bench.rows("SELECT part, kind FROM consumer.losses") == [(part, "retention")]
-    desk.command("offsets", "reset", job.group, "--topic", bench.topic, "--to", "loss", "--reason", "test")
+    bench.command("offsets", "reset", job.group, "--topic", bench.topic, "--to", "loss", "--reason", "test")
     bench.once(job)
     assert bench.totals() == before | {"late": (20, 2, 2, 0, "s2")}
 

@@ -82,7 +82,7 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     assert_without([span], "secret-", "key-")
 
 
-@pytest.mark.parametrize("way", ["in the driver", "in tasks", "as one batch"])
+@pytest.mark.parametrize("way", ["in the driver", "in tasks"])
 def test_a_round_has_a_bounded_number_of_links_and_the_next_has_its_own(bench, spans, way):
     declared, options = WAYS[way]
     job = replace(bench.job, **declared)

@@ -24,10 +24,10 @@ SMALL = {"max.message.bytes": "20000"}
 DELIVERIES = ["at-least-once", "exactly-once"]
 
 
-@pytest.fixture(params=DELIVERIES)
+@pytest.fixture
 def delivery(request, outbox_kafka):
-    """Settings of a relay for this delivery, of an outbox that no other test has."""
-    return QUICK | {"delivery": request.param, "name": outbox_kafka.name("outbox")}
+    """Settings of a relay of an outbox that no other test has; at-least-once, unless a test names the delivery."""
+    return QUICK | {"delivery": getattr(request, "param", "at-least-once"), "name": outbox_kafka.name("outbox")}
 
 
 @pytest.fixture

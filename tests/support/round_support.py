@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+from bench import order
 from uuid_utils.compat import uuid7
+
+__all__ = ["order"]
 
 NUL = '{"order_id": "a\\u0000b", "seq": 1, "customer": "c", "amount_cents": 10, "status": "s"}'
 
@@ -19,10 +22,6 @@ def put(bench, value, key="k", event_id=None, kind="order.placed", **where):
     data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
     bench.send_raw(data, headers, key, **where)
     return event_id
-
-
-def order(order_id, seq, **changes):
-    return {"order_id": order_id, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"} | changes
 
 
 def retry(bench):
