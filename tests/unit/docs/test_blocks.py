@@ -79,8 +79,8 @@ EXCERPTS = {"docs/guides/recipes.md": "examples/recipes"}
 Tests run these files: tests/acceptance/test_recipes*.py.
 """
 
-ELSEWHERE = {"docs/guides/inbox.md", "docs/operations/scheduling.md"}
-"""Pages with Python that needs what is not here (Airflow, Databricks, a broker): compiled; our names are bound."""
+ELSEWHERE = {"docs/operations/scheduling.md"}
+"""Pages with Python that needs what is not here (Airflow, Databricks): compiled; our names are bound."""
 
 NOT_INSTALLED = {"airflow", "mymodule"}
 """What these import that is not here: the other system, and the reader's own module."""
