@@ -12,6 +12,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -94,11 +95,11 @@ def settings_page() -> str:
 
 def _setting_rows(model: type[BaseModel], path: tuple[str, ...], leave_out: Iterable[str] = ()) -> str:
     rows = [
-        [f"`{environment.variable((*path, name))}`", f"`{name}`", _values(field), _default(field), text]
+        [f"`{environment.variable((*path, name))}`", _values(field), _default(field), text]
         for name, field, text in _fields(model)
         if name not in leave_out
     ]
-    return _table(["variable", "in the file", "value", "default", ""], rows)
+    return _table(["variable", "value", "default", ""], rows)
 
 
 def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
@@ -136,35 +137,66 @@ def _default(field: FieldInfo) -> str:
 # Commands
 
 
+_MANY: Final = 10
+"""An option with the same text in this many commands is described once."""
+
+
 def cli_page() -> str:
     """Return the page of all commands: usage, arguments, options."""
     root = typer.main.get_command(assemble())
-    parts = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
+    commands = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
+    options = Counter((name, text) for _, _, _, rows in commands for name, text in rows)
+    # Of several texts for one name, the most frequent.
+    often = {name: text for (name, text), count in reversed(options.most_common()) if count >= _MANY}
+    shared = list(often.items())
     return _page(
         "Commands",
         """
         `--help` behind a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
-        *parts,
+        "Many commands take these options:",
+        _option_table(shared),
+        *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
     )
 
 
-def _commands(command: Any, context: typer.Context, path: str) -> Iterator[str]:
-    shown = isinstance(command, TyperGroup)
-    if not shown or path == "outbox":
-        text = "" if shown else _help(command.help, path)
-        yield "\n\n".join(part for part in (f"## {path}", text, *_parameters(command, context, path)) if part)
-    if shown:
+def _commands(command: Any, context: typer.Context, path: str) -> Iterator[tuple[str, str, str, list[tuple[str, str]]]]:
+    """Yield each command: its path, its help, its usage, and its arguments and options."""
+    group = isinstance(command, TyperGroup)
+    if not group or path == "outbox":
+        text = "" if group else _help(command.help, path)
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield path, text, usage, list(_parameters(command, context, path))
+    if group:
         for name, child in command.commands.items():
             below = typer.Context(child, info_name=name, parent=context)
             yield from _commands(child, below, f"{path} {name}")
 
 
-def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[str]:
-    usage = " ".join(command.collect_usage_pieces(context))
-    yield f"```text\n{path} {usage}\n```"
-    rows = []
+def _command(
+    path: str, text: str, usage: str, rows: Sequence[tuple[str, str]], shared: Sequence[tuple[str, str]]
+) -> str:
+    parts = [f"## {path}", text]
+    if usage != "[OPTIONS]":
+        parts.append(f"```text\n{path} {usage}\n```")
+    if own := [row for row in rows if row not in shared]:
+        parts.append(_option_table(own))
+    if others := [f"`{_bare(name)}`" for name, described in rows if (name, described) in shared]:
+        parts.append(f"{'Also takes' if own else 'Takes'} {' and '.join(others)}.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _option_table(rows: Iterable[tuple[str, str]]) -> str:
+    return _table(["argument, option", ""], [[f"`{name}`", text] for name, text in rows])
+
+
+def _bare(option: str) -> str:
+    """Return an option's name without the type of its value."""
+    return option.partition(" ")[0]
+
+
+def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tuple[str, str]]:
     for each in command.params:
         if getattr(each, "hidden", False):
             continue
@@ -172,9 +204,7 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[str
         if record is None or record[1].startswith("["):
             raise Undocumented(f"{path}: {each.name} has no help")
         name, text = record
-        rows.append([f"`{name}`", _markdown(text)])
-    if rows:
-        yield _table(["argument, option", ""], rows)
+        yield name, _markdown(text)
 
 
 def _help(text: str | None, path: str) -> str:

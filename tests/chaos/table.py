@@ -13,9 +13,8 @@ _HEAD: Final = """\
 # Chaos
 
 `make chaos` runs a load of business transactions and three relays, and kills, halts and disconnects everything at
-random. The course of a run follows from its seed: the seed and the configuration repeat it. The checker
-(`tests/chaos/checker.py`) compares the topics with what was committed, in the terms of Jepsen's Kafka workload; it is
-tested on histories with each anomaly.
+random. The seed and the configuration repeat a run. The checker (`tests/chaos/checker.py`) compares the topics with
+what was committed, in the terms of Jepsen's Kafka workload; it is tested on histories with each anomaly.
 
 - Load: 100,000 keys, and a hot one with a fifth of the events; payloads of 1 byte to 990 kB; transactions of 1 to 300
   events, some rolled back, some with savepoints, some committed long after others with higher ids; half of them
@@ -24,16 +23,15 @@ tested on histories with each anomaly.
 - Faults: relays killed, stopped, halted, and started with failpoints; brokers and Postgres killed and halted;
   connections cut, packets dropped, requests lost, late and doubled between relays and Postgres and, with one broker,
   Kafka; with seeds 3, 8, …, a synchronous standby is promoted. With three brokers: three replicas, two in sync.
-- Operators: between the faults, commands discard and retry dead letters, pause and resume lanes, topics and
-  everything, replay the archive, add partitions, switch the source and change the delivery. Six keys are poisoned
-  again and again. The source and the delivery in the table are those of the beginning.
+- Operators: between the faults, commands discard and retry dead letters, pause and resume, replay the archive, add
+  partitions, switch the source and change the delivery. Six keys are poisoned again and again. The table names the
+  source and the delivery at the beginning.
 - Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable,
-  wrong dead letters, stuck. What operators do changes what is expected, and nothing else: a discarded event is on no
-  topic, and a replay repeats what its audit lists.
-- Repeats are at-least-once's, each explained by a fault. Under exactly-once, one would be an anomaly.
+  wrong dead letters, stuck. A discarded event must be on no topic, and a replay must repeat what its audit lists.
+- Repeats: under at-least-once a fault must explain each; under exactly-once each is an anomaly.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it. Caught up: until
-  everything that was in the outbox at that moment is published. Other faults meanwhile are part of the time. Medians
-  and maxima are over the runs' own.
+  everything that was in the outbox at that moment is published. Other faults meanwhile are part of the time. The
+  table has the median of the runs' medians and the longest time, in seconds.
 
 Each run is a line of `docs/explanation/chaos.jsonl`, with its date and commit.
 """
@@ -61,7 +59,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
         f"{len(found)} runs, {sum(row['events'] for row in found):,} committed events, "
         f"{sum(sum(row['faults'].values()) for row in found):,} faults, "
         f"{sum(sum(row['anomalies'].values()) for row in found):,} anomalies; "
-        f"recovery: {_seconds(found, 'recovery')}."
+        f"recovery (median, longest): {_seconds(found, 'recovery')} s."
     )
 
 
@@ -76,8 +74,8 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
         "events",
         "faults",
         "repeats",
-        "recovery",
-        "caught up",
+        "recovery: median, longest",
+        "caught up: median, longest",
         "anomalies",
     )
     yield "| " + " | ".join(columns) + " |"
@@ -99,6 +97,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]], figure: str) -> str:
+    """Return the median of the runs' medians and the longest time."""
     medians = [row[f"{figure}_p50"] for row in rows if row[f"{figure}_p50"] is not None]
     longest = [row[f"{figure}_max"] for row in rows if row[f"{figure}_max"] is not None]
-    return f"median {median(medians):.1f} s, longest {max(longest):.1f} s" if medians else "not measured"
+    return f"{median(medians):.1f}, {max(longest):.1f}" if medians else "not measured"

@@ -79,14 +79,14 @@ EXCERPTS = {"docs/guides/recipes.md": "examples/recipes"}
 Tests run these files: tests/acceptance/test_recipes*.py.
 """
 
-ELSEWHERE = {"docs/guides/inbox.md", "docs/operations/scheduling.md"}
-"""Pages with Python that needs what is not here (Airflow, Databricks, a broker): compiled; our names are bound."""
+ELSEWHERE = {"docs/operations/scheduling.md"}
+"""Pages with Python that needs what is not here (Airflow, Databricks): compiled; our names are bound."""
 
 NOT_INSTALLED = {"airflow", "mymodule"}
 """What these import that is not here: the other system, and the reader's own module."""
 
 LANGUAGES = {
-    *("python", "sh", "crontab", "ini", "dockerfile", "yaml", "toml", "json", "mermaid", "nginx", "text"),  # below
+    *("python", "sh", "crontab", "ini", "toml", "json", "mermaid", "nginx", "text"),  # below
     "sql",  # tests/integration/docs/test_blocks.py, tests/acceptance/runbooks, tests/peers/page.py
 }
 
@@ -305,21 +305,6 @@ def test_systemd_unit(block: Block):
     unit.read_string(block.text)
     assert unit.sections() == ["Unit", "Service", "Install"]
     check_command(unit["Service"]["ExecStart"].split(), block.where)
-
-
-@each("dockerfile")
-def test_image_and_arguments(block: Block):
-    """The manifest's arguments go behind the image's entry point."""
-    check_extras(block.text, block.where)
-    (entry,) = re.findall(r"^ENTRYPOINT (.*)$", block.text, re.MULTILINE)
-    (manifest,) = [other for other in blocks("yaml") if other.page == block.page]
-    (arguments,) = re.findall(r"^ *args: (.*)$", manifest.text, re.MULTILINE)
-    check_command([*json.loads(entry), *json.loads(arguments)], manifest.where)
-
-
-def test_manifests_stand_beside_an_image():
-    assert {block.page for block in blocks("yaml")} == {block.page for block in blocks("dockerfile")}
-    assert all("\t" not in block.text for block in blocks("yaml"))
 
 
 def test_commands_in_sentences():

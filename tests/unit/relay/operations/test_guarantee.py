@@ -64,6 +64,11 @@ def rows(heading: str) -> list[tuple[str, ...]]:
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
 
 
+def names(cell: str) -> list[str]:
+    """Return the names in a cell."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
 def test_the_page_has_the_same_tables():
     assert rows("delivery \\| source") == [
         (f"`{delivery}`", f"`{source}`", guarantee(delivery, source).found, guarantee(delivery, source).do)
@@ -72,12 +77,20 @@ def test_the_page_has_the_same_tables():
         # A relay refuses these settings.
         if (delivery, source) != (Delivery.AT_MOST_ONCE, SourceKind.WAL)
     ]
-    assert rows("delivery \\| strategy") == [
-        (f"`{delivery}`", f"`{strategy}`", found.found, found.do)
+    promised = [
+        ((delivery, strategy), (found, do))
+        for deliveries, chosen, found, do in rows("delivery \\| strategy")
+        for delivery in names(deliveries)
+        # A row may speak of several combinations.
+        for strategy in (Strategy if chosen == "each" else names(chosen))
+    ]
+    assert len(promised) == len(Delivery) * len(Strategy)
+    assert dict(promised) == {
+        (delivery, strategy): (found.found, found.do)
         for delivery in Delivery
         for strategy in Strategy
         for found in [guarantee(delivery, SourceKind.POLLING, strategy)]
-    ]
+    }
 
 
 ALL_OF_IT = "The server retains all of it (max_slot_wal_keep_size = -1), until its disk is full"
