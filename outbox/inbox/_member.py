@@ -27,6 +27,7 @@ has stored for the group.
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
+| … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
