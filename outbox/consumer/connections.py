@@ -1,9 +1,9 @@
 """Connections to the sink's database: how they are opened, and which stay open between transactions.
 
-``connect`` opens sessions of commands and checks. ``OwnSession`` holds the one session of an object that is used by one
-thread: a member of the inbox, a caller of External, the lock monitor. ``transaction`` and ``read`` use sessions that this
-process keeps, one for each address and application name: the driver has one, and so has each Python worker. While in
-use, a session belongs to one thread; a second use at the same time opens another session, which is closed at its end.
+``connect`` opens sessions of commands and checks. ``OwnSession`` is the session of an object that one thread uses: a
+member of the inbox, a caller of External, the lock monitor. ``transaction`` and ``read`` use sessions that this process
+keeps, one for each address and application name: the driver has one, and so has each Python worker. While in use, a
+session belongs to one thread; a second use at the same time opens another session, which is closed at its end.
 
 | what has happened to a kept session        | what follows                                                            |
 |--------------------------------------------|-------------------------------------------------------------------------|
