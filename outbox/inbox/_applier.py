@@ -201,6 +201,12 @@ class Applier:
             # The session's server may not be the primary any more.
             self._session.close()
 
+    def postpone(self, part: Assigned, error: BaseException, doing: str) -> None:
+        """Note such an error of one partition, which is tried again after a pause."""
+        part.interrupted += 1
+        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
+        self.interrupted(error, doing, [part.place])
+
     def _attempt(
         self,
         part: Assigned,
@@ -324,8 +330,7 @@ class Applier:
             # Those before it first.
             return True
         part.attempts += 1
-        topic, number = part.place
-        about = f"{topic}-{number} offset {message.offset()}"
+        about = f"{part.name} offset {message.offset()}"
         if failed.again and part.attempts < self._settings.attempts:
             part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self._settings.wait))
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
@@ -335,7 +340,7 @@ class Applier:
         too_many = self._settings.bury and part.deaths > self._settings.most_dead
         if too_many or not self._settings.bury:
             why = f"as the {part.deaths - 1} before it: " if too_many else ""
-            raise HandlerFailed(topic, number, message.offset(), part.attempts, why + text) from failed.__cause__
+            raise HandlerFailed(*part.place, message.offset(), part.attempts, why + text) from failed.__cause__
         _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
         return self._bury(part, message, failed.why)
 
@@ -393,9 +398,7 @@ class Applier:
                 raise error
 
     def _wait(self, part: Assigned, error: BaseException) -> None:
-        part.interrupted += 1
-        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-        self.interrupted(error, f"applying {part.place[0]}-{part.place[1]}", [part.place])
+        self.postpone(part, error, f"applying {part.name}")
 
     def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:  # noqa: ARG002
         """The next upkeep retries it: the partition's messages do not wait for that."""

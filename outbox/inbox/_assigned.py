@@ -75,6 +75,11 @@ class Assigned:
     released: bytes = b""
     paused: bool = False
 
+    @property
+    def name(self) -> str:
+        """The partition as texts name it."""
+        return f"{self.place[0]}-{self.place[1]}"
+
     def add(self, message: KafkaMessage) -> None:
         """Put a fetched message into the queue. While the partition is not claimed, and for an old one, do nothing."""
         if self.position is not None and message.offset() >= self.fetched:

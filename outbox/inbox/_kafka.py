@@ -11,8 +11,9 @@ from confluent_kafka import KafkaError
 
 from outbox._clients.callbacks import CALLBACKS
 from outbox._clients.kafka import complete
-from outbox.consumer.errors import ConsumerError
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
@@ -37,7 +38,6 @@ _OURS: Final[Mapping[str, Any]] = {
 # What a service gives to its consumer alone.
 _CONSUMERS: Final = CALLBACKS | {"logger", "statistics.interval.ms"}
 
-UNREADABLE: Final = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})  # noqa: SLF001
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 
 
@@ -87,6 +87,14 @@ def _failing(doing: str) -> Iterator[None]:
         raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
     except ConsumerError as error:
         raise KafkaFailed(f"Kafka, {doing}: {error}") from error
+
+
+def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
+    """Return the error that ends the consumer; None for an error behind which librdkafka goes on by itself."""
+    found = of_kafka(error, about)
+    if not isinstance(found, ConsumerUnavailable):
+        return KafkaFailed(str(found))
+    return KafkaFailed(f"{found}. Nothing was skipped") if error.fatal() else None
 
 
 def epoch_of(message: KafkaMessage) -> int | None:

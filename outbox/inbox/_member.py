@@ -106,7 +106,7 @@ class Member:
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         # A broker that refuses the client sends no message: librdkafka would try for ever.
-        self._refusal: KafkaError | None = None
+        self._refusal: KafkaFailed | None = None
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> None:
@@ -120,7 +120,7 @@ class Member:
         while not self._stopping.is_set():
             self._fetch()
             if self._refusal is not None:
-                raise _refused(self._refusal)
+                raise self._refusal
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
                 self._note(part)
@@ -190,17 +190,15 @@ class Member:
         elif code in _kafka.OUT_OF_RANGE:
             if part is not None:
                 part.cut_off = True
-        elif is_refusal(error):
-            raise _refused(error)
-        elif code in _kafka.UNREADABLE or error.fatal():
-            raise KafkaFailed(f"Kafka, {message.topic()}-{message.partition()}: {error.str()}. Nothing was skipped")
+        elif (failed := _kafka.failure(error, f"Kafka, {part.name}" if part is not None else "Kafka")) is not None:
+            raise failed
         else:
             # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
             _logger.warning("kafka: %s", error.str())
 
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
-            self._refusal = error
+            self._refusal = _kafka.failure(error)
         if given := self._settings.options.get("error_cb"):
             given(error)
 
@@ -278,9 +276,7 @@ class Member:
             [(position, keys)] = self._claim([part.place]).values()
             self._kafka.seek(TopicPartition(*part.place, position.next_offset))
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
-            part.interrupted += 1
-            part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-            self._applier.interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again", [part.place])
+            self._applier.postpone(part, error, f"claiming {part.name} again")
             return
         part.claimed(position, keys)
 
@@ -330,7 +326,3 @@ class Member:
         elif not self._described and self._parts and time.monotonic() >= self._topics_at:
             self._described = self._admin.describe({topic for topic, _ in self._parts})
             self._topics_at = time.monotonic() + _TOPIC_SECONDS
-
-
-def _refused(error: KafkaError) -> KafkaFailed:
-    return KafkaFailed(f"Kafka: {error.str()}; look at the credentials and the ACLs. Nothing was skipped")
