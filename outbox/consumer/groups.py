@@ -45,7 +45,7 @@ UPDATE {offsets} AS o SET generation = %(generation)s
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
 CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 """SQL: waits for transactions that are about to commit, and shuts out all that come later."""
-# The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
+# The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it forever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)

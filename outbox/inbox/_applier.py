@@ -44,7 +44,7 @@ AWAY: Final = (0.1, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``Consumer`` describes, checked. ``bury``: messages that fail become dead letters."""
+    """The checked arguments of ``Consumer``. ``bury``: messages that fail become dead letters."""
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
@@ -91,10 +91,10 @@ class MessageFailed(Exception):
 
 
 class _Outcome(Enum):
-    """What follows from a transaction that names no failed message."""
+    """The outcome of a transaction in which no message is at fault."""
 
     COMMITTED = "committed"
-    MOVED = "the position was moved by an earlier COMMIT: go on at once"
+    MOVED = "the position was moved by an earlier COMMIT: continue at once"
     WAIT = "not before the partition is due"
 
 
@@ -120,7 +120,7 @@ class Applier:
         self._reclaim_seconds = reclaim_seconds
 
     def apply(self, part: Assigned) -> bool:
-        """Apply the next messages of a partition in one transaction. Returns whether to go on at once."""
+        """Apply the next messages of a partition in one transaction. Returns whether to continue at once."""
         batch = part.next_batch(self._settings.batch)
         handled = 0
 
@@ -189,11 +189,11 @@ class Applier:
             case error:
                 if found is None:
                     raise error
-                # At COMMIT.
+                # It failed at COMMIT.
                 return self._letter_failed(part, MessageFailed.by(found, error))
 
     def interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
-        """Note an error that is no message's fault, and keeps these partitions from moving."""
+        """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
         self._watch.failed(places, why)
@@ -202,7 +202,7 @@ class Applier:
             self._session.close()
 
     def postpone(self, part: Assigned, error: BaseException, doing: str) -> None:
-        """Note such an error of one partition, which is tried again after a pause."""
+        """Record such an error of one partition, which is retried after a pause."""
         part.interrupted += 1
         part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
         self.interrupted(error, doing, [part.place])
@@ -323,11 +323,11 @@ class Applier:
             raise MessageFailed(message, "failed", text, again=True)
 
     def _failed(self, part: Assigned, failed: MessageFailed) -> bool:
-        """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
+        """Handle a message that can't be applied. Raises HandlerFailed. Returns whether to continue at once."""
         message, text = failed.message, failed.why.error
         part.suspect = message.offset()
         if message is not part.queue[0]:
-            # Those before it first.
+            # The messages before it come first.
             return True
         part.attempts += 1
         about = f"{part.name} offset {message.offset()}"

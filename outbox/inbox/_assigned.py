@@ -14,7 +14,7 @@ from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.inbox._message import KafkaMessage
 
 MOST_STRIKES: Final = 5
-"""How often in a row a transaction may be interrupted although Postgres is there, until that is its message's fault."""
+"""The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""
 # The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
 _EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
 
@@ -44,7 +44,7 @@ class Assigned:
     suspect       the offset of a message that failed: those before it are applied first, and then it alone.
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.
     attempts      how often the first message of the queue has failed.
-    interrupted   how often in a row a transaction was interrupted by what is no message's fault.
+    interrupted   how often in a row a transaction was interrupted by a cause that is no message's fault.
     strikes       how often in a row a transaction was interrupted after it had found its claim in Postgres.
     letter_strikes  the same of dead letters that are retried.
     deaths        how many messages in a row became dead letters.

@@ -53,7 +53,7 @@ WITH RECURSIVE found AS (
     ({first}) UNION ALL SELECT following.* FROM found CROSS JOIN LATERAL ({following}) AS following),
 letter AS (SELECT * FROM found LIMIT %(most)s)
 SELECT hash, ({earlier}) IS NULL FROM letter"""
-# Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever.
+# Messages that were put behind a dead letter while that was being retried or discarded: they would wait forever.
 _RELEASE: Final = """
 UPDATE {dead_letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
@@ -64,8 +64,8 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-# The planner may have statistics of a time when there were no letters. And which transactions run: of those before the
-# first number all have ended, and none has begun with the second one.
+# The planner may have statistics of a time when there were no letters. The two numbers: all transactions before the
+# first one have ended, and none from the second one on has begun.
 _LOOK: Final = """
 SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapshot_xmax(snapshot)::text::bigint,
        pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),

@@ -19,10 +19,10 @@ has stored for the group.
 | rebalance between two transactions          | what was fetched is forgotten; the next member claims, and fences    |
 | rebalance during a transaction              | the claim waits for its end, and begins behind it                    |
 | sleep beyond the session's time-out, outside| others have claimed: its next transaction finds another generation,  |
-|   a transaction                             | changes nothing, and Kafka tells it that the partitions are lost     |
+|   a transaction                             | changes nothing, and Kafka reports its partitions as lost            |
 | … inside a transaction                      | Postgres ends it after ``idle_seconds``, and frees the row           |
-| a sleeper claims before Kafka tells it      | the rightful member is fenced, claims again, and fences the sleeper  |
-| Postgres away, without disk, memory or      | nothing is applied; tried again with backoff, and Kafka polled on    |
+| a sleeper claims before Kafka reports that  | the rightful member is fenced, claims again, and fences the sleeper  |
+| Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
@@ -33,8 +33,8 @@ has stored for the group.
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
 |   transaction, as by transaction_timeout    | message: see below                                                   |
-| the handler fails                           | tried again; then HandlerFailed, or a dead letter with all that      |
-|                                             | comes later of its key behind it                                     |
+| the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
+|                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
 """
 
@@ -95,7 +95,7 @@ class Member:
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
         options = settings.options
-        # By then Kafka has told a member that slept that its partitions are lost.
+        # By then Kafka has reported the loss of its partitions to a member that slept.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
         self._incremental = "cooperative" in str(strategy) or str(protocol).lower() == "consumer"
@@ -105,12 +105,12 @@ class Member:
             settings, self._session, handler, watch, log_end=self._log_end, reclaim_seconds=reclaim_seconds
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
-        # A broker that refuses the client sends no message: librdkafka would try for ever.
+        # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._refusal: KafkaFailed | None = None
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> None:
-        """Consume until it is to stop."""
+        """Consume until ``stopping`` is set."""
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -158,7 +158,7 @@ class Member:
         taken = size = 0
         while message is not None:
             error = message.error()
-            # Its methods may return None, says its type; not for messages of a broker.
+            # Its type says that its methods may return None; they don't for messages of a broker.
             received = cast("KafkaMessage", message)
             part = self._parts.get((received.topic(), received.partition()))
             if error is not None:
@@ -256,7 +256,7 @@ class Member:
     # Messages
 
     def _work(self, part: Assigned, until: float) -> None:
-        """Apply what a partition has, for a while: Kafka wants to be polled."""
+        """Apply the messages of a partition, and stop in time for the next poll."""
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
                 self._claim_again(part)
@@ -293,7 +293,7 @@ class Member:
         self._show_positions()
 
     def _show_positions(self) -> None:
-        """Show Kafka's own tools how far the group is. Nothing reads it back, so a failure is no matter."""
+        """Show Kafka's own tools how far the group is. Nothing reads it back, so a failure does not matter."""
         found = []
         for part in self._parts.values():
             if part.position is not None and part.position.next_offset != part.shown:
@@ -311,7 +311,7 @@ class Member:
         return known[1] if known[1] >= 0 else None
 
     def _check_topics(self) -> None:
-        """Look from time to time whether the topics are those that the group has read. Does not wait for Kafka."""
+        """Check from time to time that the topics are those that the group has read. Does not wait for Kafka."""
         if self._described and all(future.done() for future in self._described.values()):
             described, self._described = self._described, {}
             ids = {name: str(future.result().topic_id) for name, future in described.items() if not future.exception()}

@@ -29,7 +29,7 @@ _POLL_SECONDS: Final = 0.1
 _PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
 _LONGEST_PAUSE: Final = 10.0
-# Beside those of credentials and rights; only somebody who changes rights, settings or topics ends these.
+# In addition to those of credentials and rights: they last until rights, settings or topics are changed.
 _REFUSALS: Final = frozenset(
     {
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -59,7 +59,7 @@ class Session:
         self._progress = progress
         self._stop = stop
         self._messages: list[Message] = []
-        # Of the moment of the assignment: what was read under it is committed under it, or refused.
+        # From the assignment: messages read under it are committed under it, or refused.
         self._membership: Any = None
         self._metadata: dict[tuple[str, int], str | None] = {}
         self._aborted = 0
@@ -253,7 +253,7 @@ class Session:
         self._progress.watch.failed({_place(message) for message in messages}, inner.str())
         pause(self._stop, self._aborted)
         self._aborted += 1
-        # Still a member, perhaps: the next poll tells.
+        # It may still be a member: the next poll shows.
         self._go_to_committed(self._consumer.assignment())
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
@@ -363,7 +363,7 @@ class Session:
 
 
 def is_refused(error: KafkaError) -> bool:
-    """Return whether Kafka refuses what only a change of rights, settings or topics can mend."""
+    """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
     return is_refusal(error) or error.code() in _REFUSALS
 
 

@@ -70,7 +70,7 @@ WITH ordered AS (
 wanted AS MATERIALIZED (
     SELECT d.id FROM {dead_letters} AS d
      WHERE ({chosen}) OR (
-        -- Whether one that is too old was applied before is for a person to say, for each.
+        -- Whether one that is too old was applied before is for an operator to decide, one by one.
         d.reason <> 'too-old' AND (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered))
      ORDER BY d.id FOR UPDATE OF d)
 UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id

@@ -359,7 +359,7 @@ class Offsets:
             if generation is not None:
                 _refuse_skipping(asked, moves)
                 for one in moves:
-                    # An accepted loss without a move too: the epoch stored there would tell of it again.
+                    # An accepted loss without a move too: the epoch stored there would report it again.
                     if one.changes or one.part in losses:
                         self._write(values, one, generation, bounds.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
