@@ -157,7 +157,7 @@ class Applier:
         end = part.end
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._group.move(connection, part.place, end, log_end=end)
+            self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
         match self._attempt(part, Strikes(), step, self._wait):
@@ -172,7 +172,7 @@ class Applier:
 
         def step(connection: psycopg.Connection[Any]) -> None:
             nonlocal found
-            found = self._letters.next(connection, part.place)
+            found = self._letters.next(connection, part.partition)
             if found is not None:
                 self._apply_letter(connection, part, found)
 
@@ -192,11 +192,11 @@ class Applier:
                 # It failed at COMMIT.
                 return self._letter_failed(part, MessageFailed.by(found, error))
 
-    def interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
+    def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
         """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
-        self._watch.failed(places, why)
+        self._watch.failed(partitions, why)
         if isinstance(error, psycopg.Error):
             # The session's server may not be the primary any more.
             self._session.close()
@@ -205,7 +205,7 @@ class Applier:
         """Record such an error of one partition, which is retried after a pause."""
         part.interrupted += 1
         part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-        self.interrupted(error, doing, [part.place])
+        self.interrupted(error, doing, [part.partition])
 
     def _attempt(
         self,
@@ -223,7 +223,7 @@ class Applier:
         found: MessageFailed | psycopg.Error
         try:
             with self._session.transaction() as connection:
-                self._group.fence(connection, part.place, part.position)
+                self._group.fence(connection, part.partition, part.position)
                 confirmed = True
                 step(connection)
         except Fenced as fenced:
@@ -253,9 +253,9 @@ class Applier:
         dead = sum(behind)
         new, today = self._group.move(
             connection,
-            part.place,
+            part.partition,
             batch[-1].offset() + 1,
-            log_end=self._log_end(part.place),
+            log_end=self._log_end(part.partition),
             leader_epoch=_kafka.epoch_of(batch[-1]),
             ids=[one for one in ids if one is not None],
             applied=0 if self._settings.dedup else len(batch) - dead,
@@ -285,7 +285,7 @@ class Applier:
         id_ = self._id(message)
         new, today = self._group.move(
             connection,
-            part.place,
+            part.partition,
             None,
             ids=[] if id_ is None else [id_],
             applied=0 if self._settings.dedup else 1,
@@ -334,13 +334,13 @@ class Applier:
         if failed.again and part.attempts < self._settings.attempts:
             part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self._settings.wait))
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
-            self._watch.failed([part.place], f"offset {message.offset()} failed: {text}")
+            self._watch.failed([part.partition], f"offset {message.offset()} failed: {text}")
             return False
         part.deaths += 1
         too_many = self._settings.bury and part.deaths > self._settings.most_dead
         if too_many or not self._settings.bury:
             why = f"as the {part.deaths - 1} before it: " if too_many else ""
-            raise HandlerFailed(*part.place, message.offset(), part.attempts, why + text) from failed.__cause__
+            raise HandlerFailed(*part.partition, message.offset(), part.attempts, why + text) from failed.__cause__
         _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
         return self._bury(part, message, failed.why)
 
@@ -353,9 +353,9 @@ class Applier:
             self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
             self._group.move(
                 connection,
-                part.place,
+                part.partition,
                 message.offset() + 1,
-                log_end=self._log_end(part.place),
+                log_end=self._log_end(part.partition),
                 leader_epoch=_kafka.epoch_of(message),
                 dead=1,
             )
@@ -375,7 +375,7 @@ class Applier:
                 part.deaths -= 1
                 if part.strikes.too_many(error):
                     text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
-                    raise HandlerFailed(*part.place, message.offset(), part.attempts, text) from error
+                    raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
                 self._wait(part, error)
                 return False
 

@@ -55,7 +55,7 @@ class Assigned:
     released      how far the keys of its dead letters were looked at; see Letters.release.
     """
 
-    place: Partition
+    partition: Partition
     position: ClaimedOffset | None
     dead_keys: set[bytes]
     fetched: int
@@ -78,7 +78,7 @@ class Assigned:
     @property
     def name(self) -> str:
         """The partition as texts name it."""
-        return f"{self.place[0]}-{self.place[1]}"
+        return f"{self.partition[0]}-{self.partition[1]}"
 
     def add(self, message: KafkaMessage) -> None:
         """Put a fetched message into the queue. While the partition is not claimed, and for an old one, do nothing."""

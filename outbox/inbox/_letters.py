@@ -135,35 +135,35 @@ class Letters(DeadLetterStore):
         """Return those of a topic's keys that have no dead letter any more."""
         return set(keys) - {bytes(key) for (key,) in self._ask(connection, _KEPT, topic=topic, keys=list(keys))}
 
-    def places(
-        self, connection: psycopg.Connection[Any], places: Collection[Partition]
+    def with_letters(
+        self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
     ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
-        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
         rows = self._ask(connection, _ANY, **wanted).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
-    def release(self, connection: psycopg.Connection[Any], place: Partition, after: bytes) -> tuple[bool, bytes]:
+    def release(self, connection: psycopg.Connection[Any], partition: Partition, after: bytes) -> tuple[bool, bytes]:
         """Mark for a retry what waits behind no dead letter any more, of the next LOOKED_AT keys of a partition.
 
         after  where the last call ended, b"" at first.
 
         Returns whether there was any, and where the next call begins.
         """
-        values: dict[str, Any] = {"topic": place[0], "part": place[1]}
+        values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
         rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
         if hashes:
             self._ask(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
-    def next(self, connection: psycopg.Connection[Any], place: Partition) -> RetriedMessage | None:
+    def next(self, connection: psycopg.Connection[Any], partition: Partition) -> RetriedMessage | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
-        row = self._ask(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
+        row = self._ask(connection, _WAITING, topic=partition[0], part=partition[1]).fetchone()
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
-        return RetriedMessage(RetryRecord(number, (*place, offset), key, value, headers, time, reason, blocked))
+        return RetriedMessage(RetryRecord(number, (*partition, offset), key, value, headers, time, reason, blocked))
 
     def _ask(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object

@@ -137,11 +137,11 @@ class Member:
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
         if part.position is None:
-            self._watch.waits(part.place, None)
+            self._watch.waits(part.partition, None)
         elif part.queue or part.cut_off:
-            self._watch.waits(part.place, part.position.next_offset)
+            self._watch.waits(part.partition, part.position.next_offset)
         else:
-            self._watch.moved([part.place])
+            self._watch.moved([part.partition])
 
     def close(self) -> None:
         """Leave the group, and close the session."""
@@ -171,10 +171,10 @@ class Member:
         for part in self._parts.values():
             # A partition whose messages fail must not be read into memory as a whole.
             if not part.paused and (len(part.queue) >= _MOST_QUEUED or part.size >= _MOST_QUEUED_BYTES):
-                self._kafka.pause([TopicPartition(*part.place)])
+                self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
             elif part.paused and len(part.queue) < _TAKEN and part.size < _TAKEN_BYTES:
-                self._kafka.resume([TopicPartition(*part.place)])
+                self._kafka.resume([TopicPartition(*part.partition)])
                 part.paused = False
 
     def _idle_seconds(self) -> float:
@@ -202,48 +202,51 @@ class Member:
         if given := self._settings.options.get("error_cb"):
             given(error)
 
-    def _assigned(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:
+    def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
-        places = [(one.topic, one.partition) for one in partitions]
+        partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] = {}
-        for place in places:
-            self._watch.waits(place, None)
+        for partition in partitions:
+            self._watch.waits(partition, None)
         attempt = 0
-        while places and not claimed and not self._stopping.is_set():
+        while partitions and not claimed and not self._stopping.is_set():
             try:
-                claimed = self._claim(places)
+                claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
                 attempt += 1
                 if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
                     raise
-                self._applier.interrupted(error, "claiming partitions", places)
+                self._applier.interrupted(error, "claiming partitions", partitions)
                 self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
-        for place, (position, keys) in claimed.items():
-            self._parts[place] = Assigned(place, position, keys, position.next_offset)
-        found = [TopicPartition(*place, position.next_offset) for place, (position, _) in claimed.items()]
+        for partition, (position, keys) in claimed.items():
+            self._parts[partition] = Assigned(partition, position, keys, position.next_offset)
+        found = [TopicPartition(*partition, position.next_offset) for partition, (position, _) in claimed.items()]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
 
-    def _revoked(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:  # noqa: ARG002
+    def _revoked(self, kafka: Any, revoked: Sequence[TopicPartition]) -> None:  # noqa: ARG002
         """Forget what was fetched of partitions that are another member's from now on."""
-        for one in partitions:
+        for one in revoked:
             self._parts.pop((one.topic, one.partition), None)
-        self._watch.moved([(one.topic, one.partition) for one in partitions])
+        self._watch.moved([(one.topic, one.partition) for one in revoked])
 
-    def _claim(self, places: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
-        topics = {topic for topic, _ in places}
+    def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
+        topics = {topic for topic, _ in partitions}
         ids, bounds = self._admin.look(topics)
-        starts = {place: (ids[place[0]], at.end if self._settings.at_end else at.first) for place, at in bounds.items()}
-        if missing := [place for place in places if place not in starts]:
+        starts = {
+            (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
+            for (topic, part), at in bounds.items()
+        }
+        if missing := [partition for partition in partitions if partition not in starts]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._session.transaction() as connection:
-            positions = self._group.claim(connection, places, starts, self._settings.strategy)
+            positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
             letters = self._waiting.read(connection, topics)
         self._waiting.claimed(*letters)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
-        return {place: (position, self._waiting.keys[place[0]]) for place, position in positions.items()}
+        return {partition: (position, self._waiting.keys[partition[0]]) for partition, position in positions.items()}
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
@@ -273,8 +276,8 @@ class Member:
     def _claim_again(self, part: Assigned) -> None:
         """Claim a partition that another claim has taken although Kafka still assigns it to this member."""
         try:
-            [(position, keys)] = self._claim([part.place]).values()
-            self._kafka.seek(TopicPartition(*part.place, position.next_offset))
+            [(position, keys)] = self._claim([part.partition]).values()
+            self._kafka.seek(TopicPartition(*part.partition, position.next_offset))
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             self._applier.postpone(part, error, f"claiming {part.name} again")
             return
@@ -298,14 +301,14 @@ class Member:
         for part in self._parts.values():
             if part.position is not None and part.position.next_offset != part.shown:
                 part.shown = part.position.next_offset
-                found.append(TopicPartition(*part.place, part.shown))
+                found.append(TopicPartition(*part.partition, part.shown))
         if found:
             with suppress(KafkaException):
                 self._kafka.commit(offsets=found, asynchronous=True)
 
-    def _log_end(self, place: Partition) -> int | None:
+    def _log_end(self, partition: Partition) -> int | None:
         try:
-            known = self._kafka.get_watermark_offsets(TopicPartition(*place), cached=True)
+            known = self._kafka.get_watermark_offsets(TopicPartition(*partition), cached=True)
         except KafkaException:
             return None
         return known[1] if known[1] >= 0 else None
@@ -316,10 +319,10 @@ class Member:
             described, self._described = self._described, {}
             ids = {name: str(future.result().topic_id) for name, future in described.items() if not future.exception()}
             other = {
-                part.place: part.position
+                part.partition: part.position
                 for part in self._parts.values()
                 if part.position is not None
-                and ids.get(part.place[0], part.position.topic_id) != part.position.topic_id
+                and ids.get(part.partition[0], part.position.topic_id) != part.position.topic_id
             }
             if other:
                 self._check_positions(other)
