@@ -14,12 +14,13 @@ import psycopg
 from outbox.consumer import connections
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.stalled import StalledPartition, Watch
+from outbox.consumer.tables import DEFAULT_SCHEMA
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
 from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
-from outbox.inbox._once import DEFAULT_SCHEMA, check_name
+from outbox.inbox._once import check_name
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
