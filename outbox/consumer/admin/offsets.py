@@ -163,12 +163,12 @@ class _Request:
     topic: str
     what: str
     why: str
-    to: str | int | None
-    part: int | None
-    skip: bool
     dry_run: bool
-    new: bool
     wait: float
+    skip: bool
+    to: str | int | None = None
+    part: int | None = None
+    new: bool = False
 
 
 def move(part: int, stored: StoredOffset | None, there: OffsetBounds, topic_id: str, after: int) -> Move:
@@ -328,7 +328,7 @@ class Offsets:
                 raise NotFound(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
             return _gone(stored)
 
-        request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
+        request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True)
         return self._move(request, decide, {})
 
     def _move(self, asked: _Request, decide: _Decide, bounds: Mapping[int, OffsetBounds]) -> MoveResult:
