@@ -340,8 +340,8 @@ class Reservations:
             if transition is not None and failed is not None:
                 transition = effect_failed(state, transition, failed, self._rules, chance)
             if transition is not None:
-                learnt = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
-                self._write(cursor, row, transition, _json(answer.response) if learnt else None)
+                done = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
+                self._write(cursor, row, transition, _json(answer.response) if done else None)
         return transition
 
     def _write(

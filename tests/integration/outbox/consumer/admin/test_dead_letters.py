@@ -289,6 +289,15 @@ def test_what_waits_for_a_second_dead_one_goes_on_waiting(sink):
     assert sink.states() == {behind: "retry", second: "dead", last: "dead"}
 
 
+def test_a_key_that_has_moved_to_another_partition_waits_as_the_consumers_let_it_wait(sink):
+    """Partitions were added: offsets give no order between the two, and the ids of the dead letters do."""
+    head, behind = sink.bury(7), sink.bury(8, reason="behind")
+    later, last = sink.bury(1, part=1), sink.bury(2, part=1, reason="behind")
+    assert sink.desk.discard(Selection([head]), "why").freed == [behind]
+    assert sink.states() == {behind: "retry", later: "dead", last: "dead"}
+    assert sink.desk.discard(Selection([later]), "why").freed == [last]
+
+
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
