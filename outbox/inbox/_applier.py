@@ -94,7 +94,7 @@ class _Outcome(Enum):
     """The outcome of a transaction in which no message is at fault."""
 
     COMMITTED = "committed"
-    MOVED = "the position was moved by an earlier COMMIT: continue at once"
+    MOVED = "an earlier COMMIT, whose answer was lost, has moved the position: claim it again at once"
     WAIT = "not before the partition is due"
 
 
@@ -230,8 +230,9 @@ class Applier:
             _logger.warning("%s; nothing was applied", fenced)
             part.lose(time.monotonic() + self._reclaim_seconds)
             return _Outcome.WAIT
-        except OffsetMoved as moved:
-            part.moved(moved.next_offset)
+        except OffsetMoved:
+            # What it committed besides, as the key of a dead letter, is read with the claim.
+            part.lose(0.0)
             return _Outcome.MOVED
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__

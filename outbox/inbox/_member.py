@@ -15,7 +15,8 @@ has stored for the group.
 |---------------------------------------------|----------------------------------------------------------------------|
 | killed before COMMIT                        | rolled back with the position; the next member begins there          |
 | killed after COMMIT                         | the position has moved; nothing is applied again                     |
-| the answer to COMMIT is lost                | the row shows whether it moved: what was applied is dropped          |
+| the answer to COMMIT is lost                | the row shows whether it moved: then it is claimed again, and the    |
+|                                             | keys that have dead letters are read again with it                   |
 | rebalance between two transactions          | what was fetched is forgotten; the next member claims, and fences    |
 | rebalance during a transaction              | the claim waits for its end, and begins behind it                    |
 | sleep beyond the session's time-out, outside| others have claimed: its next transaction finds another generation,  |
