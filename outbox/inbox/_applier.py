@@ -16,7 +16,6 @@ from typing import Any, Final
 from uuid import UUID
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import doubled, jittered
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
@@ -24,6 +23,7 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, Strikes
@@ -318,9 +318,7 @@ class Applier:
             self._handler(connection, message)
         except Exception as error:
             raise MessageFailed.by(message, error) from error
-        if connection.info.transaction_status is not TransactionStatus.INTRANS:
-            # COMMIT would be a ROLLBACK, without an error.
-            text = "the handler has caught an error of the database, or ended the transaction: nothing can be committed"
+        if (text := spoilt(connection)) is not None:
             raise MessageFailed(message, "failed", text, again=True)
 
     def _failed(self, part: Assigned, failed: MessageFailed) -> bool:
