@@ -20,7 +20,6 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
-from outbox.consumer.letters import LONGEST_ERROR
 from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound
 from outbox.external.state_machine import (
@@ -169,6 +168,7 @@ DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
 
 OPEN: Final = ("reserved", "calling", "cancelling")
+_LONGEST_ERROR: Final = 2000
 _WINDOW: Final = 50
 """How many due calls a claim looks at."""
 
@@ -474,8 +474,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _storable(text: str | None) -> str | None:
-    """Return an error text for the table, truncated to LONGEST_ERROR characters."""
-    return None if text is None else storable(text)[:LONGEST_ERROR]
+    """Return an error text for the table, truncated to _LONGEST_ERROR characters."""
+    return None if text is None else storable(text)[:_LONGEST_ERROR]
 
 
 def _json(value: object) -> Jsonb:
@@ -486,5 +486,5 @@ def _json(value: object) -> Jsonb:
         if r"\u0000" in text:
             raise ValueError("jsonb holds no NUL")
     except (TypeError, ValueError, RecursionError):
-        text = json.dumps({"text": ascii(value)[:LONGEST_ERROR]})
+        text = json.dumps({"text": ascii(value)[:_LONGEST_ERROR]})
     return Jsonb(None, dumps=lambda _: text)
