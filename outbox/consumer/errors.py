@@ -77,5 +77,6 @@ def storable(text: str) -> str:
 
 
 def shown(error: BaseException) -> str:
-    """Return an error's class name and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """Return an error's class name and its first line, if it has a text."""
+    name, text = type(error).__name__, str(error).strip().partition("\n")[0]
+    return f"{name}: {text}" if text else name

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from outbox.consumer.errors import JobError
+from outbox.consumer.errors import JobError, shown
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({408, 409})
@@ -80,13 +80,13 @@ class HttpCall:
             content = None if self.body is None else json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
         except Exception as error:
-            raise TryLater(f"nothing was sent, the request can't be made: {_describe(error)}") from error
+            raise TryLater(f"nothing was sent, the request can't be made: {shown(error)}") from error
         headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
         if content is not None:
             headers = {"Content-Type": "application/json", **headers}
         host, path = target.hostname or "", (target.path or "/") + (f"?{target.query}" if target.query else "")
         # Without the query, which may contain a secret.
-        shown = f"{target.scheme}://{target.netloc}{target.path}"
+        about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
         connection: http.client.HTTPConnection
         if target.scheme == "https":
@@ -98,16 +98,16 @@ class HttpCall:
             try:
                 connection.connect()
             except OSError as error:
-                raise TryLater(f"{shown}: nothing was sent: {_describe(error)}") from error
+                raise TryLater(f"{about}: nothing was sent: {shown(error)}") from error
             with _ended_at(connection.sock, deadline) as ended:
                 try:
                     connection.request(self.method, path, content, headers)
                     response = connection.getresponse()
                     read = response.read(_LONGEST_BODY)
                 except (OSError, http.client.HTTPException) as error:
-                    raise OutcomeUnknown(f"{shown}: no answer: {_describe(error)}") from error
+                    raise OutcomeUnknown(f"{about}: no answer: {shown(error)}") from error
             if ended.is_set() or (response.length and len(read) < _LONGEST_BODY):
-                raise OutcomeUnknown(f"{shown}: the answer ended after {len(read)} bytes")
+                raise OutcomeUnknown(f"{about}: the answer ended after {len(read)} bytes")
             return response.status, _json(read), _retry_after(response.headers)
         finally:
             connection.close()
@@ -245,7 +245,3 @@ def _retry_after(headers: email.message.Message) -> float | None:
     except (ValueError, TypeError):
         return None
     return max(0.0, then - now)
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

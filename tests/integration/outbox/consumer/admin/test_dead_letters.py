@@ -293,6 +293,9 @@ def test_a_key_that_has_moved_to_another_partition_waits_as_the_consumers_let_it
     """Partitions were added: offsets give no order between the two, and the ids of the dead letters do."""
     head, behind = sink.bury(7), sink.bury(8, reason="behind")
     later, last = sink.bury(1, part=1), sink.bury(2, part=1, reason="behind")
+    shown = {letter: sink.desk.show(letter) for letter in (head, behind, later, last)}
+    assert [row["waits_for"] for row in shown.values()] == [None, head, None, head]
+    assert [row["behind_it"] for row in shown.values()] == [2, 1, 1, 0]
     assert sink.desk.discard(Selection([head]), "why").freed == [behind]
     assert sink.states() == {behind: "retry", later: "dead", last: "dead"}
     assert sink.desk.discard(Selection([later]), "why").freed == [last]
