@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
-from outbox.consumer.statements import note, statement
+from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
 from outbox.external.state_machine import (
     Answer,
@@ -268,9 +268,6 @@ class Reservations:
                     _do(connection, effect, path)
         except _EffectFailed as error:
             failed = str(error)
-        except psycopg.errors.IntegrityError as error:
-            # A deferred constraint fails at COMMIT.
-            failed = _describe(error)
         if failed is None:
             return transition, None
         with pinned_transaction(connection):
@@ -445,6 +442,9 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
         restore_path(connection, path)
         with connection.cursor() as cursor:
             effect(cursor)
+        # What deferred constraints and triggers refuse, they refuse here; so does a transaction whose error the effect
+        # has caught, which COMMIT would roll back without an error.
+        connection.execute(IMMEDIATE)
     except Exception as error:
         if connection.closed:
             raise

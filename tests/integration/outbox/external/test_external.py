@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
@@ -14,7 +15,7 @@ import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
-from outbox.consumer.errors import JobError
+from outbox.consumer.errors import ConsumerError, JobError
 from outbox.errors import NotFound, SchemaError
 from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater
 from outbox.external.caller import Caller
@@ -66,7 +67,7 @@ def test_whatever_becomes_of_the_answer_the_effect_counts_once(sink, provider):
     assert sink.drain(external) == {
         "attempts": attempts,
         "confirmed": len(ways),
-        "again": attempts - len(ways),
+        "retrying": attempts - len(ways),
     }
     assert provider.standing() == Counter(list(ways))
     assert sink.orders() == dict.fromkeys(ways, ("paid", 1))
@@ -89,7 +90,7 @@ def test_a_timeout_is_asked_again_and_retry_after_is_kept(sink, provider):
     provider.tell("dribbling", "trickle")
     provider.tell("limited", "429:2")
     sink.reserve(external, ["slow", "dribbling", "limited"])
-    assert sink.drain(external) == {"attempts": 6, "confirmed": 3, "again": 3}
+    assert sink.drain(external) == {"attempts": 6, "confirmed": 3, "retrying": 3}
     assert provider.standing() == Counter(["slow", "dribbling", "limited"])
     # By the caller's clock: how long a request is on its way differs.
     for name, pause in (("slow", 1.0), ("dribbling", 1.0), ("limited", 2.0)):
@@ -117,7 +118,7 @@ def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, pr
     external = payments(provider.url)
     provider.tell("maybe", "done-drop", "refuse")
     (message_id,) = sink.reserve(external, ["maybe"])
-    assert sink.drain(external) == {"attempts": 2, "again": 1, "stuck": 1}
+    assert sink.drain(external) == {"attempts": 2, "retrying": 1, "stuck": 1}
     with sink.connect() as connection:
         (shown,) = ReservationAdmin(connection, "consumer").find(Chosen("orders"))
         assert shown["unsure"]
@@ -194,7 +195,7 @@ def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_aga
     external = payments(provider.url, max_attempts=3)
     provider.tell("bad", *["500"] * 3)
     sink.reserve(external, [("bad", "k"), ("behind", "k"), ("free", "other")])
-    assert sink.drain(external) == {"attempts": 4, "again": 2, "stuck": 1, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 4, "retrying": 2, "stuck": 1, "confirmed": 1}
     assert sink.states() == {"bad": "stuck", "behind": "reserved", "free": "confirmed"}
     assert len(provider.requests("bad")) == 3
     listed = outbox_cli("external", "list", "--json")
@@ -238,7 +239,7 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
     provider.tell("maybe", "drop")
     provider.tell("sure", "429")
     (message_id, _) = sink.reserve(external, ["maybe", "sure"])
-    assert sink.drain(external) == {"attempts": 3, "again": 2, "stuck": 1, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 3, "retrying": 2, "stuck": 1, "confirmed": 1}
     assert len(provider.requests("maybe")) == 1
     with sink.connect() as connection:
         desk = ReservationAdmin(connection, "consumer")
@@ -255,7 +256,7 @@ def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provi
     provider.tell("done", "done-drop")
     provider.tell("not-done", "drop")
     message_id, _ = sink.reserve(external, ["done", "not-done"])
-    assert sink.drain(external) == {"attempts": 4, "again": 2, "confirmed": 2}
+    assert sink.drain(external) == {"attempts": 4, "retrying": 2, "confirmed": 2}
     assert [len(provider.requests(name)) for name in ("done", "not-done")] == [1, 2]
     assert len(provider.requests(path="/charges/")) == 2
     assert provider.requests("done")[0][2] == f"{message_id}-fee"
@@ -286,6 +287,38 @@ def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink,
     assert sink.rows("SELECT count(*) FROM paid") == [(1,)]
 
 
+def swallowed(cursor, settled):
+    with contextlib.suppress(psycopg.Error):
+        cursor.execute("SELECT 1 / 0")
+
+
+@pytest.mark.parametrize(
+    ("effect", "error"),
+    [(swallowed, "InFailedSqlTransaction"), ("INSERT INTO late DEFAULT VALUES", "RaiseException: not yet")],
+    ids=["caught", "deferred"],
+)
+def test_sql_that_fails_no_earlier_than_at_the_commit_has_failed_too(sink, provider, effect, error):
+    """An error that the function hides, or one that a deferred trigger raises."""
+    with sink.connect() as connection:
+        connection.execute("CREATE TABLE late (n int)")
+        connection.execute(
+            "CREATE FUNCTION late() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not yet'; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON late DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION late()"
+        )
+    external = payments(provider.url, max_attempts=2, on_confirmed=effect)
+    (message_id,) = sink.reserve(external, ["o1"])
+    assert sink.drain(external) == {"attempts": 2, "retrying": 1, "stuck": 1}
+    assert sink.states() == {"o1": "stuck"}
+    assert len(provider.requests("o1")) == 1
+    assert error in sink.rows("SELECT last_error FROM consumer.reservations")[0][0]
+    with pytest.raises(ConsumerError, match=error):
+        Caller(external, sink.connect).settle_by_hand(message_id, confirmed=True, why="it is")
+    assert sink.states() == {"o1": "stuck"}
+
+
 def test_an_answer_after_the_lease_is_weighed(sink, provider):
     """The first attempt outlives its lease; another caller goes on, and the first answer comes when all is settled."""
     answered, outcomes = threading.Event(), {}
@@ -304,7 +337,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     thread = in_thread(lambda: outcomes.update(first.run(stop, "stopped").as_dict()))
     wait_until(lambda: sink.states() == {"a": "calling", "b": "calling"}, what="the claims")
     lease_runs_out(sink)
-    assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "again": 1}
+    assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "retrying": 1}
     answered.set()
     # Not by its reports: it also reports that its calls do not keep their time-out, when it comes to look.
     wait_until(lambda: first.counts.late + first.counts.conflicts >= 2, what="the late answers")
@@ -339,7 +372,7 @@ def test_answers_that_are_odd(sink, provider):
 
     external = payments(provider.url, call=call)
     sink.reserve(external, [*odd, *raised])
-    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "again": 4}
+    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "retrying": 4}
     stored = dict(sink.rows("SELECT request ->> 'order', response FROM consumer.reservations"))
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
 
@@ -349,7 +382,7 @@ def test_an_ask_that_gives_something_else_is_not_taken_for_an_answer(sink, provi
     external = payments(provider.url, ask=lambda call: asked.pop(0))
     provider.tell("o", "done-drop")
     sink.reserve(external, ["o"])
-    assert sink.drain(external) == {"attempts": 3, "again": 2, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 3, "retrying": 2, "confirmed": 1}
     assert len(provider.requests("o")) == 2
 
 
