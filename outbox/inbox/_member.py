@@ -15,7 +15,7 @@ has stored for the group.
 |---------------------------------------------|----------------------------------------------------------------------|
 | killed before COMMIT                        | rolled back with the position; the next member begins there          |
 | killed after COMMIT                         | the position has moved; nothing is applied again                     |
-| the answer to COMMIT is lost                | the row shows whether it moved: what was applied is dropped          |
+| the answer to COMMIT is lost                | the row shows whether it moved; then the partition is claimed again  |
 | rebalance between two transactions          | what was fetched is forgotten; the next member claims, and fences    |
 | rebalance during a transaction              | the claim waits for its end, and begins behind it                    |
 | sleep beyond the session's time-out, outside| others have claimed: its next transaction finds another generation,  |
@@ -272,7 +272,7 @@ class Member:
                 return
 
     def _claim_again(self, part: Assigned) -> None:
-        """Claim a partition that another claim has taken although Kafka still assigns it to this member."""
+        """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
         try:
             [(position, keys)] = self._claim([part.place]).values()
             self._kafka.seek(TopicPartition(*part.place, position.next_offset))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -16,7 +19,7 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox import SchemaError
-from outbox.inbox import PositionLost, TopicReplaced, _member
+from outbox.inbox import PositionLost, Reject, TopicReplaced, _member
 from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
@@ -51,36 +54,62 @@ def test_postgres_away_is_waited_for(log):
     log.check()
 
 
+class Losing(psycopg.Connection[Any]):
+    """Loses the answer to a COMMIT when ``lost`` says so, which is asked behind each."""
+
+    lost: Callable[[], bool]
+
+    @contextmanager
+    def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with super().transaction(*arguments, **options) as block:
+            yield block
+        if self.lost():
+            self.close()
+            raise psycopg.OperationalError("the answer is lost")
+
+
+def losing(log: Log, lost: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
+    def connect() -> psycopg.Connection[Any]:
+        connection = Losing.connect(log.database.url)
+        connection.lost = lost
+        return connection
+
+    return connect
+
+
 def test_lost_answers_to_commit(log):
     """Each second answer is lost, whatever was committed: the row shows what was applied."""
-
-    class Losing(psycopg.Connection[Any]):
-        count = 0
-
-        def transaction(self, *arguments: Any, **options: Any) -> Any:
-            return _Losing(self, super().transaction(*arguments, **options))
-
-    class _Losing:
-        def __init__(self, connection: Any, block: Any) -> None:
-            self._connection, self._block = connection, block
-
-        def __enter__(self) -> Any:
-            return self._block.__enter__()
-
-        def __exit__(self, *error: object) -> Any:
-            answer = self._block.__exit__(*error)
-            Losing.count += 1
-            if error[0] is None and Losing.count > 1 and Losing.count % 2:
-                self._connection.close()
-                raise psycopg.OperationalError("the answer is lost")
-            return answer
-
+    commits = itertools.count()
     log.produce(keys(500))
-    with log.consuming(database=lambda: Losing.connect(log.database.url), batch=20, dedup=False) as running:
+    with log.consuming(database=losing(log, lambda: next(commits) % 2 == 1), batch=20, dedup=False) as running:
         running.wait(lambda: log.count() >= 500, "the effects")
         running.wait(lambda: log.positions()[0] == 500, "the position")
-    assert Losing.count > 20
+    assert next(commits) > 20
     log.check()
+
+
+def test_a_dead_letter_whose_commit_has_lost_its_answer_holds_back_its_key(log, monkeypatch):
+    """At once, and not only when the upkeep has found it."""
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 600.0)
+    lost = threading.Event()
+
+    def lose() -> bool:
+        found = not lost.is_set() and bool(log.letters())
+        if found:
+            lost.set()
+        return found
+
+    def handle(connection, message):
+        apply(connection, message)
+        if (message.key(), message.value()) == (b"k1", b'{"n": 2}'):
+            raise Reject("no such order")
+
+    log.produce(keys(60))
+    with log.consuming(handle, database=losing(log, lose), on_failure="dead-letter", batch=20) as running:
+        running.wait(lambda: log.positions().get(0) == 60, "the position")
+    assert lost.is_set()
+    assert [letter["message_offset"] for letter in log.letters()] == [21, 31, 41, 51]
+    assert log.applied() == log.written | {"k1": [0, 1]}
 
 
 def test_a_handler_that_waits_too_long_loses_its_transaction(log):
