@@ -76,7 +76,7 @@ class Components:
     next_due: NextDue = field(default_factory=NextDue)
     """Written by the control loop; the task that moves scheduled events reads it."""
     about: Mapping[str, object] = field(default_factory=dict)
-    """What the relay has been told, for the first line of the log."""
+    """The settings that the first line of the log shows."""
 
 
 class _WorkerThread(threading.Thread):

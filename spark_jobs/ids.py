@@ -1,6 +1,6 @@
 """Message ids as UUIDs, many at once.
 
-The same rules as in SQL (tables.DAY_OF_ID) and Spark (strategies.uuid8); a test compares all three.
+The same rules as in SQL (consumer.ids.DAY_OF_ID) and Spark (strategies.uuid8); a test compares all three.
 """
 
 from __future__ import annotations

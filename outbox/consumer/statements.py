@@ -21,6 +21,8 @@ _TABLES: Final = (
     "reservations",
     "audit",
 )
+IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+"""SQL: checks deferred constraints now. Fails in a transaction that has failed."""
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
 
 

@@ -21,7 +21,7 @@ from psycopg.types.json import Jsonb
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
 from outbox.consumer.postgres_errors import spoilt
-from outbox.consumer.statements import note, statement
+from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
 from outbox.external.state_machine import (
     Answer,
@@ -447,7 +447,7 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
             effect(cursor)
         if (text := spoilt(connection)) is not None:
             raise _EffectFailed(text)
-        connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
+        connection.execute(IMMEDIATE)
     except _EffectFailed:
         raise
     except Exception as error:

@@ -1,7 +1,7 @@
 """Apply a partition's messages, and the dead letters that are retried: one transaction each, behind the claim's lock.
 
 Every transaction runs in ``_attempt``, which decides in one order what an error means: another claim, a position that
-moved, an interruption that is no message's fault, or a message that can't be applied.
+an earlier COMMIT has moved, an interruption that is no message's fault, or a message that can't be applied.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class _Outcome(Enum):
     """The outcome of a transaction in which no message is at fault."""
 
     COMMITTED = "committed"
-    MOVED = "an earlier COMMIT, whose answer was lost, has moved the position: claim it again at once"
     WAIT = "not before the partition is due"
 
 
@@ -133,8 +132,6 @@ class Applier:
                 part.moved(batch[-1].offset() + 1)
                 if handled:
                     part.deaths = 0
-                return True
-            case _Outcome.MOVED:
                 return True
             case _Outcome.WAIT:
                 return False
@@ -180,8 +177,6 @@ class Applier:
             case _Outcome.COMMITTED:
                 part.letter_strikes.count = 0
                 return found is not None
-            case _Outcome.MOVED:
-                return True
             case _Outcome.WAIT:
                 return False
             case MessageFailed() as failed:
@@ -231,9 +226,10 @@ class Applier:
             part.lose(time.monotonic() + self._reclaim_seconds)
             return _Outcome.WAIT
         except OffsetMoved:
-            # What it committed besides, as the key of a dead letter, is read with the claim.
+            # An earlier COMMIT has succeeded, and its answer was lost. A claim reads what it has written: the position,
+            # and the keys of dead letters.
             part.lose(0.0)
-            return _Outcome.MOVED
+            return _Outcome.WAIT
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
         except psycopg.Error as error:
@@ -365,8 +361,6 @@ class Applier:
                     part.dead_keys.add(key)
                 part.moved(message.offset() + 1)
                 return True
-            case _Outcome.MOVED:
-                return True
             case _Outcome.WAIT:
                 part.deaths -= 1
                 return False
@@ -388,8 +382,6 @@ class Applier:
         match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
             case _Outcome.COMMITTED:
                 part.letter_strikes.count = 0
-                return True
-            case _Outcome.MOVED:
                 return True
             case _Outcome.WAIT:
                 return False

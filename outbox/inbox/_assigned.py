@@ -37,7 +37,7 @@ class Strikes:
 class Assigned:
     """The state of one partition between two transactions.
 
-    position      None while another claim has the partition, and until it is claimed again.
+    position      None until the partition is claimed again, as while another claim has it.
     queue         messages that were fetched and not applied, in the order of their offsets; ``size`` is in bytes.
     fetched       the offset behind the last message in the queue.
     due           when the next transaction may begin, by time.monotonic().
@@ -110,7 +110,7 @@ class Assigned:
         self.interrupted = self.strikes.count = 0
 
     def lose(self, until: float) -> None:
-        """Note that another claim has the partition. If Kafka still assigns it by then, it is claimed again."""
+        """Forget the claim and what was fetched. If Kafka still assigns the partition by then, it is claimed again."""
         self.position = None
         self.queue.clear()
         self.size = 0

@@ -275,7 +275,7 @@ class Member:
                 return
 
     def _claim_again(self, part: Assigned) -> None:
-        """Claim a partition that another claim has taken although Kafka still assigns it to this member."""
+        """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
         try:
             [(position, keys)] = self._claim([part.partition]).values()
             self._kafka.seek(TopicPartition(*part.partition, position.next_offset))

@@ -40,6 +40,7 @@ class WaitingLetters:
         """Begin with what ``read`` has returned, after its transaction was committed."""
         self._new_letters.claimed(newest)
         for topic, found in keys.items():
+            # In place: every Assigned of the topic has this set as its dead_keys.
             known = self.keys.setdefault(topic, found)
             known.intersection_update(found)
             known.update(found)

@@ -23,7 +23,7 @@ def note(
     why: str | None,
     details: Mapping[str, Any],
 ) -> None:
-    """Write a line into the audit, in the caller's transaction. ``names`` are those of relay.statements.names_of."""
+    """Write a line into the audit, in the caller's transaction. ``names`` are those of settle.statements.names_of."""
     connection.execute(sql.SQL(_AUDIT).format(**names), (what, why, Jsonb(details)))
 
 

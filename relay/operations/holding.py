@@ -71,7 +71,7 @@ class Holding:
             return {lane: lease.epoch for lane, lease in self._leases.items()}
 
     def values(self, lanes: Collection[int]) -> dict[str, Any]:
-        """Return the leases of these lanes as parameters; see relay.statements."""
+        """Return the leases of these lanes as parameters; see settle/statements.py."""
         with self._lock:
             return lease_values([self._leases[lane] for lane in lanes])
 

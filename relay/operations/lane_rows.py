@@ -60,7 +60,7 @@ _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found
 
 _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id LIMIT %s"
 
-# LIMIT prevents the planner from reversing the join; see relay.statements.
+# LIMIT prevents the planner from reversing the join; see settle/statements.py.
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
                  WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),

@@ -66,7 +66,7 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} ORDER BY lane"""
 
-# LIMIT prevents the planner from reversing the join; see relay.statements.
+# LIMIT prevents the planner from reversing the join; see settle/statements.py.
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)

@@ -28,8 +28,9 @@ from relay.database import unavailable_on_error
 
 log = structlog.get_logger("relay")
 
-_LOCK: Final = 0x6F7574626F780002
-"""Advisory lock of the archive's maintenance. Transaction-level: PgBouncer leaks session locks."""
+# Of this outbox alone. Transaction-level: PgBouncer leaks session locks.
+_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
+_TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended(%s, 0))"
 _AHEAD: Final = 3
 MOST_OVERDUE_DAYS: Final = 3
 """Partitions that expired longer ago are dropped only by an operator. Relays may rest over a weekend without that, and
@@ -110,6 +111,7 @@ class Retention:
         self._days = days
         self._parent = sql.Identifier(schema, "published")
         self._default = sql.Identifier(schema, "published_default")
+        self._lock = f"outbox archive {schema}"
         self._said_on: dt.date | None = None
 
     def keep(self) -> None:
@@ -144,14 +146,14 @@ class Retention:
         with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
             if dry_run:
                 return self._plan(connection)
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+            connection.execute(_LOCK, (self._lock,))
             plan = self._run(connection, force=force)
         if plan.held_back and not force:
             raise overdue(plan)
         return plan
 
     def _locked(self, connection: psycopg.Connection[Any]) -> bool:
-        row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
+        row = connection.execute(_TRY_LOCK, (self._lock,)).fetchone()
         return bool(row and row[0])
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:

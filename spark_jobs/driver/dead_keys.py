@@ -7,7 +7,7 @@
 | has applied a range after all         | know                                                                        |
 | dead letters are retried              | the keys are read again                                                     |
 | the last one of a key is discarded    | the key is kept: its next message is put behind nothing, which the next     |
-|                                       | ``Store.state`` finds; it is retried, and the keys are read again           |
+|                                       | ``GroupStore.state`` finds; it is retried, and the keys are read again      |
 
 So there may be too many keys, which costs a detour, and never too few, which would cost the order.
 """

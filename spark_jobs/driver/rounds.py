@@ -276,8 +276,9 @@ class Rounds:
 
     def _put_aside(self, state: RoundState, span: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
         """Read the rejected messages in full and, with keep_order, the later messages of their keys."""
-        if any(record.place in state.dead for record in rejected):
-            raise EffectFailed(f"{rejected[0].place} was named again after it had been taken out: {rejected[0].error}")
+        for record in rejected:
+            if record.place in state.dead:
+                raise EffectFailed(f"{record.place} was named again after it had been taken out: {record.error}")
         self._check_number(state, len(rejected), rejected[0].error)
         letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters

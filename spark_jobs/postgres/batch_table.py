@@ -29,6 +29,7 @@ from psycopg import sql
 from outbox.consumer.errors import ConsumerUnavailable, shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, passing
+from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject
 from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
@@ -45,7 +46,6 @@ STAGED_BY: Final = "outbox_batch_staged_by"
 STAGED_AT: Final = "outbox_batch_staged_at"
 """Columns of a staging table: which attempt of a task staged a row, and in which order."""
 
-IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _PLACE: Final = "message_topic, message_part, message_offset"
 _MOST_TAKEN_BACK: Final = 1_000
 """How many rolled-back messages may be left in the file of ``batch`` before it is emptied."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 
 from outbox.consumer.postgres_errors import passing
+from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import (
     Dedup,
     DedupStore,
@@ -27,7 +28,6 @@ from spark_jobs.dedup.strategies import (
 )
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.outcomes import FallbackToBatch
-from spark_jobs.postgres.batch_table import IMMEDIATE
 from spark_jobs.postgres.copying import Unfit, copy_rows
 
 if TYPE_CHECKING:

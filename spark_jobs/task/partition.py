@@ -87,7 +87,7 @@ class TaskResult:
 
     read, fresh  the number of rows, and of those that were never applied before.
     detail       the rejected messages (see feed.rejected_text), or the text of the error.
-    behind       how many messages were put aside instead of applied; see decoder.Behind.
+    behind       how many messages were put aside instead of applied; see behind.Behind.
     size         the rows' size in memory, in bytes.
     """
 

@@ -28,7 +28,7 @@ from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import ClaimedOffset, Loss, LossKind, Range, RejectedRecord
 from outbox.consumer.retention import IdRetention
 from outbox.consumer.stalled import Watch
-from outbox.inbox._applier import Applier, Settings, _Outcome
+from outbox.inbox._applier import Applier, Settings
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._session import Session
 from outbox.inbox._waiting import WaitingLetters
@@ -168,7 +168,8 @@ class OnInbox:
         )
         if part.position is None:
             part.position = before
-            if failed is _Outcome.MOVED:
+            if part.due == 0.0:
+                # Claimed again at once, because an earlier transaction has moved the position.
                 return None
             raise Fenced("another claim")
         if isinstance(failed, Exception):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
-from outbox.consumer.errors import JobError
+from outbox.consumer.errors import ConsumerError, JobError
 from outbox.errors import NotFound, SchemaError
 from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater
 from outbox.external.caller import Caller
@@ -287,38 +287,44 @@ def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink,
     assert sink.rows("SELECT count(*) FROM paid") == [(1,)]
 
 
-def caught(cursor, _settled):
-    with suppress(psycopg.Error):
-        cursor.execute("INSERT INTO missing VALUES (1)")
+def swallowed(cursor, settled):
+    with contextlib.suppress(psycopg.Error):
+        cursor.execute("SELECT 1 / 0")
 
 
-def ended(cursor, _settled):
+def ended(cursor, settled):
     cursor.execute("ROLLBACK")
 
 
 @pytest.mark.parametrize(
-    ("settle", "error"),
+    ("effect", "error"),
     [
-        (caught, "an error of the database was caught"),
+        (swallowed, "an error of the database was caught"),
         (ended, "the transaction was ended"),
-        ("INSERT INTO orders VALUES ('o', 'late')", "RaiseException: not today"),
+        ("INSERT INTO late DEFAULT VALUES", "RaiseException: not yet"),
     ],
-    ids=["caught", "ended", "deferred trigger"],
+    ids=["caught", "ended", "deferred"],
 )
-def test_sql_that_only_commit_would_refuse(sink, provider, settle, error):
-    """The provider is not called again for it, and the call does not count as confirmed."""
+def test_sql_that_fails_no_earlier_than_at_the_commit_has_failed_too(sink, provider, effect, error):
+    """An error that the function hides, or one that a deferred trigger raises."""
     with sink.connect() as connection:
-        connection.execute("""
-            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''not today''; END';
-            CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED
-                FOR EACH ROW WHEN (NEW.state = 'late') EXECUTE FUNCTION refuse()""")
-    external = payments(provider.url, max_attempts=2, on_confirmed=settle)
-    sink.reserve(external, ["o"])
+        connection.execute("CREATE TABLE late (n int)")
+        connection.execute(
+            "CREATE FUNCTION late() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not yet'; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER late AFTER INSERT ON late DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION late()"
+        )
+    external = payments(provider.url, max_attempts=2, on_confirmed=effect)
+    (message_id,) = sink.reserve(external, ["o1"])
     assert sink.drain(external) == {"attempts": 2, "retrying": 1, "stuck": 1}
-    with sink.connect() as connection:
-        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen())
-    assert error in shown["last_error"]
-    assert len(provider.requests("o")) == 1
+    assert sink.states() == {"o1": "stuck"}
+    assert len(provider.requests("o1")) == 1
+    assert error in sink.rows("SELECT last_error FROM consumer.reservations")[0][0]
+    with pytest.raises(ConsumerError, match=error):
+        Caller(external, sink.connect).settle_by_hand(message_id, confirmed=True, why="it is")
+    assert sink.states() == {"o1": "stuck"}
 
 
 def test_an_answer_after_the_lease_is_weighed(sink, provider):

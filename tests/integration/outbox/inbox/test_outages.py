@@ -19,7 +19,7 @@ from support import wait_until
 from typer.testing import CliRunner
 
 from outbox import SchemaError
-from outbox.inbox import PositionLost, TopicReplaced, _member
+from outbox.inbox import PositionLost, Reject, TopicReplaced, _member
 from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
@@ -54,58 +54,62 @@ def test_postgres_away_is_waited_for(log):
     log.check()
 
 
-def losing(log: Log, lose: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
-    """Return a function that connects; the answers to those COMMITs are lost for which ``lose`` returns True."""
+class Losing(psycopg.Connection[Any]):
+    """Loses the answer to a COMMIT when ``lost`` says so, which is asked behind each."""
 
-    class Losing(psycopg.Connection[Any]):
-        @contextmanager
-        def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
-            with super().transaction(*arguments, **options) as block:
-                yield block
-            if lose():
-                self.close()
-                raise psycopg.OperationalError("the answer is lost")
+    lost: Callable[[], bool]
 
-    return lambda: Losing.connect(log.database.url, autocommit=True)
+    @contextmanager
+    def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with super().transaction(*arguments, **options) as block:
+            yield block
+        if self.lost():
+            self.close()
+            raise psycopg.OperationalError("the answer is lost")
+
+
+def losing(log: Log, lost: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
+    def connect() -> psycopg.Connection[Any]:
+        connection = Losing.connect(log.database.url)
+        connection.lost = lost
+        return connection
+
+    return connect
 
 
 def test_lost_answers_to_commit(log):
     """Each second answer is lost, whatever was committed: the row shows what was applied."""
-    commits = itertools.count(1)
+    commits = itertools.count()
     log.produce(keys(500))
-    connect = losing(log, lambda: (number := next(commits)) > 1 and number % 2 == 1)
-    with log.consuming(database=connect, batch=20, dedup=False) as running:
+    with log.consuming(database=losing(log, lambda: next(commits) % 2 == 1), batch=20, dedup=False) as running:
         running.wait(lambda: log.count() >= 500, "the effects")
         running.wait(lambda: log.positions()[0] == 500, "the position")
     assert next(commits) > 20
     log.check()
 
 
-def test_the_lost_answer_to_the_commit_of_a_dead_letter(log, monkeypatch):
-    """Later messages of its key wait behind it at once, not only when the member looks for letters of others."""
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 3600.0)
-    log.produce(["b"])
-    lost: list[int] = []
+def test_a_dead_letter_whose_commit_has_lost_its_answer_holds_back_its_key(log, monkeypatch):
+    """At once, and not only when the upkeep has found it."""
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 600.0)
+    lost = threading.Event()
 
     def lose() -> bool:
-        if not lost and log.letters():
-            lost.append(1)
-            return True
-        return False
+        found = not lost.is_set() and bool(log.letters())
+        if found:
+            lost.set()
+        return found
 
     def handle(connection, message):
-        if message.offset() == 1:
-            raise ValueError("no")
         apply(connection, message)
+        if (message.key(), message.value()) == (b"k1", b'{"n": 2}'):
+            raise Reject("no such order")
 
-    with log.consuming(handle, database=losing(log, lose), attempts=1, on_failure="dead-letter") as running:
-        # The member has looked for letters once, and does not again.
-        running.wait(lambda: log.positions().get(0) == 1, "the first message")
-        log.produce(["a", "b", *["a"] * 60, "b"])
-        running.wait(lambda: log.positions()[0] == 64, "the position")
-    assert lost
-    assert log.applied() == {"b": [0, 1, 2]}
-    assert [letter["reason"] for letter in log.letters()] == ["failed", *["behind"] * 60]
+    log.produce(keys(60))
+    with log.consuming(handle, database=losing(log, lose), on_failure="dead-letter", batch=20) as running:
+        running.wait(lambda: log.positions().get(0) == 60, "the position")
+    assert lost.is_set()
+    assert [letter["message_offset"] for letter in log.letters()] == [21, 31, 41, 51]
+    assert log.applied() == log.written | {"k1": [0, 1]}
 
 
 def test_a_handler_that_waits_too_long_loses_its_transaction(log):

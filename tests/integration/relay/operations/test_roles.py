@@ -38,7 +38,6 @@ def printed(*kinds: RoleKind, wal: bool = False) -> set[str]:
 def test_the_docs_list_what_the_command_prints():
     assert block("grants") == printed(RoleKind.WRITER, RoleKind.RELAY)
     assert block("grants of a relay with source=wal") == printed(RoleKind.RELAY, wal=True) - printed(RoleKind.RELAY)
-    assert block("grants of the operator") == printed(RoleKind.OPERATOR)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._app import schema_drift as schema_check
+from outbox.consumer.retention import _LOCK as IDS_LOCK
 from relay.cli.app import app
 from relay.database import Connector
 from relay.tasks.archive import Retention
@@ -278,6 +279,13 @@ def test_many_relays_keep_the_archive_once(archive):
     assert [line["event"] for line in logs] == ["archive kept"]
     assert archive.partitions()[named(archive.today)] == 100
     assert sum(archive.partitions().values()) == 100
+
+
+def test_the_upkeep_of_the_consumers_ids_in_the_same_database_does_not_hold_it_up(archive):
+    with psycopg.connect(archive.url) as upkeep, capture_logs() as logs:
+        upkeep.execute("SELECT pg_advisory_xact_lock(%s)", (IDS_LOCK,))
+        archive.retention().keep()
+    assert [line["event"] for line in logs] == ["archive kept"]
 
 
 def test_the_first_partition_is_made_while_relays_publish(archive):
