@@ -216,7 +216,7 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
     def waiting_for_a_lock() -> int:
         with psycopg.connect(bench.database.url) as connection:
             query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s"
-            return connection.execute(query, ("%UPDATE%offsets%",)).fetchone()[0]
+            return connection.execute(query, ("%offsets%FOR UPDATE%",)).fetchone()[0]
 
     with submitted(project, cluster, bench, *options) as process:
         # Stalled before its transaction: the twin on the other worker commits meanwhile.
