@@ -1,4 +1,4 @@
-"""What runs found, and what is asked of it."""
+"""The figures of runs, and the targets for them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """What the issue asks for, and what was found; ``spread`` and ``reached`` are None where there is no figure."""
+    """A target and the figure that was measured; ``spread`` and ``reached`` are None without a figure."""
 
     what: str
     asked: str
