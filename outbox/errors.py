@@ -15,7 +15,7 @@ class ConfigurationError(OutboxError):
 
 
 class MissingExtra(ConfigurationError):
-    """A package is not installed that only some installations need. ``extra`` names the extra that brings it."""
+    """An optional package is not installed. ``extra`` names the extra that installs it."""
 
     def __init__(self, extra: str, package: str, problem: str = "is not installed") -> None:
         super().__init__(f"{package} {problem}; run: pip install 'outbox-kafka[{extra}]'")
@@ -91,11 +91,11 @@ class SchemaError(OutboxError):
 
 
 class NotFound(OutboxError):
-    """What an operator has named does not exist, not any more, or is not in a state in which this can be done."""
+    """The object that an operator named does not exist, or its state does not allow the operation."""
 
 
 class OperationRefused(OutboxError):
-    """What an operator wants is not possible in the present state, or would lose something.
+    """The operation is not possible in the present state, or would lose something.
 
     Nothing was changed. The text says what to do first.
     """

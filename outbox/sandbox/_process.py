@@ -271,7 +271,7 @@ def patience() -> float:
     except ValueError:
         factor = 0.0
     if not 0 < factor < 1000:
-        raise ServiceError(f"{_PATIENCE}={given} is no factor: give a number above 0, as in {_PATIENCE}=3")
+        raise ServiceError(f"{_PATIENCE}={given} must be a number above 0, such as 3")
     return factor
 
 

@@ -127,7 +127,9 @@ def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ServiceError(f"the cache {directory} can't be made: {error}; set OUTBOX_CACHE to another") from error
+            raise ServiceError(
+                f"the cache {directory} can't be created: {error}; set OUTBOX_CACHE to another directory"
+            ) from error
         _download_all(set_name, missing)
     return list(wanted.values())
 
