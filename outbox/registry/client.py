@@ -99,6 +99,6 @@ class Client:
 
     def _away(self, error: Exception) -> SchemaRegistryUnavailable:
         return SchemaRegistryUnavailable(
-            f"the schema registry at {self._url} failed: {type(error).__name__}: {error}; nothing was written. Check "
-            "the registry, its address and the credentials"
+            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; nothing was "
+            "written. Check the registry, its address and the credentials"
         )

@@ -116,8 +116,8 @@ class Client:
 
     def _away(self, error: Exception) -> ConsumerUnavailable:
         return ConsumerUnavailable(
-            f"the schema registry at {self._url} failed: {type(error).__name__}: {error}; check the registry, its "
-            "address and the credentials. Nothing was skipped; run the job again"
+            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; "
+            "check the registry, its address and the credentials. Nothing was skipped; run the job again"
         )
 
 
