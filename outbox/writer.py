@@ -199,16 +199,8 @@ class _Writer:
         )
 
 
-class Outbox:
-    """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
-
-    schema           of the outbox's tables.
-    max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
-    serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
-                     AsyncOutbox calls it in a thread, because it may send requests.
-    routed           aggregate types to which the relay's routes assign a topic. All others may contain only characters
-                     that a topic's name can have.
-    """
+class _Configured:
+    """The constructor of both outboxes."""
 
     def __init__(
         self,
@@ -218,11 +210,23 @@ class Outbox:
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
     ) -> None:
-        """Check and store the arguments, which the class describes.
+        """Check and store the arguments, which ``Outbox`` describes.
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
         """
         self._writer = _Writer(schema, max_event_bytes, serializer, routed)
+
+
+class Outbox(_Configured):
+    """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
+
+    schema           of the outbox's tables.
+    max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
+    serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
+                     AsyncOutbox calls it in a thread, because it may send requests.
+    routed           aggregate types to which the relay's routes assign a topic. All others may contain only characters
+                     that a topic's name can have.
+    """
 
     def add(
         self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -296,19 +300,8 @@ class Outbox:
         return cursor.fetchone() if batch.counts else None
 
 
-class AsyncOutbox:
+class AsyncOutbox(_Configured):
     """Writes events through asynchronous sessions and connections. Otherwise the same as Outbox."""
-
-    def __init__(
-        self,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        max_event_bytes: int = MAX_EVENT_BYTES,
-        serializer: Serializer | None = None,
-        routed: Collection[str] = (),
-    ) -> None:
-        """Check and store the arguments, which ``Outbox`` describes."""
-        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
 
     async def add(
         self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None

@@ -86,11 +86,6 @@ class Supervised:
         self.pid = int(message["pid"])
 
     @property
-    def supervisor_pid(self) -> int:
-        """Return the pid of the supervisor."""
-        return self._supervisor.pid
-
-    @property
     def running(self) -> bool:
         """Return whether the server's process exists."""
         if self._supervisor.poll() is not None:
