@@ -318,28 +318,11 @@ def resolve(roots: Roots, heading: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str]) -> int:
-    """``lock`` writes jars.lock; ``fetch SET…`` fills the cache and prints the files. Returns the exit status."""
-    from outbox._app import logs
-
-    logs.configure()  # to standard error, where retries of a download are logged
-    match arguments:
-        case ["lock"]:
-            target = Path(__file__).with_name("jars.lock")
-            heading = (
-                "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
-                "Written by: python -m outbox.sandbox.jars lock",
-            )
-            target.write_text(resolve(ROOTS, heading))
-            print(target)
-        case ["fetch", *names] if names:
-            for name in names:
-                print(*fetch(name), sep="\n")
-        case _:
-            print(f"usage: python -m outbox.sandbox.jars lock | fetch {'|'.join(ROOTS)}", file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:] != ["lock"]:
+        sys.exit("usage: python -m outbox.sandbox.jars lock")
+    HEADING: Final = (
+        "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
+        "Written by: python -m outbox.sandbox.jars lock",
+    )
+    Path(__file__).with_name("jars.lock").write_text(resolve(ROOTS, HEADING))
