@@ -122,7 +122,7 @@ def _default(value: object) -> object:
 
 
 def _is_row(value: object) -> bool:
-    # SQLAlchemy's own mark of a mapped class, however it was mapped. SQLModel's are pydantic models besides.
+    # SQLAlchemy's own mark of a mapped class, however it was mapped. SQLModel's are pydantic models as well.
     return hasattr(type(value), "__mapper__")
 
 

@@ -83,7 +83,7 @@ class SchemaError(OutboxError):
     def refused(cls, text: str, *, denied: bool, options: str = "") -> SchemaError:
         """Return the error of a statement that met missing tables or, if ``denied``, missing rights.
 
-        options  of the command that makes the tables: " --consumer" for those of the consumers.
+        options  of the command that creates the tables: " --consumer" for those of the consumers.
         """
         if denied:
             return cls(f"{text}; grant it: `outbox db roles` prints the rights of each kind of role")

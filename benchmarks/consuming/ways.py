@@ -186,7 +186,7 @@ ALL: Final = (
         ORDERS,
         once=False,
     ),
-    Way("transform", ours(transform=_transform), "Dedup and Insert behind a filter and a computed column"),
+    Way("transform", ours(transform=_transform), "Dedup and Insert after a filter and a computed column"),
     Way("nested", ours(schema=NESTED), "Dedup and Insert, a struct and an array as jsonb", DOCUMENTS),
     Way(
         "append, nested",

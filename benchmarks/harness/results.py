@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the report, with so many ``digits`` behind the point."""
+    """A column of the report, with so many ``digits`` after the point."""
 
     name: str
     unit: str

@@ -197,7 +197,7 @@ def _read(kafka: str, topic: str, first: int, count: int, parent: Connection) ->
         number = tally.add(message.key(), message.value())
         if number is not None:
             times[number] = now
-            # Repeats come right behind, if any: a second more.
+            # Repeats, if any, follow at once: a second more.
             deadline = time.monotonic() + (_IDLE_SECONDS if tally.lost else 1.0)
     consumer.close()
     parent.send((times, tally))

@@ -1,4 +1,4 @@
-"""The shop's own tables. They know nothing of the outbox."""
+"""The shop's own tables, without anything of the outbox."""
 
 from __future__ import annotations
 

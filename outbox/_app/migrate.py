@@ -267,7 +267,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
             opened = psycopg.connect(address, **password_for(address))
-            # Before SQLAlchemy asks it anything; behind a pooler the transactions below are pinned.
+            # Before SQLAlchemy's first query; behind a pooler the transactions below are pinned.
             if not is_pooled(opened):
                 opened.execute(PIN)
             opened.commit()

@@ -27,7 +27,7 @@ _spec: str | None = None
 
 
 def use(spec: str | None) -> None:
-    """Use this provider from now on, or none. Raises ConfigurationError, and keeps the former, if it is no function."""
+    """Use this provider from now on, or none. Raises ConfigurationError, and keeps the former, for a non-function."""
     global _spec
     if spec is not None:
         _imported(spec)

@@ -1,4 +1,4 @@
-"""JSON Schema. The payload is the JSON that an outbox without a serializer would write, behind the schema's id."""
+"""JSON Schema. The payload is the JSON that an outbox without a serializer would write, after the schema's id."""
 
 from __future__ import annotations
 

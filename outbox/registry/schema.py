@@ -16,7 +16,7 @@ class RegisteredSchema(Protocol):
 
     @property
     def content_type(self) -> str:
-        """The media type of what ``encode`` returns, behind its id."""
+        """The media type of what ``encode`` returns, with the id before it."""
         ...
 
     @property

@@ -51,7 +51,7 @@ class RegistrySerializer:
             self._client.schema_id(schema.subject, schema.definition)
 
     def __call__(self, event: Event) -> Serialized | None:
-        """Return the payload behind its schema's id.
+        """Return the schema's id, followed by the encoded payload.
 
         Raises SchemaMismatch for a payload that does not fit, SchemaRefused for a schema that its subject does not
         have, and SchemaRegistryUnavailable.

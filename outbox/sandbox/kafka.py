@@ -336,7 +336,7 @@ class KafkaCluster:
                 if port is not None and listening(port):
                     raise PortTaken(
                         f"another process listens on port {port}, which belongs to broker {broker.node.number} of the "
-                        f"Kafka in {self.data_dir}; end that process, or remove the directory to start anew"
+                        f"Kafka in {self.data_dir}; end that process, or remove the directory for a new cluster"
                     )
 
     def _wait_until_ready(self, required: list[Broker], members: int) -> None:

@@ -78,7 +78,7 @@ class Sandbox:
                     self._report("Starting Kafka …")
                 cluster.start()
             except PortTaken as error:
-                raise PortTaken(f"{error}\nTo start anew, with nothing in it: outbox sandbox down --purge") from error
+                raise PortTaken(f"{error}\nFor a new, empty sandbox: outbox sandbox down --purge") from error
             return self._state(server, cluster)
 
     def status(self) -> SandboxState:
