@@ -136,7 +136,7 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
         table.add_row(way.name, "yes" if way.once else "no", *shown, f"{ratios[way.name]:.2f}")
     console.print(table)
     for way in chosen:
-        console.print(f"{way.name}: {way.about}", markup=False)
+        console.print(f"{way.name}: {way.about}", markup=False, soft_wrap=True)
     return {
         "events": stage.events,
         "rounds": rounds,
@@ -193,7 +193,7 @@ def show_names(console: Console) -> None:
     for measurement, each in LISTED.items():
         console.print(measurement)
         for way in each:
-            console.print(f"    {way.name}: {way.about}", markup=False)
+            console.print(f"    {way.name}: {way.about}", markup=False, soft_wrap=True)
 
 
 def main() -> int:

@@ -72,9 +72,10 @@ def demo(
         run = stack.enter_context(prepare(servers, course, lines))
         if endless:
             link = stack.enter_context(_page(run.environment))
-            lines.say(f"your browser shows {link}" if open_in_browser(link) else f"the page is at {link}")
+            opened = "your browser shows the operations page" if open_in_browser(link) else "the operations page is at"
+            lines.say(f"{opened} {link}")
             stack.enter_context(_closing_at_ctrl_c(run.close_shop))
-            lines.say("Ctrl-C closes the shop")
+            lines.say("Ctrl-C closes the shop and ends the demo")
         result = run.run()
         lines.say("the sink equals the shop" if result.clean else "the sink DIFFERS from the shop")
     if as_json:

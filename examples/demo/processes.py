@@ -73,7 +73,7 @@ class Child:
             if time.monotonic() < self._restart_at:
                 return None
             self.start()
-            return f"{self.name} starts again"
+            return f"starting {self.name} again"
         if self._process is None or self._process.running:
             return None
         self._process.wait(5)
