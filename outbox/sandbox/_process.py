@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
 _PATIENCE: Final = "OUTBOX_PATIENCE"
+_KILL_SECONDS: Final = 10.0
 
 
 class Process(Protocol):
@@ -234,11 +235,11 @@ def pause(process: Process, timeout: float = 10.0) -> None:
         raise ServiceError(f"process {process.pid} can't be halted: it does not run; start it first")
 
 
-def kill_with_children(process: Process, timeout: float = 10.0) -> None:
+def kill_with_children(process: Process) -> None:
     """Kill a server and all its children by SIGKILL, like a crash of the machine.
 
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
-    them is still there after ``timeout`` seconds.
+    them survives.
     """
     import psutil
 
@@ -253,9 +254,9 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
     for child in children:
         send(child, signal.SIGKILL)
     process.signal(signal.SIGKILL)
-    ended = process.wait(timeout) and wait_for(lambda: not any(alive(child) for child in children), timeout)
-    if not ended:
-        raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {timeout:g} s")
+    ended = process.wait(_KILL_SECONDS)
+    if not (ended and wait_for(lambda: not any(alive(child) for child in children), _KILL_SECONDS)):
+        raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {_KILL_SECONDS:g} s")
 
 
 def patience() -> float:

@@ -39,7 +39,7 @@ class DrainUsual(Scenario):
         drain(servers, way, run, Drain(self.sizes.drain, self.warm(way)))
 
     def targets(self, results: Results) -> list[Target]:
-        best = results.best("Debezium", "rate")
+        best = results.best_debezium("rate")
         found = []
         for way in OURS:
             once = way.delivery == "exactly-once"
