@@ -84,15 +84,15 @@ chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 4
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
 	$(BIN)/python -m pytest tests/peers $(ARGS)
 
-# About two hours, on a machine that does nothing else; ARGS="--quick" to see in minutes that it works. WHAT=guarantees:
-# what each guarantee costs here, first for a bare producer and then for relays; a quarter of an hour.
+# About two hours, on a machine that does nothing else. ARGS="--quick" shows in minutes that it works; ARGS="--list" prints
+# what is measured. WHAT=guarantees: what each guarantee costs, for a bare producer and for relays; a quarter of an hour.
 bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to build/bench.json; a consumer beside JDBC append
 	@mkdir -p build
 ifeq ($(WHAT),guarantees)
 	$(BIN)/python benchmarks/relay.py --only guarantees latency drain --ways producer ours --json build/guarantees.json $(ARGS)
 else
 	$(BIN)/python benchmarks/relay.py --json build/bench.json $(ARGS)
-	$(BIN)/python benchmarks/consume.py
+	$(BIN)/python benchmarks/consume.py $(filter --list,$(ARGS)) $(if $(filter --quick,$(ARGS)),--events 20000 --rounds 1)
 endif
 
 docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors from the code, to docs/reference

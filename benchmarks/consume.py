@@ -1,24 +1,25 @@
-"""A consumer job measured beside what people would otherwise run, on a Postgres and a broker of its own.
+"""Measure a consumer job beside Spark's JDBC append, Debezium's JDBC sink and a loop, on servers of its own.
 
-    python benchmarks/consume.py [--only throughput | latency | partitions] [--ways TEXT …] [--rounds 2]
-                                 [--events N] [--partitions 500] [--json FILE] [--list]
+    python benchmarks/consume.py [--only throughput | latency | partitions] [--ways TEXT …] [--list] [--rounds N]
+                                 [--events N] [--partitions N] [--json FILE]
 
-Throughput. Each way empties the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into an empty table, in
-one Spark session with local[2], in each round, in changing order; what stands there then is checked. ``--ways`` takes
-those of these names, or whose names hold one of these texts; ``--list`` explains them. 500,000 events.
+``--only`` chooses among three measurements; without it the first two run.
 
-Latency. ``--continuous`` with dedup, warm: from the timestamp of a message, which its producer gave it, to the COMMIT
-of its row (track_commit_timestamp); for rounds of 10 messages, and at 1,000 messages a second. Then what an empty
-topic costs: transactions and connections a second.
+Throughput. Each way empties the same topic (500,000 events of about 740 bytes of JSON, 5,000 keys, 4 partitions) into
+an empty table, in one Spark session with local[2]. It does so once in each round, in changing order, after a warm-up on
+other messages; the rows are checked. ``--list`` explains the ways; ``--ways`` takes their names, or parts of names. A
+way that fails is left out of the table. Compare the ratios: rows a second depend on the machine.
 
-Partitions. `outbox consume --once` over 5,000,000 events in 500 partitions, or as --events and --partitions say: the
-memory of the driver's JVM, of its Python and of the workers by quarter of the run, and the most sessions in Postgres
-at a time. ``--ways plain transform`` chooses. The exit status is 1 when there were more sessions than two above the
-cores, or memory grew by a quarter from the second quarter of the run to the last.
+Latency. ``--continuous`` with dedup, warm: from the producer's timestamp of a message to the COMMIT of its row
+(track_commit_timestamp), for rounds of 10 messages and at 1,000 messages a second. Then the transactions and
+connections a second that an empty topic costs.
 
-A way that fails is left out of the table, and makes the exit status 1. The ratios are the figures; rows a second depend
-on the machine. Each way is warmed up on other messages first.
-``python benchmarks/consume.py lock`` writes jars.lock anew.
+Partitions. `outbox consume --once` over 5,000,000 events in 500 partitions: the memory of the driver's JVM, of its
+Python and of the workers by quarter of the run, and the most sessions in Postgres at a time. The ways are the jobs
+``plain`` and ``transform``. More sessions than the cores and two, or memory that grows by a quarter from the second
+quarter of the run to the last, is a failure.
+
+The exit status is 1 after a failure. ``python benchmarks/consume.py lock`` writes jars.lock.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,8 +48,10 @@ from rich.table import Table
 
 from benchmarks.consuming import debezium, partitions, ways
 from benchmarks.consuming.latency import latency
+from benchmarks.consuming.partitions import Job
 from benchmarks.consuming.stage import PARTITIONS, BenchFailed, Stage, fill, flat, nested
 from benchmarks.consuming.ways import Way
+from benchmarks.harness.choice import choose
 from outbox._app import migrate as db
 from outbox.sandbox import jars
 from outbox.sandbox.kafka import KafkaCluster
@@ -55,6 +59,7 @@ from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from spark_jobs.spark import session as spark_session
 
+LISTED: dict[str, Sequence[Way | Job]] = {"throughput": ways.ALL, "partitions": partitions.JOBS}
 LOCK = debezium.LOCK
 WARM = 50_000
 THROUGHPUT_EVENTS = 500_000
@@ -130,7 +135,8 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
         shown = [f"{rate:,.0f}/s" for rate in [*found, statistics.median(found)]]
         table.add_row(way.name, "yes" if way.once else "no", *shown, f"{ratios[way.name]:.2f}")
     console.print(table)
-    explain(console, chosen)
+    for way in chosen:
+        console.print(f"{way.name}: {way.about}", markup=False, soft_wrap=True)
     return {
         "events": stage.events,
         "rounds": rounds,
@@ -140,19 +146,13 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
     }
 
 
-def explain(console: Console, chosen: list[Way]) -> None:
-    """Print what the ways are."""
-    for way in chosen:
-        console.print(f"{way.name}: {way.about}", markup=False)
-
-
-def wide(console: Console, stage: Stage, topics: Topics, parts: int, jobs: list[str]) -> tuple[dict[str, Any], bool]:
-    """Measure very many partitions; print tables. Returns the figures, and whether all is as it is to be."""
+def wide(console: Console, stage: Stage, topics: Topics, parts: int, jobs: list[Job]) -> tuple[dict[str, Any], bool]:
+    """Measure very many partitions; print tables. Returns the figures, and whether memory and sessions are bounded."""
     topic = topics.create_topic(topics.name("partitions"), parts)
     fill(stage.kafka, topic, stage.events, partitions.event, parts)
-    told: dict[str, Any] = {}
+    by_job: dict[str, Any] = {}
     good = True
-    for job in jobs:
+    for job in [each.name for each in jobs]:
         folder = stage.folder / job
         folder.mkdir()
         figures, sampled = partitions.consume(stage.url, stage.kafka, topic, folder, job)
@@ -184,30 +184,40 @@ def wide(console: Console, stage: Stage, topics: Topics, parts: int, jobs: list[
             if more > MOST_GROWTH:
                 console.print(f"{job}: {role} grew by {more:.0%}", markup=False)
                 good = False
-        told[job] = {"figures": figures, "memory": memory, "sessions": sessions}
-    return {"events": stage.events, "partitions": parts, "jobs": told}, good
+        by_job[job] = {"figures": figures, "memory": memory, "sessions": sessions}
+    return {"events": stage.events, "partitions": parts, "jobs": by_job}, good
+
+
+def show_names(console: Console) -> None:
+    """Print the ways of the measurements that have several."""
+    for measurement, each in LISTED.items():
+        console.print(measurement)
+        for way in each:
+            console.print(f"    {way.name}: {way.about}", markup=False, soft_wrap=True)
 
 
 def main() -> int:
-    """Run what is chosen; return the exit status."""
+    """Run the measurements. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["throughput", "latency", "partitions"])
-    parser.add_argument("--ways", nargs="+", default=[], metavar="TEXT", help="only ways of these names")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--ways", nargs="+", default=[], metavar="TEXT", help="only ways with these names, or parts of them"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="2")
     parser.add_argument("--events", type=int, help="500,000; for partitions 5,000,000")
-    parser.add_argument("--partitions", type=int, default=500)
+    parser.add_argument("--partitions", type=int, default=500, help="500")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--list", action="store_true", help="name the ways")
+    parser.add_argument("--list", action="store_true", help="print the ways, and exit")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     only = options.only or ["throughput", "latency"]
-    chosen = ways.chosen(options.ways)
     if options.list:
-        explain(console, chosen)
+        show_names(console)
         return 0
-    jobs = [name for name in ("plain", "transform") if not options.ways or name in options.ways]
-    if ("throughput" in only and not chosen) or ("partitions" in only and not jobs):
-        parser.error(f"--ways {' '.join(options.ways)}: there is none; --list names them")
+    for text in options.ways:
+        if not any(choose(LISTED[measurement], [text]) for measurement in LISTED if measurement in only):
+            parser.error(f"--ways: no way is called {text!r}; --list prints the names")
+    chosen, jobs = choose(ways.ALL, options.ways), choose(partitions.JOBS, options.ways)
     found: dict[str, Any] = {}
     good = True
     folder = Path(tempfile.mkdtemp(prefix="outbox-bench-"))
@@ -227,10 +237,10 @@ def main() -> int:
         if "latency" in only:
             found["latency"] = latency(stage, topics.create_topic(topics.name("latency"), PARTITIONS))
             console.print(orjson.dumps(found["latency"]).decode(), markup=False)
-        if "throughput" in only:
+        if "throughput" in only and chosen:
             found["throughput"] = throughput(console, stage, topics, chosen, options.rounds)
             good = good and not found["throughput"]["failed"]
-        if "partitions" in only:
+        if "partitions" in only and jobs:
             stage.events = options.events or PARTITIONS_EVENTS
             found["partitions"], held = wide(console, stage, topics, options.partitions, jobs)
             good = good and held

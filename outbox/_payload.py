@@ -29,7 +29,7 @@ _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, d
 
 
 class Encoded(NamedTuple):
-    """A payload as the row holds it: at most one of ``json`` and ``raw``; the content type if it has to be stored."""
+    """A payload as the row stores it: at most one of ``json`` and ``raw``; the content type if it must be stored."""
 
     json: bytes | None
     raw: bytes | None
@@ -37,9 +37,9 @@ class Encoded(NamedTuple):
 
 
 def encode(event: Event) -> Encoded:
-    """Return the event's payload as the row will hold it.
+    """Return the event's payload as the row will store it.
 
-    Raises PayloadError when the payload has no exact form; the error names the place inside it where possible.
+    Raises PayloadError when the payload can't be stored exactly; where possible, the error names the place inside it.
     """
     payload, content_type = event.payload, event.content_type
     if payload is None:
@@ -47,17 +47,15 @@ def encode(event: Event) -> Encoded:
     if isinstance(payload, bytes | bytearray | memoryview):
         return Encoded(None, bytes(payload), content_type or BYTES_CONTENT_TYPE)
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type):
-        raise PayloadError(
-            "content_type", f"{content_type!r} does not go with a JSON payload; give the payload as bytes, encoded"
-        )
+        raise PayloadError("content_type", f"{content_type!r} is not a JSON type; give the encoded payload as bytes")
     return Encoded(to_json(payload), None, None if content_type == JSON_CONTENT_TYPE else content_type)
 
 
 def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit: int) -> None:
     """Raise EventTooLarge if payload, key and headers (as JSON) together exceed the limit.
 
-    Uses the larger of two sizes: the one that the table's CHECK computes, and the bytes as given, which may hold spaces
-    that jsonb drops. Computes it exactly only near the limit.
+    Uses the larger of two sizes: the one that the table's CHECK computes, and the bytes as given, which may contain
+    spaces that jsonb drops. Computes it exactly only near the limit.
     """
     fixed = len(aggregate_id.encode()) + len(payload.raw or b"")
     printed = [text for text in (payload.json, headers) if text is not None]
@@ -86,12 +84,12 @@ def to_json(payload: object) -> bytes:
     """Return a payload as JSON. Raises PayloadError; see ``encode``."""
     if _is_row(payload):
         raise PayloadError("payload", _row_problem(payload))
-    if _is_pydantic(payload):
+    if is_pydantic(payload):
         try:
             payload = _dump_model(payload)
         except (TypeError, ValueError) as error:
             raise PayloadError("payload", _refused_by_pydantic(payload, error)) from error
-    if not isinstance(payload, dict | list) and not _is_dataclass(payload):
+    if not isinstance(payload, dict | list) and not is_dataclass(payload):
         raise PayloadError(
             "payload",
             f"a {type(payload).__name__} is neither a JSON object nor a list; give a dict, list, dataclass, pydantic "
@@ -101,9 +99,9 @@ def to_json(payload: object) -> bytes:
         encoded = orjson.dumps(payload, default=_default, option=_OPTIONS)
     except TypeError as error:
         # orjson reports what, but not where.
-        where, problem = _find(payload, _unserializable) or ("payload", _said(error))
+        where, problem = _find(payload, _unserializable) or ("payload", _orjson_problem(error))
         raise PayloadError(where, problem) from error
-    # orjson silently writes null for NaN and Infinity; and jsonb can't hold a NUL.
+    # orjson silently writes null for NaN and Infinity; and jsonb can't store a NUL.
     if b"null" in encoded and _any_not_finite(payload) and (found := _find(payload, _not_finite)):
         raise PayloadError(*found)
     if b"\\u0000" in encoded and (found := _find(payload, _holds_nul)):
@@ -116,35 +114,37 @@ def _default(value: object) -> object:
         return str(value)
     if _is_row(value):
         raise TypeError(_row_problem(value))
-    if _is_dataclass(value):
-        return {name: getattr(value, name) for name in _fields(value)}
-    if _is_pydantic(value):
+    if is_dataclass(value):
+        return {name: getattr(value, name) for name in fields(value)}
+    if is_pydantic(value):
         return _dump_model(value)
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
 
 
 def _is_row(value: object) -> bool:
-    # SQLAlchemy's own mark of a mapped class, however it was mapped. SQLModel's are pydantic models besides.
+    # SQLAlchemy's own mark of a mapped class, however it was mapped. SQLModel's are pydantic models as well.
     return hasattr(type(value), "__mapper__")
 
 
 def _row_problem(value: object) -> str:
     return (
         f"{type(value).__name__} is a row that SQLAlchemy maps: all of its columns would be published, later ones too; "
-        "give a dict, dataclass or pydantic model of what consumers are to see"
+        "give a dict, dataclass or pydantic model with the fields for consumers"
     )
 
 
-def _is_dataclass(value: object) -> bool:
+def is_dataclass(value: object) -> bool:
+    """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _fields(value: Any) -> Iterator[str]:
+def fields(value: Any) -> Iterator[str]:
     """Yield the names of a dataclass's public fields."""
     return (part.name for part in dataclasses.fields(value) if not part.name.startswith("_"))
 
 
-def _is_pydantic(value: object) -> bool:
+def is_pydantic(value: object) -> bool:
+    """Return whether a value is a pydantic model."""
     # A pydantic model's instance exists only if pydantic has been imported.
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(value, pydantic.BaseModel)
@@ -164,7 +164,7 @@ def _find(payload: object, problem: Callable[[object], str | None]) -> tuple[str
     while stack:
         path, value, above = stack.pop()
         if any(value is container for container in above):
-            return path, "holds itself"
+            return path, "contains itself"
         found = problem(value)
         if found is not None:
             return path, found
@@ -186,9 +186,9 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, Enum):
         yield path, value.value
-    elif _is_dataclass(value):
-        yield from ((f"{path}.{name}", getattr(value, name)) for name in _fields(value))
-    elif _is_pydantic(value):
+    elif is_dataclass(value):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in fields(value))
+    elif is_pydantic(value):
         yield path, _dump_model(value)
 
 
@@ -212,13 +212,13 @@ def _key_problem(key: object) -> str:
 
 def _not_finite(value: object) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return f"is {value}, which JSON has no form for"
+        return f"is {value}, which JSON can't represent"
     return None
 
 
 def _holds_nul(value: object) -> str | None:
     return (
-        "holds a NUL character, which Postgres can't store in jsonb"
+        "contains a NUL character, which Postgres can't store in jsonb"
         if isinstance(value, str) and "\0" in value
         else None
     )
@@ -230,31 +230,31 @@ def _unserializable(value: object) -> str | None:  # noqa: C901  one case for ea
         return None
     if _is_row(value):
         return _row_problem(value)
-    if _is_dataclass(value):
-        missing = [name for name in _fields(value) if not hasattr(value, name)]
+    if is_dataclass(value):
+        missing = [name for name in fields(value) if not hasattr(value, name)]
         return f"the field {missing[0]} of {type(value).__name__} has no value" if missing else None
-    if _is_pydantic(value):
+    if is_pydantic(value):
         try:
             _dump_model(value)
         except (TypeError, ValueError) as error:
             return _refused_by_pydantic(value, error)
         return None
     if isinstance(value, Decimal):
-        return None if value.is_finite() else f"is {value}, which JSON has no form for"
+        return None if value.is_finite() else f"is {value}, which JSON can't represent"
     try:
         orjson.dumps(value)
     except TypeError as error:
         if isinstance(value, int):
             return "is an integer of more than 64 bits; give it as text"
         if "surrogates" in str(error):
-            return "holds a lone surrogate, which has no UTF-8 form"
+            return "contains a lone surrogate, which UTF-8 can't encode"
         if "not JSON serializable" in str(error):
-            return f"is a {type(value).__name__}, which JSON has no form for"
-        return _said(error)
+            return f"is a {type(value).__name__}, which JSON can't represent"
+        return _orjson_problem(error)
     return None
 
 
-def _said(error: TypeError) -> str:
+def _orjson_problem(error: TypeError) -> str:
     if "recursion" in str(error).lower():
         return "is nested too deeply; orjson takes about 250 levels"
     return f"can't be written as JSON: {error}"

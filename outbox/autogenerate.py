@@ -20,12 +20,12 @@ _CONSUMERS: Final = "consumer"
 
 
 class Filters:
-    """What autogenerate may look at. Combine them with the host's own filters by ``and``.
+    """Decides what autogenerate reads and compares. Combine them with the host's own filters by ``and``.
 
     schemas   of outboxes and consumers; "outbox" and "consumer" unless given.
-    metadata  the host's, if its own history makes the tables (``outbox_tables(metadata)``): those that it has in these
+    metadata  the host's, if its own history creates the tables (``outbox_tables(metadata)``): its tables in these
               schemas are compared, and everything else there is left out. Without it everything in these schemas is
-              left out: `outbox db upgrade` makes it.
+              left out: `outbox db upgrade` creates it.
     """
 
     def __init__(self, *schemas: str, metadata: sa.MetaData | None = None) -> None:
@@ -46,7 +46,7 @@ class Filters:
     def include_object(self, object_: Any, name: str | None, type_: str, reflected: bool, compare_to: Any) -> bool:
         """Return whether autogenerate compares this: ``include_object`` of ``context.configure``.
 
-        For tables that a MetaData has though `outbox db upgrade` makes them: autogenerate would create them.
+        Excludes tables that are in a MetaData but that `outbox db upgrade` creates: autogenerate would create them.
         """
         del name, reflected, compare_to  # alembic gives them by position
         table = object_ if type_ == "table" else getattr(object_, "table", None)

@@ -16,15 +16,15 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class CredentialRequest:
-    """What a credential is asked for.
+    """The server and the user that a credential is for.
 
     purpose   "postgres": the password of a new connection. "kafka": a token for SASL/OAUTHBEARER.
-    host      of Postgres, as it stands in the URL (with several hosts, all of them); for Kafka the bootstrap servers.
+    host      of Postgres, as in the URL (with several hosts, all of them); for Kafka the bootstrap servers.
     port      of Postgres, as text; several as in the URL.
     user      of Postgres.
     database  of Postgres.
 
-    What does not apply, or does not stand in the URL, is empty.
+    A field that does not apply, or is not in the URL, is empty.
     """
 
     purpose: Literal["postgres", "kafka"]
@@ -38,9 +38,9 @@ class CredentialRequest:
 class Credential:
     """A password or a token.
 
-    secret      it; never shown.
-    expires_at  the token's end in Unix seconds: a new one is asked for before that. Required for Kafka, not used for
-                Postgres, where each connection asks anew.
+    secret      the password or token; never shown.
+    expires_at  the token's end in Unix seconds: a new one is requested before it. Required for Kafka, not used for
+                Postgres, where each connection requests a password.
     principal   the name of the token's user for Kafka's log.
     extensions  SASL extensions that are sent with the token.
     """
@@ -55,4 +55,4 @@ class CredentialProvider(Protocol):
     """The function that ``OUTBOX_CREDENTIALS`` names. It may be called from several threads."""
 
     def __call__(self, request: CredentialRequest, /) -> Credential:
-        """Return a credential. What it raises counts as an outage of the server, which is tried again."""
+        """Return a credential. An exception counts as an outage of the server: the connection is retried."""

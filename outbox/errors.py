@@ -15,7 +15,7 @@ class ConfigurationError(OutboxError):
 
 
 class MissingExtra(ConfigurationError):
-    """A package is not installed that only some installations need. ``extra`` names the extra that brings it."""
+    """An optional package is not installed. ``extra`` names the extra that installs it."""
 
     def __init__(self, extra: str, package: str, problem: str = "is not installed") -> None:
         super().__init__(f"{package} {problem}; run: pip install 'outbox-kafka[{extra}]'")
@@ -83,7 +83,7 @@ class SchemaError(OutboxError):
     def refused(cls, text: str, *, denied: bool, options: str = "") -> SchemaError:
         """Return the error of a statement that met missing tables or, if ``denied``, missing rights.
 
-        options  of the command that makes the tables: " --consumer" for those of the consumers.
+        options  of the command that creates the tables: " --consumer" for those of the consumers.
         """
         if denied:
             return cls(f"{text}; grant it: `outbox db roles` prints the rights of each kind of role")
@@ -91,11 +91,11 @@ class SchemaError(OutboxError):
 
 
 class NotFound(OutboxError):
-    """What an operator has named does not exist, not any more, or is not in a state in which this can be done."""
+    """The object that an operator named does not exist, or its state does not allow the operation."""
 
 
 class OperationRefused(OutboxError):
-    """What an operator wants is not possible in the present state, or would lose something.
+    """The operation is not possible in the present state, or would lose something.
 
     Nothing was changed. The text says what to do first.
     """

@@ -73,14 +73,14 @@ class Event:
     event_type      what happened: ``"OrderPlaced"``. 1-200 characters.
     payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
                     tombstone, which deletes the key from a compacted topic.
-    headers         text to text, sent as Kafka headers beside our own.
+    headers         text to text, sent as Kafka headers besides the relay's own.
     event_id        the idempotency key everywhere downstream. Unless given, each ``add`` makes a new UUIDv7 and returns
                     it: an Event that is added twice is two events. A UUID of another version works, but see
-                    docs/guides/consumers.md on how long consumers remember it. It is not compared: events are equal
-                    that say the same.
+                    docs/guides/consumers.md on how long consumers remember it. Not compared: two events with the same
+                    contents are equal.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
 
-    Raises EventError naming the field when a name is empty, too long, or holds a NUL character.
+    Raises EventError naming the field when a name is empty, too long, or contains a NUL character.
     """
 
     aggregate_type: str
@@ -160,32 +160,32 @@ def check_text(field_name: str, value: object, longest: int) -> None:
     if len(value) > longest:
         raise EventError(field_name, f"has {len(value)} characters, {longest} are allowed")
     if "\0" in value:
-        raise EventError(field_name, "holds a NUL character, which Postgres can't store in text")
+        raise EventError(field_name, "contains a NUL character, which Postgres can't store in text")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise EventError(field_name, "holds a lone surrogate, which has no UTF-8 form") from None
+            raise EventError(field_name, "contains a lone surrogate, which UTF-8 can't encode") from None
 
 
 def check_header(name: object, value: object) -> None:
-    """Raise EventError unless this header may travel beside the relay's own."""
+    """Raise EventError unless an event may have this header."""
     shown = f"headers[{name!r}]"
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         raise EventError(shown, "a header's name is 1 to 100 of A-Z a-z 0-9 . _ -")
     # In any case: many clients look headers up without regard to it, and would find either of two.
     lower = name.lower()
     if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):
-        raise EventError(shown, "is a name the relay sets itself; choose another")
+        raise EventError(shown, "is a name that the relay sets itself; choose another")
     if lower == CONTENT_TYPE:
-        raise EventError(shown, "is given as the event's content_type, not among its headers")
+        raise EventError(shown, "must be given as the event's content_type")
     if lower in {TRACEPARENT, TRACESTATE} and name != lower:
-        raise EventError(shown, f"is the trace's; write it {lower!r}")
+        raise EventError(shown, f"must be written {lower!r}")
     if not isinstance(value, str):
         raise EventError(shown, f"must be text, not {type(value).__name__}")
     if "\0" in value:
-        raise EventError(shown, "holds a NUL character, which Postgres can't store in jsonb")
+        raise EventError(shown, "contains a NUL character, which Postgres can't store in jsonb")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise EventError(shown, "holds a lone surrogate, which has no UTF-8 form") from None
+        raise EventError(shown, "contains a lone surrogate, which UTF-8 can't encode") from None

@@ -17,7 +17,7 @@ from outbox.event import JSON_CONTENT_TYPE, MAX_AGGREGATE_TYPE, MAX_EVENT_TYPE, 
 
 @dataclass(frozen=True, slots=True)
 class EventModel:
-    """What is known of one type of events.
+    """The model of one type of events.
 
     model         of the payload: a pydantic model, a dataclass, a JSON Schema as a dict, a schema of
                   ``outbox.registry``, or None for a tombstone.

@@ -1,4 +1,4 @@
-"""Serializers: what an outbox calls, in the caller's process, to turn a payload into bytes before it is written."""
+"""Serializers: an outbox calls one, in the caller's process, to turn a payload into bytes before it is written."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Serializer(Protocol):
     """Turns the payload of an event into bytes. Called by several threads at once if the outbox is."""
 
     def __call__(self, event: Event) -> Serialized | None:
-        """Return the event's payload as bytes, or None to have it written as an outbox without a serializer does.
+        """Return the event's payload as bytes, or None to write it as an outbox without a serializer does.
 
-        Called for each event but tombstones and those whose payload is bytes already. Raises EventError for a payload
-        that can't be serialized; any other exception but an OutboxError becomes a PayloadError.
+        Called for each event except tombstones and those whose payload is already bytes. Raises EventError for a
+        payload that can't be serialized; any exception other than an OutboxError becomes a PayloadError.
         """
         ...
 

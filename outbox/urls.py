@@ -18,12 +18,11 @@ _SCHEMES: Final = frozenset(
 )
 
 _UNREADABLE: Final = (
-    "the database URL can't be read; it must look like postgresql://user:password@host:port/database, special "
+    "invalid database URL; it must look like postgresql://user:password@host:port/database, special "
     "characters in it written as %40 and so on"
 )
 _AMBIGUOUS: Final = (
-    "the database URL can't be read: it has an @ where none belongs; in user, password and database write / as %2F, "
-    "@ as %40 and % as %25"
+    "invalid database URL: it has an unexpected @; in user, password and database write / as %2F, @ as %40 and % as %25"
 )
 _PORT: Final = (
     "the port in the database URL must be a number from 1 to 65535; in a password write / as %2F and @ as %40"

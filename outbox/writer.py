@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 _MOST_LOCKS: Final = 1000
 """Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
-it is full, any statement of any session may fail."""
+the table is full, any statement of any session may fail."""
 _OTHERS_LOCKS: Final = (
-    "write the events in several transactions, or lock the aggregates' rows instead (UPDATE, SELECT … FOR UPDATE), "
-    "which take no place there, and leave out lock_key"
+    "write the events in several transactions, or leave out lock_key and lock the aggregates' rows instead (UPDATE, "
+    "SELECT … FOR UPDATE), which take no place there"
 )
 _UNBOUND: Final = "the event would be committed apart from the business rows"
 
@@ -89,7 +89,7 @@ class _Writer:
         return [serialize(serializer, replace(event, event_id=its)) for event, its in zip(events, ids, strict=True)]
 
     def check_events(self, events: Sequence[Event]) -> None:
-        """Raise EventError for an object that is not an event, or an event that no topic is there for."""
+        """Raise EventError for an object that is not an event, or an aggregate type that can't name a topic."""
         for event in events:
             if not isinstance(event, Event):
                 raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
@@ -97,7 +97,7 @@ class _Writer:
             if kind not in self._routed and (problem := _topic_problem(kind)):
                 raise EventError(
                     "aggregate_type",
-                    f"no topic can be called after {kind!r}: {problem}; choose another name, or add it to "
+                    f"{kind!r} can't be part of a topic's name: {problem}; choose another name, or add it to "
                     "Outbox(routed=…) if the relay's routes give it a topic",
                 )
 
@@ -144,7 +144,10 @@ class _Writer:
         if not _has_year(not_before):
             raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
         if lock_key:
-            raise EventError("lock_key", "has no meaning with not_before: the order is that in which events are due")
+            raise EventError(
+                "lock_key",
+                "can't be combined with not_before: scheduled events are ordered by the time at which they become due",
+            )
         rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
         return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
 
@@ -196,16 +199,8 @@ class _Writer:
         )
 
 
-class Outbox:
-    """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
-
-    schema           of the outbox's tables.
-    max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
-    serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
-                     AsyncOutbox calls it in a thread, since it may ask a server.
-    routed           aggregate types that the relay's routes give a topic. All others must be of characters that a
-                     topic's name can have.
-    """
+class _Configured:
+    """The constructor of both outboxes."""
 
     def __init__(
         self,
@@ -215,11 +210,23 @@ class Outbox:
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
     ) -> None:
-        """Check and store the arguments, which the class describes.
+        """Check and store the arguments, which ``Outbox`` describes.
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
         """
         self._writer = _Writer(schema, max_event_bytes, serializer, routed)
+
+
+class Outbox(_Configured):
+    """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
+
+    schema           of the outbox's tables.
+    max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
+    serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
+                     AsyncOutbox calls it in a thread, because it may send requests.
+    routed           aggregate types to which the relay's routes assign a topic. All others may contain only characters
+                     that a topic's name can have.
+    """
 
     def add(
         self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -227,16 +234,16 @@ class Outbox:
         """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
-        relay writes it as an event of that moment: behind all that was written before, and it delays nothing. Those of
-        one key are in the order in which they become due. See ``cancel``.
+        relay writes it like a new event of that moment, behind all earlier ones; until then it delays no other event.
+        Scheduled events of one key are published in the order in which they become due. See ``cancel``.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
         the aggregate's row anyway. At most 1,000 keys in one call.
 
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
-        transaction. The transaction stays usable. The driver's own errors are passed through, with a note where one of
-        our commands is the way out.
+        transaction. The transaction stays usable. The driver's own errors are passed through; where a command helps, a
+        note names it.
         """
         return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
 
@@ -264,9 +271,9 @@ class Outbox:
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
 
-        Returns False if there is none: it is on its way by now, or was never scheduled. Waits while a relay is moving
-        it, or another transaction is cancelling it. The role needs the rights of a `canceller` (`outbox db roles`).
-        Raises TargetError for a target without a transaction, EventError for an id that is no UUID.
+        Returns False if it is no longer scheduled, or never was. Waits while a relay moves the event or another
+        transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
+        target without a transaction, EventError for an id that is not a UUID.
         """
         return bool(self._sender(target)(self._writer.cancel(event_id)))
 
@@ -293,19 +300,8 @@ class Outbox:
         return cursor.fetchone() if batch.counts else None
 
 
-class AsyncOutbox:
+class AsyncOutbox(_Configured):
     """Writes events through asynchronous sessions and connections. Otherwise the same as Outbox."""
-
-    def __init__(
-        self,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        max_event_bytes: int = MAX_EVENT_BYTES,
-        serializer: Serializer | None = None,
-        routed: Collection[str] = (),
-    ) -> None:
-        """Check and store the arguments, which ``Outbox`` describes."""
-        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
 
     async def add(
         self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None

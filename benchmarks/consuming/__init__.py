@@ -1,1 +1,1 @@
-"""What ``python benchmarks/consume.py`` measures: a consumer job beside what people would otherwise run."""
+"""The measurements of ``python benchmarks/consume.py``: a consumer job beside its alternatives."""

@@ -47,6 +47,20 @@ transform: Final = ConsumerJob(
 )
 
 
+@dataclass(frozen=True)
+class Job:
+    """A job of this module, by its name."""
+
+    name: str
+    about: str
+
+
+JOBS: Final = (
+    Job("plain", "our consumer with Insert"),
+    Job("transform", "the same with a transform that computes a column"),
+)
+
+
 def event(number: int) -> tuple[str, Mapping[str, object]]:
     """Return an event of about 120 bytes."""
     account = f"account-{number % 100_000}"
@@ -72,7 +86,7 @@ class Sampled:
 
 
 class Sampler(threading.Thread):
-    """Looks at a consumer's processes and sessions until told to end."""
+    """Samples a consumer's processes and sessions until ``end``."""
 
     def __init__(self, pid: int, url: str) -> None:
         super().__init__(name="sampler", daemon=True)

@@ -1,4 +1,4 @@
-"""The servers and topics that all ways of a consumer share, and the tables that they write to."""
+"""The servers and topics that all ways of a consumer share, and the tables that they write."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Event = Callable[[int], tuple[str, Mapping[str, object]]]
 
 
 class BenchFailed(Exception):
-    """A way did not leave what it should have left; the message says what is there instead."""
+    """A way left other rows than it should have; the message says which."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The ways from a topic into a table: our consumer with its strategies and effects, and what people would run else."""
+"""The ways from a topic into a table: our consumer with its strategies and effects, and the alternatives to it."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ _TUNED: Final = {
 }
 
 ALL: Final = (
-    Way("dedup", ours(strategy=Dedup()), "our consumer as it comes: row, id and offset in one transaction"),
+    Way("dedup", ours(strategy=Dedup()), "our consumer with its defaults: row, id and offset in one transaction"),
     Way("offsets only", ours(strategy=OffsetsOnly()), "the same with OffsetsOnly: no ids are remembered"),
     Way("append", append({}), "Spark's foreachBatch and JDBC append, rewritten batches of 10,000", once=False),
     Way("append, tuned", append(_TUNED), "the same with a tuned Kafka source", once=False),
@@ -172,12 +172,12 @@ ALL: Final = (
     Way(
         "debezium",
         debezium.sink(debezium.DEFAULT),
-        "Debezium's JDBC sink connector as it comes, insert.mode=insert; the schema that it needs is in its settings "
+        "Debezium's JDBC sink connector with its defaults, insert.mode=insert; its settings contain the schema "
         "(schema.content), so it reads the same messages and converts nothing more",
         once=False,
     ),
     Way("debezium, tuned", debezium.sink(debezium.TUNED), "the same, 4 tasks, batches of 5,000 by UNNEST", once=False),
-    Way("sql", ours(effect=_totals), "Dedup and SQL of one's own: totals of 5,000 orders", TOTALS),
+    Way("sql", ours(effect=_totals), "Dedup and hand-written SQL: totals of 5,000 orders", TOTALS),
     Way("upsert", ours(effect=_upsert), "Dedup and Upsert with a version: the last state of 5,000 orders", ORDERS),
     Way(
         "debezium, upsert",
@@ -186,7 +186,7 @@ ALL: Final = (
         ORDERS,
         once=False,
     ),
-    Way("transform", ours(transform=_transform), "Dedup and Insert behind a filter and a computed column"),
+    Way("transform", ours(transform=_transform), "Dedup and Insert after a filter and a computed column"),
     Way("nested", ours(schema=NESTED), "Dedup and Insert, a struct and an array as jsonb", DOCUMENTS),
     Way(
         "append, nested",
@@ -197,11 +197,4 @@ ALL: Final = (
     ),
 )
 BASE: Final = "dedup"
-"""What the others are divided into."""
-
-
-def chosen(texts: list[str]) -> list[Way]:
-    """Return the ways of these names, or whose names hold one of these texts; all when there are none."""
-    names = {way.name for way in ALL}
-    found = [way for way in ALL if any(text == way.name or (text not in names and text in way.name) for text in texts)]
-    return found if texts else list(ALL)
+"""The way that the ratios compare the others with."""

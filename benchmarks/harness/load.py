@@ -44,19 +44,13 @@ class Backlog:
     first, count   their numbers.
     size           of each payload in bytes.
     together       how many are committed at a time.
-    keys           how many keys there are; ``key_names`` gives them by name instead.
     """
 
     count: int
     first: int = 0
     size: int = SMALL
     together: int = 100
-    keys: int = KEYS
-    key_names: tuple[str, ...] = ()
-
-    def names(self) -> list[str]:
-        """Return the keys."""
-        return list(self.key_names) or [f"order-{number}" for number in range(self.keys)]
+    keys: tuple[str, ...] = tuple(f"order-{number}" for number in range(KEYS))
 
 
 _INSERT: Final = """
@@ -71,13 +65,12 @@ SELECT %s, k.name, 'OrderPlaced', jsonb_build_object('n', g.n, 'pad', p.pad)
 def fill(site: Site, backlog: Backlog) -> None:
     """Commit the events, and have Postgres write its buffers, so that this does not fall into the measurement."""
     pads = [pad(backlog.size) for _ in range(1000 if backlog.size <= _COMPRESSIBLE_UP_TO else 20)]
-    names = backlog.names()
     with site.connect() as connection:
         # The backlog is on disk when this returns: a CHECKPOINT follows. Until then commits need not wait.
         connection.execute("SET synchronous_commit = off")
         for table, values in (
             ("pads (i int PRIMARY KEY, pad text)", pads),
-            ("keys (i int PRIMARY KEY, name text)", names),
+            ("keys (i int PRIMARY KEY, name text)", backlog.keys),
         ):
             connection.execute(f"CREATE TEMPORARY TABLE {table}".encode())
             with connection.cursor().copy(f"COPY {table.split()[0]} FROM STDIN".encode()) as copy:
@@ -86,7 +79,7 @@ def fill(site: Site, backlog: Backlog) -> None:
         connection.execute("ANALYZE pads, keys")
         for at in range(backlog.first, backlog.first + backlog.count, backlog.together):
             last = min(at + backlog.together, backlog.first + backlog.count) - 1
-            connection.execute(_INSERT, (site.kind, at, last, len(names), len(pads)))
+            connection.execute(_INSERT, (site.kind, at, last, len(backlog.keys), len(pads)))
         connection.execute("CHECKPOINT")
 
 
@@ -137,32 +130,33 @@ class Writer:
 
         Raises BenchError when the writer needs more than ``seconds`` or fails.
         """
-        times: array[int] = _received(self._connection, "the writer", seconds)
+        times: array[int] = received(self._connection, "the writer", seconds)
         return times
 
 
 @contextmanager
 def writer(site: Site, steady: Steady) -> Iterator[Writer]:
     """Start a writer's process, ready to begin; end it at the end."""
-    with _process(_write, site.url, site.kind, steady) as connection:
+    with child(_write, site.url, site.kind, steady) as connection:
         yield Writer(connection)
 
 
 @contextmanager
 def bare_writer(site: Site, steady: Steady) -> Iterator[Writer]:
     """The same, but it produces to the topic itself: what Kafka and its clients take without an outbox."""
-    with _process(_produce, site.kafka, site.topic, steady) as connection:
+    with child(_produce, site.kafka, site.topic, steady) as connection:
         yield Writer(connection)
 
 
 @contextmanager
-def _process(target: Any, *arguments: Any) -> Iterator[Connection]:
+def child(target: Any, *arguments: Any) -> Iterator[Connection]:
+    """Start a process that sends b"ready", and yield the connection to it; end it at the end."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=target, args=(*arguments, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
-        if _received(ours, f"the process of {target.__name__}", 60) != b"ready":
+        if received(ours, f"the process of {target.__name__}", 60) != b"ready":
             raise BenchError(f"the process of {target.__name__} is not ready")
         yield ours
     finally:
@@ -171,7 +165,8 @@ def _process(target: Any, *arguments: Any) -> Iterator[Connection]:
         ours.close()
 
 
-def _received(connection: Connection, who: str, seconds: float) -> Any:
+def received(connection: Connection, who: str, seconds: float) -> Any:
+    """Return the next message of a process. Raises BenchError if none arrives within ``seconds``."""
     if not connection.poll(seconds):
         raise BenchError(f"{who}: no answer within {seconds:g} s")
     try:

@@ -46,7 +46,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     ticks = 0
     for pid in _family(pids):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # Behind the name in parentheses: fields 14 to 17 are utime, stime, cutime, cstime.
+            # After the name in parentheses: fields 14 to 17 are utime, stime, cutime, cstime.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(int(value) for value in fields[11:15])
     return ticks / _TICKS

@@ -1,4 +1,4 @@
-"""What runs found, and what is asked of it."""
+"""The figures of runs, and the targets for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the report, with so many ``digits`` behind the point."""
+    """A column of the report, with so many ``digits`` after the point."""
 
     name: str
     unit: str
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """What the issue asks for, and what was found; ``spread`` and ``reached`` are None where there is no figure."""
+    """A target and the figure that was measured; ``spread`` and ``reached`` are None without a figure."""
 
     what: str
     asked: str
@@ -97,11 +97,11 @@ class Results:
         values = list(self.by_round(way, metric).values())
         return Spread.of(values) if values else None
 
-    def best(self, prefix: str, metric: str, *, least: bool = False) -> dict[int, str]:
-        """Return, for each round, the way with the greatest (or least) figure among those whose names begin so."""
+    def best_debezium(self, metric: str, *, least: bool = False) -> dict[int, str]:
+        """Return, for each round, Debezium's way with the greatest (or least) figure."""
         rounds: dict[int, dict[str, float]] = {}
         for way in self.ways:
-            if way.startswith(prefix):
+            if way.startswith("Debezium"):
                 for number, value in self.by_round(way, metric).items():
                     rounds.setdefault(number, {})[way] = value
         choose = min if least else max
@@ -118,10 +118,10 @@ class Results:
         return found
 
 
-def at_least(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
+def at_least(what: str, values: Sequence[float], goal: float) -> Target:
     """Return the target that the median is ``goal`` or more."""
     spread = Spread.of(values) if values else None
-    return Target(what, f"≥ {goal:g}{unit}", spread, None if spread is None else spread.median >= goal, digits)
+    return Target(what, f"≥ {goal:g}", spread, None if spread is None else spread.median >= goal)
 
 
 def at_most(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
@@ -130,9 +130,9 @@ def at_most(what: str, values: Sequence[float], goal: float, digits: int = 2, un
     return Target(what, f"≤ {goal:g}{unit}", spread, None if spread is None else spread.median <= goal, digits)
 
 
-def beside(what: str, values: Sequence[float], digits: int = 2) -> Target:
-    """Return a figure that is shown beside others; nothing is asked of it."""
-    return Target(what, "–", Spread.of(values) if values else None, None, digits)
+def beside(what: str, values: Sequence[float]) -> Target:
+    """Return a figure that is shown without a target."""
+    return Target(what, "–", Spread.of(values) if values else None, None)
 
 
 RATE: Final = Metric("rate", "events/s")

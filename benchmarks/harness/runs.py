@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from benchmarks.harness.load import SMALL, Backlog, Steady, bare_writer, fill, wait_until_empty, writer
@@ -50,12 +50,13 @@ def drain(servers: Servers, way: Way, run: Run, what: Drain) -> None:
     """Measure how fast a backlog is drained. The rate is by the broker's clock, from the first append to the last."""
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site, publishing(way, servers, site) as publisher:
         ends = Ends(site)
-        names = what.keys(site) if what.keys is not None else ()
-        warm = Backlog(what.warm, size=what.size, together=what.together, key_names=names)
-        warm_up(way, publisher, ends, warm)
+        backlog = Backlog(what.count, what.warm, what.size, what.together)
+        if what.keys is not None:
+            backlog = replace(backlog, keys=what.keys(site))
+        warm_up(way, publisher, ends, replace(backlog, count=what.warm, first=0))
         publisher.halt()
         base = ends.now()
-        fill(site, Backlog(what.count, what.warm, what.size, what.together, key_names=names))
+        fill(site, backlog)
         publisher.start()
         figures = watch(servers, publisher, ends, base, what.count, what.probe)
         if isinstance(publisher, Relay):
@@ -63,9 +64,7 @@ def drain(servers: Servers, way: Way, run: Run, what: Drain) -> None:
         if what.after is not None:
             figures |= what.after(publisher)
         appended = read_back(site, what.warm, what.count)
-        run.repeated += appended.tally.repeated
-        run.lost += appended.tally.lost
-        appended.tally.check()
+        appended.tally.note(run)
         run.figures |= {"rate": appended.rate, **figures}
 
 
@@ -167,9 +166,7 @@ def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run,
         committed = writing.committed(what.seconds * 3 + 60)
         cost = Cpu.now(servers, pids).percent_since(before)
         received, tally = receiving.received(120)
-    run.repeated += tally.repeated
-    run.lost += tally.lost
-    tally.check()
+    tally.note(run)
     skipped = int(what.rate * _LEFT_OUT_SECONDS) if what.rate > 10 else 0
     times = sorted((received[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}

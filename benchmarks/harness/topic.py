@@ -1,4 +1,4 @@
-"""What stands in a run's topic: read back to be counted, or read as it comes to measure the latency."""
+"""The messages of a run's topic: read back to count them, or read as they come to measure the latency."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from typing import Any, Final
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from benchmarks.harness.load import _process, _received
+from benchmarks.harness.load import child, received
+from benchmarks.harness.results import Run
 from benchmarks.harness.servers import PARTITIONS, BenchError, Site
 
 _NUMBER: Final = re.compile(rb'"n": ?(\d+)')
 _EOF: Final = KafkaError._PARTITION_EOF  # noqa: SLF001 - a documented name, in spite of the underscore
+_READ_SECONDS: Final = 60.0
+_IDLE_SECONDS: Final = 30.0
 
 
 @dataclass
@@ -64,6 +67,12 @@ class Tally:
             self._last[key] = number
         return number
 
+    def note(self, run: Run) -> None:
+        """Add the counts to a run. Raises BenchError as ``check`` does."""
+        run.repeated += self.repeated
+        run.lost += self.lost
+        self.check()
+
     def check(self) -> None:
         """Raise BenchError if an event is missing or out of order: such a run has no figure."""
         if self.lost or self.reordered:
@@ -102,14 +111,14 @@ def _consumer(kafka: str, **options: Any) -> Consumer:
     )
 
 
-def read_back(site: Site, first: int, count: int, seconds: float = 60.0) -> Appended:
-    """Read the topic from its beginning to its end; more, for ``seconds`` without anything new, while events miss."""
+def read_back(site: Site, first: int, count: int) -> Appended:
+    """Read the topic to its end; while events are missing, wait for more until nothing new comes for a minute."""
     tally = Tally(first, count)
     times: dict[int, int] = {}
     consumer = _consumer(site.kafka, **{"enable.partition.eof": True, "queued.max.messages.kbytes": 32 << 10})
     consumer.assign([TopicPartition(site.topic, partition, 0) for partition in range(PARTITIONS)])
     ended: set[int] = set()
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _READ_SECONDS
     try:
         while len(ended) < PARTITIONS or tally.lost:
             if time.monotonic() > deadline:
@@ -125,7 +134,7 @@ def read_back(site: Site, first: int, count: int, seconds: float = 60.0) -> Appe
                 if tally.add(message.key(), message.value()) is not None:
                     at = message.timestamp()[1]
                     times[at] = times.get(at, 0) + 1
-                    deadline = time.monotonic() + seconds
+                    deadline = time.monotonic() + _READ_SECONDS
     finally:
         consumer.close()
     begin = min(times, default=0)
@@ -157,21 +166,21 @@ class Reader:
 
         Raises BenchError when it does not end within ``seconds``.
         """
-        times, tally = _received(self._connection, "the reader", seconds)
+        times, tally = received(self._connection, "the reader", seconds)
         return times, tally
 
 
 @contextmanager
-def reader(site: Site, first: int, count: int, patience: float = 30.0) -> Iterator[Reader]:
+def reader(site: Site, first: int, count: int) -> Iterator[Reader]:
     """Start a reader's process at the topic's present end.
 
-    It ends one second after all events have come, or when nothing comes for ``patience`` seconds.
+    It ends one second after all events have come, or when nothing comes for half a minute.
     """
-    with _process(_read, site.kafka, site.topic, first, count, patience) as connection:
+    with child(_read, site.kafka, site.topic, first, count) as connection:
         yield Reader(connection)
 
 
-def _read(kafka: str, topic: str, first: int, count: int, patience: float, parent: Connection) -> None:
+def _read(kafka: str, topic: str, first: int, count: int, parent: Connection) -> None:
     consumer = _consumer(kafka, **{"fetch.wait.max.ms": 5})
     partitions = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
     ends = [consumer.get_watermark_offsets(partition, timeout=30)[1] for partition in partitions]
@@ -179,7 +188,7 @@ def _read(kafka: str, topic: str, first: int, count: int, patience: float, paren
     consumer.poll(0.5)
     tally, times = Tally(first, count), array("q", [0]) * count
     parent.send(b"ready")
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + _IDLE_SECONDS
     while time.monotonic() < deadline:
         message = consumer.poll(0.2)
         if message is None or message.error() is not None:
@@ -188,7 +197,7 @@ def _read(kafka: str, topic: str, first: int, count: int, patience: float, paren
         number = tally.add(message.key(), message.value())
         if number is not None:
             times[number] = now
-            # Repeats come right behind, if any: a second more.
-            deadline = time.monotonic() + (patience if tally.lost else 1.0)
+            # Repeats, if any, follow at once: a second more.
+            deadline = time.monotonic() + (_IDLE_SECONDS if tally.lost else 1.0)
     consumer.close()
     parent.send((times, tally))

@@ -72,11 +72,12 @@ def demo(
         run = stack.enter_context(prepare(servers, course, lines))
         if endless:
             link = stack.enter_context(_page(run.environment))
-            lines.say(f"your browser shows {link}" if open_in_browser(link) else f"the page is at {link}")
+            opened = "your browser shows the operations page" if open_in_browser(link) else "the operations page is at"
+            lines.say(f"{opened} {link}")
             stack.enter_context(_closing_at_ctrl_c(run.close_shop))
-            lines.say("Ctrl-C closes the shop")
+            lines.say("Ctrl-C closes the shop and ends the demo")
         result = run.run()
-        lines.say("clean" if result.clean else "NOT CLEAN")
+        lines.say("the sink equals the shop" if result.clean else "the sink DIFFERS from the shop")
     if as_json:
         print_json({**result.as_dict(), "seconds": round(lines.seconds, 1)})
     else:
@@ -237,7 +238,7 @@ class Demo:
 
     @property
     def _all_ready(self) -> bool:
-        return all(child.state == "running" for child in (self._relay, self._spark))
+        return self._relay.ready and self._spark.ready
 
     def _watch(self, done: Callable[[Figures], bool]) -> None:
         """Read the figures, and restart killed processes, until ``done``.

@@ -10,6 +10,7 @@ from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
 PARTITIONS: Final = 4
+_OFFSETS: Final = sql.Identifier("consumer", "offsets")
 
 # Business rows on one side, the sink's table on the other. `seq` is how many events an order's transactions committed;
 # the sink counts what it applied, adds up the amounts, and notes every event that did not follow its predecessor.
@@ -32,10 +33,15 @@ SELECT coalesce(sum(committed), 0)::bigint,
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """The comparison of source and sink, row by row. ``published`` counts messages on the topic, including repeats."""
+    """The comparison of source and sink, row by row.
+
+    published  offsets that the topic's messages take: repeats and, with exactly-once, the markers of transactions too.
+    repeated   messages that repeat an event, as after the kill of a relay. The consumer has dropped them.
+    """
 
     committed: int
     published: int
+    repeated: int
     applied: int
     lost: int
     applied_twice: int
@@ -56,10 +62,8 @@ class Reconciliation:
 
     def line(self) -> str:
         """Return the result as one readable line."""
-        repeats = self.published - self.committed
-        shown = f"{self.committed}+{repeats}" if repeats > 0 else str(self.published)
         text = (
-            f"committed {self.committed} · published {shown} · applied {self.applied} · "
+            f"committed {self.committed} · repeated on Kafka {self.repeated} · applied {self.applied} · "
             f"lost {self.lost} · applied twice {self.applied_twice} · out of order {self.out_of_order}"
         )
         if self.differing_orders or self.phantom_orders:
@@ -113,7 +117,7 @@ class Ledger:
         ).fetchone()
         assert row is not None
         # The topic has one group, whose positions are the offsets to be read next.
-        read = self._sum("next_offset", sql.Identifier("consumer", "offsets"))
+        read = self._sum("next_offset", _OFFSETS)
         return Figures(committed, messages, applied, row[0], row[1], max(0, end - read))
 
     def reconcile(self) -> Reconciliation:
@@ -121,7 +125,8 @@ class Ledger:
         row = self._connection.execute(sql.SQL(_RECONCILE).format(sink=self._sink)).fetchone()
         assert row is not None
         committed, applied, lost, twice, disorder, differing, phantom = row
-        return Reconciliation(committed, self._topic_size()[0], applied, lost, twice, disorder, differing, phantom)
+        published, repeated = self._topic_size()[0], self._sum("duplicates", _OFFSETS)
+        return Reconciliation(committed, published, repeated, applied, lost, twice, disorder, differing, phantom)
 
     def close(self) -> None:
         """Disconnect."""

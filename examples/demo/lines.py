@@ -42,7 +42,7 @@ class Lines:
         oldest = "-" if figures.oldest_seconds is None else f"{figures.oldest_seconds:.1f} s"
         text = (
             f"committed {figures.committed:>7,}  published {figures.published:>7,}  applied {figures.applied:>7,}  "
-            f"backlog {figures.backlog:>6,}  oldest {oldest}"
+            f"unpublished {figures.backlog:>6,}, oldest {oldest}"
         )
         if self._console.is_terminal:
             self._status.update(text)

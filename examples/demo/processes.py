@@ -7,15 +7,13 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from outbox.errors import OutboxError
 from outbox.sandbox._process import Supervised
 
 RESTART_SECONDS: Final = 1.0
 """How long a killed process stays away."""
-
-State = Literal["not started", "starting", "running", "killed", "ended"]
 
 
 class DemoFailed(OutboxError):
@@ -25,11 +23,11 @@ class DemoFailed(OutboxError):
 class Child:
     """One process of the demo, which logs to a file. It ends when the demo does, even by kill -9.
 
-    ready   the text in its log once it is ready for work; None: as soon as it runs.
+    ready   the text in its log once it is ready for work.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, ready: str | None = None
+        self, name: str, command: Sequence[str], env: Mapping[str, str], folder: Path, ready: str = ""
     ) -> None:
         self.name = name
         self._command = command
@@ -47,13 +45,13 @@ class Child:
         return self._process is not None and self._process.running
 
     @property
-    def state(self) -> State:
-        """Return its current state."""
-        if self._process is None:
-            return "not started"
-        if not self._process.running:
-            return "killed" if self._restart_at is not None else "ended"
-        return "running" if self._is_ready() else "starting"
+    def ready(self) -> bool:
+        """Return whether it runs now, and is ready for work."""
+        if self.running and not self._ready:
+            with self._log.open("rb") as file:
+                file.seek(self._log_start)
+                self._ready = self._ready_text in file.read().decode(errors="replace")
+        return self.running and self._ready
 
     def start(self) -> None:
         """Start it, or start it again."""
@@ -75,7 +73,7 @@ class Child:
             if time.monotonic() < self._restart_at:
                 return None
             self.start()
-            return f"{self.name} starts again"
+            return f"starting {self.name} again"
         if self._process is None or self._process.running:
             return None
         self._process.wait(5)
@@ -106,11 +104,3 @@ class Child:
         assert self._process is not None
         self._process.signal(signal.SIGKILL)
         self._process.wait(30)
-
-    def _is_ready(self) -> bool:
-        if not self._ready:
-            with self._log.open("rb") as file:
-                file.seek(self._log_start)
-                logged = file.read().decode(errors="replace")
-            self._ready = self._ready_text is None or self._ready_text in logged
-        return self._ready

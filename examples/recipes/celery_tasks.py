@@ -6,7 +6,7 @@ Run it in a shell:
     export DATABASE_URL=postgresql+psycopg://localhost/shop KAFKA_SERVERS=localhost:9092
     export CELERY_BROKER_URL=amqp://localhost
     OUTBOX_DATABASE_URL=$DATABASE_URL outbox db upgrade
-    python celery_tasks.py                  # makes the tables, and starts a task for each order
+    python celery_tasks.py                  # creates the tables, and starts a task for each order
     celery --app celery_tasks worker
 """
 
@@ -42,13 +42,13 @@ class Payment(Base):
 
 
 app = Celery("celery_tasks")  # this module's name: tasks have the same names when it is run as a script
-engine = sa.create_engine(os.environ["DATABASE_URL"])  # connects when it is used first, which is behind Celery's fork
+engine = sa.create_engine(os.environ["DATABASE_URL"])  # connects at the first use, which is after Celery's fork
 outbox = Outbox()
 
 
 @app.task(acks_late=True, reject_on_worker_lost=True, autoretry_for=(OperationalError,), retry_backoff=True)
 def take_payment(order_id: str, cents: int) -> None:
-    """Write a payment and its event. Celery runs a task again if its worker dies, also behind the commit."""
+    """Write a payment and its event. Celery runs a task again if its worker dies, even after the commit."""
     with Session(engine) as session, session.begin():
         payment = insert(Payment).values(order_id=order_id, cents=cents).on_conflict_do_nothing()
         if session.execute(payment.returning(Payment.order_id)).first():
@@ -58,7 +58,7 @@ def take_payment(order_id: str, cents: int) -> None:
 def place_order(session: Session, order_id: str, cents: int) -> None:
     """Write an order and its event, which starts the task.
 
-    take_payment.delay() here would start it before the commit, and for an order that is rolled back; behind the commit,
+    take_payment.delay() here would start it before the commit, and for an order that is rolled back; after the commit,
     it would be lost if the process ended in between.
     """
     session.add(Order(id=order_id, cents=cents))

@@ -30,11 +30,11 @@ outbox = AsyncOutbox()
 
 
 class Base(DeclarativeBase):
-    """The shop's tables. They know nothing of the outbox."""
+    """The shop's tables, without anything of the outbox."""
 
 
 class Article(Base):
-    """What is sold, and how many there are."""
+    """An article and its stock."""
 
     __tablename__ = "articles"
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -51,7 +51,7 @@ class Order(Base):
 
 
 class NewOrder(BaseModel):
-    """What a customer sends, and the event's payload."""
+    """A customer's request, and the event's payload."""
 
     article: str
     quantity: int
@@ -73,14 +73,14 @@ async def transaction(request: Request) -> AsyncIterator[AsyncSession]:
         yield session
 
 
-# scope="function": commit before the answer is sent. By default FastAPI commits behind it, and the 201 may be untrue.
+# scope="function": commit before the answer is sent. By default FastAPI commits after it, and the 201 may be untrue.
 Transaction = Annotated[AsyncSession, Depends(transaction, scope="function")]
 app = FastAPI(lifespan=lifespan)
 
 
 @app.post("/orders", status_code=201)
 async def place_order(new: NewOrder, session: Transaction) -> dict[str, uuid.UUID]:
-    """Place an order; 409, and neither order nor event, if there are not so many of the article."""
+    """Place an order; 409, and neither order nor event, if the stock is too low."""
     order = Order(id=uuid.uuid4(), article=new.article, quantity=new.quantity)
     session.add(order)
     await outbox.add(session, Event("Order", order.id, "OrderPlaced", new))

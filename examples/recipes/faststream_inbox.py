@@ -38,7 +38,7 @@ class Order(BaseModel):
 
 
 async def create_tables() -> None:
-    """Create the table of invoices if it is not there."""
+    """Create the table of invoices if it is missing."""
     async with engine.begin() as connection:
         await connection.execute(text(TABLES))
 
@@ -49,19 +49,19 @@ order_events = broker.subscriber(
     group_id="billing",
     auto_offset_reset="earliest",
     isolation_level="read_committed",
-    # Behind the handler, so behind its commit. The default acknowledges before the handler has run.
+    # After the handler, and so after its commit. By default FastStream acknowledges before the handler runs.
     ack_policy=AckPolicy.NACK_ON_ERROR,
 )
 
 
 @order_events(filter=lambda message: message.headers["ce_type"] == "OrderPlaced")
 async def bill(order: Order, message: KafkaMessage) -> None:
-    """Write an invoice, in the transaction that notes the event's id; nothing if the id is there already."""
+    """Write an invoice in the transaction that records the event's id; do nothing if the id is already recorded."""
     async with engine.begin() as connection:
         if await once_async(connection, message, consumer="billing"):
             await connection.execute(INVOICE, {"order_id": message.headers["ce_subject"], **order.model_dump()})
 
 
 @order_events
-async def pass_over(_: Any) -> None:
-    """Do nothing about the other events of orders."""
+async def ignore(_: Any) -> None:
+    """Ignore the other events of orders."""

@@ -25,11 +25,11 @@ outbox = Outbox()
 
 
 class Base(DeclarativeBase):
-    """The shop's tables. They know nothing of the outbox."""
+    """The shop's tables, without anything of the outbox."""
 
 
 class Article(Base):
-    """What is sold, and how many there are."""
+    """An article and its stock."""
 
     __tablename__ = "articles"
     name: Mapped[str] = mapped_column(primary_key=True)
@@ -46,7 +46,7 @@ class Order(Base):
 
 
 class OutOfStock(Exception):
-    """There are not so many of the article."""
+    """The stock of the article is too low."""
 
 
 def create_app() -> Flask:
@@ -68,7 +68,7 @@ def create_app() -> Flask:
             left = session.scalar(take.values(stock=Article.stock - quantity).returning(Article.stock))
             if left is None:
                 raise OutOfStock(article)
-        return {"id": order.id}, 201  # outside of the block: what is answered is committed
+        return {"id": order.id}, 201  # outside of the block: the order is committed
 
     @app.errorhandler(OutOfStock)
     def refuse(error: OutOfStock) -> tuple[dict[str, Any], int]:

@@ -29,7 +29,7 @@ outbox = AsyncOutbox()
 
 
 class OutOfStock(Exception):
-    """There are not so many of the article."""
+    """The stock of the article is too low."""
 
 
 async def place_order(pool: asyncpg.Pool[Any], article: str, quantity: int) -> int:
@@ -50,7 +50,7 @@ async def place_order(pool: asyncpg.Pool[Any], article: str, quantity: int) -> i
 
 
 async def main(article: str, quantity: str) -> None:
-    """Place an order; print its id, or that there is none."""
+    """Place an order; print its id, or that the article is out of stock."""
     async with asyncpg.create_pool(os.environ["DATABASE_URL"], min_size=1) as pool:
         await pool.execute(TABLES)
         try:

@@ -28,7 +28,7 @@ outbox = Outbox()
 
 
 class OutOfStock(Exception):
-    """There are not so many of the article."""
+    """The stock of the article is too low."""
 
 
 def place_order(connection: psycopg.Connection[Any], article: str, quantity: int) -> int:
@@ -43,7 +43,7 @@ def place_order(connection: psycopg.Connection[Any], article: str, quantity: int
 
 
 def main(article: str, quantity: str) -> None:
-    """Place an order; print its id, or that there is none."""
+    """Place an order; print its id, or that the article is out of stock."""
     with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as connection:
         connection.execute(TABLES)
         try:

@@ -1,4 +1,4 @@
--- A trigger that writes an event for each change of a table: for changes by hand, and by software as it is.
+-- A trigger that writes an event for each change of a table: for manual changes, and for software that can't be changed.
 --
 --     pip install 'outbox-kafka[relay]'
 --     export OUTBOX_DATABASE_URL=postgresql://localhost/shop
@@ -10,7 +10,7 @@
 CREATE TABLE products (sku text PRIMARY KEY, name text NOT NULL, cents integer NOT NULL);
 
 CREATE FUNCTION announce_product() RETURNS trigger LANGUAGE plpgsql
--- It runs with the rights of its owner: whoever changes a product needs no right on the outbox.
+-- It runs with the rights of its owner: a role that changes a product needs no rights on the outbox.
 SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -21,7 +21,7 @@ BEGIN
         INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers)
         VALUES ('Product', OLD.sku, 'ProductRemoved', who);
     END IF;
-    -- An UPDATE that changes nothing is no event.
+    -- No event for an UPDATE that changes nothing.
     IF TG_OP <> 'DELETE' AND NEW IS DISTINCT FROM OLD THEN
         INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers)
         VALUES ('Product', NEW.sku, 'ProductChanged',
@@ -30,7 +30,7 @@ BEGIN
     RETURN NULL;
 END
 $$;
--- Else every role could write such events, from a table of its own.
+-- Otherwise every role could write such events, from a table of its own.
 REVOKE EXECUTE ON FUNCTION announce_product() FROM PUBLIC;
 
 -- AFTER: the row is locked by then, until the transaction ends. So a product's events are in the order of the commits.

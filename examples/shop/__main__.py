@@ -1,7 +1,7 @@
 """Run the shop: ``python examples/shop --database-url … --events 20000``.
 
 Several tills place and pay orders at once. About one order in twenty is rolled back after its events were written:
-none of those may ever be seen anywhere. Prints one JSON object at the end.
+no reader may ever see those. Prints one JSON object at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from service import pay_order, place_order
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
+TILLS = 3
 ARTICLES = {"tea": 450, "bread": 320, "cheese": 780, "apples": 260, "wine": 1190, "honey": 640}
 
 
@@ -27,27 +28,17 @@ class ChangedMind(Exception):
 
 
 class Tills:
-    """Places orders until ``events`` are committed or ``seconds`` are over.
+    """Places orders until ``events`` are committed.
 
-    rate        events a second; None: as fast as possible.
-    afterwards  the rate at which to go on once ``events`` are committed, until stopped; None: to end then.
+    rate        events per second; None: as fast as possible.
+    afterwards  the rate at which it continues after ``events`` until ``stop`` is set; None: it ends then.
     """
 
-    def __init__(
-        self,
-        url: str,
-        events: int,
-        seconds: float | None,
-        rate: float | None,
-        afterwards: float | None,
-        seed: int,
-    ) -> None:
+    def __init__(self, url: str, events: int, rate: float | None, afterwards: float | None) -> None:
         self._engine = create_engine(url, pool_size=8)
         self._wanted = events
-        self._until = None if seconds is None else time.monotonic() + seconds
         self._rate = rate
         self._afterwards = afterwards
-        self._seed = seed
         self._started = time.monotonic()
         self._reached_at = self._started
         self._numbers = itertools.count(1)
@@ -58,14 +49,14 @@ class Tills:
         self.rolled_back = 0
 
     def create_tables(self) -> None:
-        """Create the shop's tables when they are not there."""
+        """Create the shop's tables if they are missing."""
         with self._engine.begin() as connection:
             connection.execute(text("CREATE SCHEMA IF NOT EXISTS shop"))
             Base.metadata.create_all(connection)
 
-    def run(self, tills: int) -> None:
-        """Run that many tills side by side."""
-        threads = [threading.Thread(target=self._till, args=(number,)) for number in range(tills)]
+    def run(self) -> None:
+        """Run the tills side by side."""
+        threads = [threading.Thread(target=self._till, args=(number,)) for number in range(TILLS)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -73,7 +64,7 @@ class Tills:
         self._engine.dispose()
 
     def _till(self, number: int) -> None:
-        chance = random.Random(self._seed * 1000 + number)
+        chance = random.Random(number)
         while not self._done():
             order_id = f"order-{next(self._numbers):07d}"
             articles = chance.sample(sorted(ARTICLES), k=chance.randint(1, 4))
@@ -110,9 +101,7 @@ class Tills:
         return self._started + self.events / self._rate if self._rate else self._started
 
     def _done(self) -> bool:
-        late = self._until is not None and time.monotonic() >= self._until
-        enough = self._afterwards is None and self.events >= self._wanted
-        return self.stop.is_set() or late or enough
+        return self.stop.is_set() or (self._afterwards is None and self.events >= self._wanted)
 
 
 def main() -> None:
@@ -120,16 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database-url", required=True, help="postgresql+psycopg://…")
     parser.add_argument("--events", type=int, default=20_000, help="stop after about this many events")
-    parser.add_argument("--seconds", type=float, help="or after this time")
-    parser.add_argument("--rate", type=float, help="events per second, as fast as possible if not given")
-    parser.add_argument("--afterwards", type=float, help="go on at this rate after --events, until SIGTERM")
-    parser.add_argument("--tills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rate", type=float, help="events per second; as fast as possible if not given")
+    parser.add_argument("--afterwards", type=float, help="continue at this rate after --events, until SIGTERM")
     options = parser.parse_args()
-    tills = Tills(options.database_url, options.events, options.seconds, options.rate, options.afterwards, options.seed)
+    tills = Tills(options.database_url, options.events, options.rate, options.afterwards)
     signal.signal(signal.SIGTERM, lambda *_: tills.stop.set())
     tills.create_tables()
-    tills.run(options.tills)
+    tills.run()
     print(json.dumps({"events": tills.events, "orders": tills.orders, "rolled_back": tills.rolled_back}))
 
 

@@ -1,4 +1,4 @@
-"""The shop's own tables. They know nothing of the outbox."""
+"""The shop's own tables, without anything of the outbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Base(DeclarativeBase):
 
 
 class Order(Base):
-    """An order. ``seq`` counts the things that happened to it, so that any reader can tell a gap from the end."""
+    """An order. ``seq`` counts its events, so that a reader can detect a missing one."""
 
     __tablename__ = "orders"
 

@@ -30,7 +30,7 @@ class OnFailure(StrEnum):
 
 
 class HeaderSet(StrEnum):
-    """The sets of headers that a message carries, besides its own headers and ``content-type``."""
+    """The sets of headers that a message carries in addition to its own headers and ``content-type``."""
 
     BOTH = "both"
     CLOUDEVENTS = "cloudevents"

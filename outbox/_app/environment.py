@@ -25,16 +25,16 @@ from outbox.errors import ConfigurationError
 _OF_FILE: Final = "_FILE"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
-    "OUTBOX_CACHE": "Where the sandbox keeps what it downloads. Else $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
-    "OUTBOX_CONFIG": "The file with settings. Else outbox.toml in the working directory, if it is there.",
-    "OUTBOX_CONSUMER_TASKS": "Set by the consumer for the Python workers of Spark's that apply messages.",
-    "OUTBOX_FAILPOINTS": "The steps at which a relay under test fails: relay/failpoints.py.",
-    "OUTBOX_MAVEN_REPOSITORY": "Where jars are fetched from. Else from the repository that jgo comes with.",
-    "OUTBOX_PATIENCE": "The factor of all time limits of the sandbox and the test fixtures: 3 on a slow machine.",
-    "OUTBOX_PG_BIN": "The directory with initdb and postgres that the sandbox uses instead of those installed with it.",
-    "OUTBOX_SANDBOX": "Where the sandbox keeps its data. Else in the cache directory.",
-    "OUTBOX_TEST_KAFKA": "The Kafka that test fixtures create topics on. Else one of their own.",
-    "OUTBOX_TEST_DATABASE_URL": "The Postgres where test fixtures create and drop databases. Else one of their own.",
+    "OUTBOX_CACHE": "The directory for the sandbox's downloads. Default: $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
+    "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory, if it exists.",
+    "OUTBOX_CONSUMER_TASKS": "Set by the consumer for Spark's Python workers that apply messages.",
+    "OUTBOX_FAILPOINTS": "For tests: the steps at which a relay fails. See relay/failpoints.py.",
+    "OUTBOX_MAVEN_REPOSITORY": "The Maven repository for jars. Default: the one that jgo is configured with.",
+    "OUTBOX_PATIENCE": "Multiplies all time limits of the sandbox and the test fixtures: 3 on a slow machine.",
+    "OUTBOX_PG_BIN": "The directory with the sandbox's initdb and postgres. Default: the installed package's.",
+    "OUTBOX_SANDBOX": "The directory for the sandbox's data. Default: in the cache directory.",
+    "OUTBOX_TEST_KAFKA": "The Kafka on which test fixtures create topics. Default: they start one.",
+    "OUTBOX_TEST_DATABASE_URL": "The Postgres on which test fixtures create databases. Default: they start one.",
 }
 """Every variable that is not a setting, with its purpose."""
 

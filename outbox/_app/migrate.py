@@ -1,6 +1,6 @@
 """The outbox's tables in a database: upgrade, downgrade, offline SQL, and the number of lanes.
 
-Alembic does the work, with its own version table inside the schema, so a host application's alembic history in the same
+It uses Alembic with a version table of its own inside the schema, so a host application's alembic history in the same
 database is not touched. Each change is one transaction under an advisory lock: of several pods that start together, one
 upgrades. Rows that a change must not lose are checked under the table lock that the change needs, not before it: by
 then every writer has committed.
@@ -33,10 +33,10 @@ from outbox.tables import DEFAULT_LANES, lane_expression
 from outbox.urls import display_url, libpq_url
 
 _LOCK: Final = 0x6F7574626F780001
-"""Advisory lock of everything that changes the schema."""
+"""The advisory lock of all changes of the schema."""
 
 _LOCK_TIMEOUT: Final = "5s"
-"""Of every other lock: a transaction that waits for a table blocks all that come after it."""
+"""For every other lock: a transaction that waits for a table blocks all that come after it."""
 
 _MAX_NAME: Final = 63
 """Bytes of an identifier. Postgres cuts off the rest, so two longer names could become the same."""
@@ -44,12 +44,12 @@ _MAX_NAME: Final = 63
 _ADVICE: Final = {
     "25006": "this connection may only read: use the primary server and a role that may write",
     "2BP01": "if it is `outbox cdc setup`'s publication: `outbox cdc drop` first, and set it up again afterwards",
-    "3F000": "make the tables with `outbox db upgrade`, or correct the schema's name",
+    "3F000": "create the tables with `outbox db upgrade`, or correct the schema's name",
     "40P01": "other transactions use these tables; try again when they have ended",
     "42501": "use the role that owns the database or these tables",
-    "42704": "make the role first (CREATE ROLE … LOGIN), or correct its name",
-    "42P01": "make the tables with `outbox db upgrade`, or correct the schema's name",
-    "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
+    "42704": "create the role first (CREATE ROLE … LOGIN), or correct its name",
+    "42P01": "create the tables with `outbox db upgrade`, or correct the schema's name",
+    "42P07": "`outbox db upgrade` did not create this table; continue with the migrations that did",
     "55P03": "long transactions use these tables; try again when they have ended",
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
 }
@@ -117,8 +117,8 @@ def downgrade(
         there = current(connection, schema)
         if there is None:
             raise SchemaError(
-                f"there is no table {schema}.alembic_version, so `outbox db upgrade` made no tables there; "
-                "correct the schema's name, or go back with the migrations that made them"
+                f"there is no table {schema}.alembic_version, so `outbox db upgrade` created no tables there; "
+                "correct the schema's name, or downgrade with the migrations that created them"
             )
         _refuse_unknown(history, there, schema)
         at = max((known.index(found) for found in there), default=0)
@@ -247,7 +247,7 @@ def check_name(schema: str) -> None:
     except UnicodeEncodeError:
         raise ConfigurationError(f"the schema's name {schema!r} is not valid UTF-8; choose another") from None
     if not schema or "\0" in schema:
-        raise ConfigurationError(f"a schema can't be called {schema!r}; give a name of 1 to {_MAX_NAME} bytes")
+        raise ConfigurationError(f"invalid schema name {schema!r}; give a name of 1 to {_MAX_NAME} bytes")
     if length > _MAX_NAME:
         raise ConfigurationError(f"the schema's name {schema!r} has {length} bytes; Postgres takes {_MAX_NAME} at most")
     if schema.startswith("pg_") or schema == "information_schema":
@@ -267,7 +267,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
             opened = psycopg.connect(address, **password_for(address))
-            # Before SQLAlchemy asks it anything; behind a pooler the transactions below are pinned.
+            # Before SQLAlchemy's first query; behind a pooler the transactions below are pinned.
             if not is_pooled(opened):
                 opened.execute(PIN)
             opened.commit()
@@ -353,7 +353,7 @@ def not_ours(there: Sequence[str], known: Sequence[str], schema: str) -> str | N
         return None
     return (
         f"{schema}.alembic_version is not the outbox's: it is at {foreign[0]!r}. A host application's migrations, or "
-        "another part's, use this schema: set OUTBOX_SCHEMA, or OUTBOX_CONSUMER_SCHEMA, to one of its own, or make "
+        "another part's, use this schema: set OUTBOX_SCHEMA, or OUTBOX_CONSUMER_SCHEMA, to one of its own, or create "
         "the tables with those migrations"
     )
 
@@ -368,7 +368,7 @@ def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None
         command = "outbox db upgrade --consumer" if history is CONSUMER else "outbox db upgrade"
         raise SchemaError(
             f"schema {schema} is at revision {unknown[0]!r}, which this version does not have: if a newer version made "
-            f"it, use that one; if an unreleased one did, drop the schema and make it anew with `{command}`"
+            f"it, use that version; if an unreleased one did, drop the schema and create it again with `{command}`"
         )
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line of ``/readyz?verbose``. One that does not count is shown, and leaves the process ready."""
+    """A line of ``/readyz?verbose``. With ``counts`` off, a failure is shown and the process stays ready."""
 
     name: str
     passed: bool
@@ -49,7 +49,7 @@ class Readiness(Protocol):
 
     @property
     def checks(self) -> Sequence[Check]:
-        """Return what was looked at."""
+        """Return the checks that were made."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -70,12 +70,12 @@ def serve(
     """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``, and
     with ``?verbose`` a line for each of its checks.
 
-    ``/livez`` answers as long as the process does: whatever it waits for, a restart would not mend it.
+    ``/livez`` answers as long as the process does: whatever it waits for, a restart would not help.
 
     Raises ConfigurationError, naming the setting, when it can't listen there.
     """
     host, _, port = address.rpartition(":")
-    # Else each counter would have a second series, with the time at which it was made.
+    # By default each counter has a second series, with the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     metrics = make_wsgi_app(registry)
 

@@ -79,7 +79,7 @@ class RelaySettings(Section):
     """Events of one lane in a turn. A turn of several lanes has up to four times as many, divided among lanes with
     events, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
-    """How long after a kill -9 its lanes are taken over by other relays."""
+    """How long after a kill -9 other relays take over its lanes."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
     """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
@@ -146,26 +146,26 @@ class WebSettings(Section):
     proxy_secret: str | None = Field(
         None, pattern=r"^[!-~]{16,}$", repr=False, description="16 or more letters, digits or signs"
     )
-    """What a proxy sends in the header ``X-Outbox-Proxy-Secret``. Requests without it are refused; the proxy
+    """The secret that a proxy sends in the header ``X-Outbox-Proxy-Secret``. Requests without it are refused; the proxy
     authenticates its users."""
     user_header: str = Field("X-Forwarded-User", pattern=r"^[A-Za-z0-9-]+$", description="the name of a header")
-    """The header in which the proxy names the user. It has to replace one that a client sends."""
+    """The header in which the proxy names the user. The proxy must replace one that a client sends."""
     origin: str | None = Field(
         None, pattern=r"^https://[^/\s]+$", description="https:// and a host, such as https://outbox.example.com"
     )
-    """The address that the proxy makes the page known by. Needed with a proxy's secret."""
+    """The public address of the page behind the proxy. Needed with a proxy's secret."""
     payloads: Payloads = Payloads.HIDDEN
     """Whether the page shows payloads and headers of events and messages."""
     read_only: bool = False
-    """Offer no actions, whoever asks."""
+    """Offer no actions to any user."""
     refresh_seconds: float = Field(2.0, ge=0.2, le=60)
-    """How often the figures are read while somebody looks at them."""
+    """How often the figures are read while a browser shows them."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
         if (self.origin is None) != (self.proxy_secret is None):
             given, missing = ("proxy_secret", "origin") if self.origin is None else ("origin", "proxy_secret")
-            raise conflict(("web", given), f"needs web.{missing} too: the page is behind a proxy, or it is not")
+            raise conflict(("web", given), f"needs web.{missing} too: a page behind a proxy has both")
         if not is_loopback(self.address) and self.proxy_secret is None:
             raise conflict(
                 ("web", "address"), f"must be a loopback address unless web.proxy_secret is set; got {self.address!r}"
@@ -329,11 +329,11 @@ class Settings(BaseSettings):
             )
         return self.database_url
 
-    def require_kafka(self, otherwise: str = "") -> str:
-        """Return the bootstrap servers. Raises ConfigurationError without any; its text ends with ``otherwise``."""
+    def require_kafka(self) -> str:
+        """Return the bootstrap servers. Raises ConfigurationError when there are none."""
         servers = self.kafka.get("bootstrap.servers")
         if not servers:
-            raise ConfigurationError(f"no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port{otherwise}")
+            raise ConfigurationError("no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port")
         return servers
 
 

@@ -1,6 +1,6 @@
-"""What the spans of the relay's turns and of the consumers' rounds have in common, with OpenTelemetry's API alone.
+"""The common part of the spans of the relay's turns and of the consumers' rounds, with OpenTelemetry's API alone.
 
-A turn and a round have many events, so the events' contexts are links of the span and not its parents. Nothing is done
+A turn and a round have many events, so the events' contexts are links of the span and not its parents. No span is made
 before a tracer provider is configured: by `opentelemetry-instrument`, or by ``configure`` with the SDK's variables.
 """
 
@@ -101,7 +101,7 @@ def configure(service: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigurationError(
-            f"{_EXPORTERS}: it needs OpenTelemetry's SDK: pip install opentelemetry-sdk"
+            f"{_EXPORTERS} needs OpenTelemetry's SDK; run: pip install opentelemetry-sdk"
         ) from error
     own = {} if SERVICE_NAME in OTELResourceDetector().detect().attributes else {SERVICE_NAME: service}
     provider = TracerProvider(resource=Resource.create(own))

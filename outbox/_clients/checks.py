@@ -25,17 +25,17 @@ class Finding:
     found: str
     do: str = ""
     setting: str = ""
-    """The one setting that would change it, of a finding that weakens what is promised."""
+    """For a finding that weakens a guarantee: the setting that would change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: its subject, what it asks a server, and what it makes of the answer.
+    """One check: its subject, its query to a server, and how it judges the answer.
 
-    judge      returns the findings; without it the answer is the findings.
-    grant      the right that the question needs in Postgres.
-    do         what to do when the server can't be asked.
-    essential  whether a failure ends the list that the check is in, because the checks behind it rely on it.
+    judge      returns the findings; by default the answer is the findings.
+    grant      the right that the query needs in Postgres.
+    do         what to do when the query fails.
+    essential  whether a failure ends the list of checks, because later ones rely on this one.
     """
 
     about: str
@@ -47,15 +47,15 @@ class Check:
 
 
 def ok(about: str, found: str, do: str = "") -> Finding:
-    """Return a finding that needs nothing, or could be better."""
+    """Return a finding that needs no attention; ``do`` may suggest an improvement."""
     return Finding(Level.OK, about, found, do)
 
 
 def warning(about: str, found: str, do: str = "", setting: str = "") -> Finding:
-    """Return a finding that somebody should look at."""
+    """Return a finding that needs attention."""
     return Finding(Level.WARNING, about, found, do, setting)
 
 
 def failure(about: str, found: str, do: str = "", setting: str = "") -> Finding:
-    """Return a finding that breaks what is promised, or stops the relay."""
+    """Return a finding that breaks a guarantee or stops the relay."""
     return Finding(Level.FAILURE, about, found, do, setting)

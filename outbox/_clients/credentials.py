@@ -1,7 +1,7 @@
 """Ask the credential provider of this process: a password for each new Postgres connection, tokens for Kafka.
 
-The provider is chosen by the setting ``credentials`` when settings are loaded. In Python workers of Spark's, which load
-none, the variable names it.
+The setting ``credentials`` names the provider when settings are loaded. Spark's Python workers load none; there the
+variable names it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -22,61 +22,38 @@ _MECHANISM: Final = "OAUTHBEARER"
 _PASSWORDS: Final = ("password", "passfile", "service")
 
 
-class _Chosen:
-    """The provider of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spec: str | None = None
-        self._loaded: tuple[str, CredentialProvider] | None = None
-
-    @property
-    def spec(self) -> str | None:
-        return self._spec or os.environ.get(VARIABLE) or None
-
-    def use(self, spec: str | None) -> None:
-        former, self._spec = self._spec, spec
-        if spec is None:
-            return
-        try:
-            self.provider()
-        except ConfigurationError:
-            self._spec = former
-            raise
-
-    def provider(self) -> CredentialProvider | None:
-        spec = self.spec
-        if spec is None:
-            return None
-        with self._lock:
-            if self._loaded is None or self._loaded[0] != spec:
-                self._loaded = spec, _imported(spec)
-            return self._loaded[1]
-
-
-_chosen: Final = _Chosen()
+_spec: str | None = None
+"""The provider's name, as the settings give it."""
 
 
 def use(spec: str | None) -> None:
-    """Use this provider from now on, or none. Raises ConfigurationError, and keeps the former, if it is no function."""
-    _chosen.use(spec)
+    """Use this provider from now on, or none. Raises ConfigurationError, and keeps the former, for a non-function."""
+    global _spec
+    if spec is not None:
+        _imported(spec)
+    _spec = spec
 
 
 def chosen() -> str | None:
     """Return the name of this process's provider, or None."""
-    return _chosen.spec
+    return _spec or os.environ.get(VARIABLE) or None
+
+
+def _provider() -> CredentialProvider | None:
+    spec = chosen()
+    return None if spec is None else _imported(spec)
 
 
 def password_for(address: str) -> dict[str, Any]:
     """Return the password for a new connection as psycopg's argument; empty without a provider.
 
-    An address with a password of its own needs none. Raises psycopg's OperationalError when the provider fails: as if
-    the server were away, so that the connection is tried again.
+    Empty, too, for an address that has a password. Raises psycopg's OperationalError when the provider fails, as when
+    the server is away, so that the connection is retried.
     """
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
-    provider = _chosen.provider()
+    provider = _provider()
     if provider is None:
         return {}
     given = {name: str(value) for name, value in conninfo_to_dict(address).items() if value is not None}
@@ -98,14 +75,14 @@ def password_for(address: str) -> dict[str, Any]:
 def token_callback(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return librdkafka's option that asks the provider for tokens; empty unless the client needs them.
 
-    A callback that a service gives to its inbox or transformer stays.
+    A callback that a service passes to its inbox or transformer is kept.
     """
     mechanism = options.get("sasl.mechanism") or options.get("sasl.mechanisms") or ""
     if str(mechanism).upper() != _MECHANISM or options.get("sasl.oauthbearer.method", "default") != "default":
         return {}
     if "oauth_cb" in options:
         return {}
-    provider = _chosen.provider()
+    provider = _provider()
     if provider is None:
         return {}
     request = CredentialRequest("kafka", str(options.get("bootstrap.servers", "")))
@@ -122,7 +99,7 @@ def token_callback(options: Mapping[str, Any]) -> dict[str, Any]:
 def _asked(provider: CredentialProvider, request: CredentialRequest) -> Credential:
     found = provider(request)
     if not isinstance(found, Credential):
-        # Not what it is instead: that may be the secret itself.
+        # Without the value: it may be the secret itself.
         raise TypeError(f"it must return outbox.credentials.Credential, not {type(found).__name__}")
     return found
 
@@ -132,12 +109,13 @@ def _explained(error: BaseException) -> str:
     return f"the credentials of {chosen()}: {type(error).__name__}" + (f": {text}" if text else "")
 
 
+@cache
 def _imported(spec: str) -> CredentialProvider:
     module, colon, name = spec.partition(":")
     if not (module and colon and name):
         raise ConfigurationError(f"{VARIABLE} must be package.module:function; got {spec!r}")
     if str(Path.cwd()) not in sys.path:
-        # It may be in the working directory, as with `python -m`.
+        # The module may be in the working directory, as with `python -m`.
         sys.path.append(str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)

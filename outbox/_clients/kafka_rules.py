@@ -70,7 +70,7 @@ def cut_logs(
             for message in consumer.consume(len(left), 0.2):
                 at, error = (message.topic() or "", message.partition() or 0), message.error()
                 if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                    # Not needed to assign partitions of one's own; librdkafka asks for it all the same.
+                    # Assigning partitions does not need it; librdkafka looks for the coordinator all the same.
                     continue
                 if error is not None and error.code() in cut_codes and "truncation" in error.str():
                     # librdkafka has the offset in the text alone. Without one, the log has no epoch as old as that.

@@ -36,7 +36,7 @@ from psycopg.abc import Params
 
 PIN: Final = "SET search_path = pg_catalog"
 PIN_LOCAL: Final = "SET LOCAL search_path = pg_catalog"
-_PIN_AND_TELL: Final = """
+_PIN_RETURNING_PATH: Final = """
 WITH before AS MATERIALIZED (SELECT pg_catalog.current_setting('search_path') AS path)
 SELECT path, pg_catalog.set_config('search_path', 'pg_catalog', true) FROM before"""
 # Qualified: until it is executed, the server session has the search path of its role.
@@ -58,7 +58,7 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 def pinned_transaction(connection: psycopg.Connection[Any]) -> Iterator[str]:
     """Open a transaction whose names mean pg_catalog's. Yields the search path of the session; see ``restore_path``."""
     with connection.transaction():
-        row = psycopg.Cursor(connection).execute(_PIN_AND_TELL).fetchone()
+        row = psycopg.Cursor(connection).execute(_PIN_RETURNING_PATH).fetchone()
         assert row is not None
         yield row[0]
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 from uuid import UUID
 
-from outbox.errors import ConfigurationError, SchemaMismatch
+from outbox.errors import ConfigurationError, MissingExtra, SchemaMismatch
 from outbox.registry.client import Definition
 from outbox.registry.schema import member, plain
 
@@ -71,7 +71,7 @@ class Avro:
         try:
             from fastavro import parse_schema
         except ImportError as error:
-            raise ConfigurationError(f"registry: {error.name} is missing; install outbox-kafka[registry]") from error
+            raise MissingExtra("registry", error.name or "fastavro") from error
         named: dict[str, Any] = {}
         try:
             return parse_schema(json.loads(self.definition.text), named_schemas=named), named
@@ -126,7 +126,7 @@ class _Walk:
         fields = {field["name"]: field for field in schema["fields"]}
         for name in value:
             if name not in fields:
-                raise _Unfit(member(path, name), f"is no field of {schema['name']}")
+                raise _Unfit(member(path, name), f"is not a field of {schema['name']}")
         for name, field in fields.items():
             if name not in value and "default" not in field:
                 raise _Unfit(member(path, name), f"is missing, and {schema['name']} has no default for it")
@@ -161,14 +161,14 @@ def _shown(branch: Any) -> str:
 
 
 def _wrong(path: str, value: object, wanted: str) -> _Unfit:
-    return _Unfit(path, f"is a {type(value).__name__}; the schema wants {wanted}")
+    return _Unfit(path, f"is a {type(value).__name__}; the schema requires {wanted}")
 
 
 def _text(value: str, path: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise _Unfit(path, "holds a lone surrogate, which has no UTF-8 form") from None
+        raise _Unfit(path, "contains a lone surrogate, which UTF-8 can't encode") from None
     return value
 
 
@@ -202,7 +202,7 @@ def _primitive(kind: str, schema: Mapping[str, Any], value: Any, path: str) -> A
             return bytes(value)
         case "enum" if isinstance(value, str):
             if value not in schema["symbols"]:
-                raise _Unfit(path, f"is no symbol of {schema['name']}")
+                raise _Unfit(path, f"is not a symbol of {schema['name']}")
             return value
     raise _wrong(path, value, schema.get("logicalType", kind))
 
@@ -218,7 +218,7 @@ class _Logical:
 def _decimal(schema: Mapping[str, Any], value: Decimal, path: str) -> Decimal:
     precision, scale = schema["precision"], schema.get("scale", 0)
     if not value.is_finite():
-        raise _Unfit(path, "is no number")
+        raise _Unfit(path, "is not a number")
     _, digits, exponent = value.as_tuple()
     assert isinstance(exponent, int)
     unscaled = int("".join(map(str, digits)) or "0")
@@ -233,20 +233,20 @@ def _decimal(schema: Mapping[str, Any], value: Decimal, path: str) -> Decimal:
 
 def _date(schema: Mapping[str, Any], value: dt.date, path: str) -> dt.date:  # noqa: ARG001  one of _LOGICAL
     if isinstance(value, dt.datetime):
-        raise _Unfit(path, "is a datetime; the schema wants a date")
+        raise _Unfit(path, "is a datetime; the schema requires a date")
     return value
 
 
 def _fine(schema: Mapping[str, Any], value: Any, path: str) -> Any:
     """Refuse microseconds where the schema has milliseconds."""
     if schema["logicalType"].endswith("-millis") and value.microsecond % 1000:
-        raise _Unfit(path, f"is finer than milliseconds, as {schema['logicalType']} has them")
+        raise _Unfit(path, f"has microseconds; {schema['logicalType']} has milliseconds")
     return value
 
 
 def _instant(schema: Mapping[str, Any], value: dt.datetime, path: str) -> dt.datetime:
     if value.utcoffset() is None:
-        raise _Unfit(path, f"has no time zone; {schema['logicalType']} is a moment")
+        raise _Unfit(path, f"has no time zone; {schema['logicalType']} needs one")
     return _fine(schema, value, path)  # type: ignore[no-any-return]
 
 
@@ -267,7 +267,7 @@ def _uuid(schema: Mapping[str, Any], value: UUID | str, path: str) -> Any:  # no
         try:
             return UUID(value)
         except ValueError:
-            raise _Unfit(path, "is no UUID") from None
+            raise _Unfit(path, "is not a UUID") from None
     return value
 
 

@@ -1,17 +1,14 @@
-"""The writer's client of a schema registry. A schema's id never changes, so it is looked up once in a process."""
+"""The writer's client of a schema registry. A schema's id never changes, so it is looked up once per process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from outbox._clients.schema_registry import check_options, open_client
 from outbox.errors import ConfigurationError, MissingExtra, SchemaRefused, SchemaRegistryUnavailable
 
-if TYPE_CHECKING:
-    from confluent_kafka.schema_registry import SchemaRegistryClient
-
-_AUTHORITY: Final = "ssl.ca.location"
 _UNKNOWN_SUBJECT: Final = 40401
 _UNKNOWN_SCHEMA: Final = 40403
 _INCOMPATIBLE: Final = 409
@@ -37,35 +34,17 @@ class Client:
     """Finds the ids of schemas, and caches them. Safe to share among threads."""
 
     def __init__(self, url: str, options: Mapping[str, Any], *, auto_register: bool) -> None:
-        if not url.strip():
-            raise ConfigurationError("registry: must be a URL")
-        if "@" in url:
-            raise ConfigurationError(
-                'registry: credentials belong into options["basic.auth.user.info"], not into the URL'
-            )
-        authority = options.get(_AUTHORITY)
-        # The client takes False for "verify nothing".
-        if authority is not None and not isinstance(authority, str):
-            raise ConfigurationError(
-                f"registry: {_AUTHORITY}={authority!r} would turn off the verification of the registry's certificate: "
-                "remove it, or name the file of the certificate authority"
-            )
-        try:
-            from confluent_kafka.schema_registry import SchemaRegistryClient
-        except ImportError as error:
-            raise MissingExtra("registry", error.name or "confluent-kafka") from error
+        check_options(url, options, ConfigurationError)
         self._url = url
         self._auto_register = auto_register
         self._found: dict[tuple[str, Definition], tuple[int, int | None]] = {}
         try:
-            self._asked: SchemaRegistryClient = SchemaRegistryClient({**_IMPATIENT, **options, "url": url})
-        except OSError as error:
-            raise ConfigurationError(f"registry: a file of the options ssl.… can't be read: {error}") from error
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"registry: {error}") from error
+            self._client = open_client(url, {**_IMPATIENT, **options}, ConfigurationError)
+        except ImportError as error:
+            raise MissingExtra("registry", error.name or "confluent-kafka") from error
 
     def schema_id(self, subject: str, definition: Definition) -> int:
-        """Return the id of a subject's schema; registers it first if that was asked for.
+        """Return the id of a subject's schema; with ``auto_register``, register it first.
 
         Raises SchemaRefused for a schema that the subject does not have or take, and SchemaRegistryUnavailable.
         """
@@ -86,8 +65,8 @@ class Client:
         schema = Schema(definition.text, definition.kind, list(references))
         try:
             if self._auto_register:
-                self._asked.register_schema(subject, schema)
-            known = self._asked.lookup_schema(subject, schema)
+                self._client.register_schema(subject, schema)
+            known = self._client.lookup_schema(subject, schema)
         except SchemaRegistryError as error:
             raise self._refused(subject, schema, error) from error
         except Exception as error:
@@ -109,17 +88,17 @@ class Client:
         return self._away(error)
 
     def _compatible(self, subject: str, schema: Any) -> str:
-        """Return what would happen to a schema that is to be registered."""
+        """Return whether the schema could be registered, as the end of a sentence."""
         try:
-            fits = self._asked.test_compatibility(subject, schema)
+            fits = self._client.test_compatibility(subject, schema)
         except Exception:  # noqa: BLE001  only the end of a sentence about another error
-            return "and whether it is compatible the registry does not say"
+            return "and the registry did not answer whether it is compatible"
         if fits:
             return "but is compatible with the latest one: register it first"
         return "and is not compatible with the latest one"
 
     def _away(self, error: Exception) -> SchemaRegistryUnavailable:
         return SchemaRegistryUnavailable(
-            f"the schema registry at {self._url} did not answer as it should: {type(error).__name__}: {error}; nothing "
-            "was written. Look at the registry, its address and the credentials"
+            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; nothing was "
+            "written. Check the registry, its address and the credentials"
         )

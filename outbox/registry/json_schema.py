@@ -1,4 +1,4 @@
-"""JSON Schema. The payload is the JSON that an outbox without a serializer would write, behind the schema's id."""
+"""JSON Schema. The payload is the JSON that an outbox without a serializer would write, after the schema's id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from outbox import _payload
-from outbox.errors import ConfigurationError, SchemaMismatch
+from outbox.errors import ConfigurationError, MissingExtra, SchemaMismatch
 from outbox.registry.client import Definition
 from outbox.registry.schema import member
 
@@ -45,18 +45,18 @@ class JsonSchema:
             error = best_match(self._validator.iter_errors(orjson.loads(text)))
         except Unresolvable as failure:
             raise ConfigurationError(
-                f"the JSON Schema of {self.subject} refers to {failure.ref!r}, elsewhere"
+                f"the JSON Schema of {self.subject} refers to {failure.ref!r}, which is not in it"
             ) from failure
         except (RecursionError, ArithmeticError) as failure:
             raise SchemaMismatch(
-                "payload", f"can't be compared with the schema: {type(failure).__name__}", self.subject
+                "payload", f"can't be checked against the schema: {type(failure).__name__}", self.subject
             ) from failure
         if error is not None:
             path = "payload"
             for step in error.absolute_path:
                 path = f"{path}[{step}]" if isinstance(step, int) else member(path, step)
             rule = "/".join(map(str, error.absolute_schema_path))
-            raise SchemaMismatch(path, f"does not keep the schema's rule {rule}", self.subject)
+            raise SchemaMismatch(path, f"violates the schema's rule {rule}", self.subject)
         return text
 
     @cached_property
@@ -66,7 +66,7 @@ class JsonSchema:
             from jsonschema.exceptions import SchemaError
             from referencing import Registry
         except ImportError as error:
-            raise ConfigurationError(f"registry: {error.name} is missing; install outbox-kafka[registry]") from error
+            raise MissingExtra("registry", error.name or "jsonschema") from error
         try:
             schema = json.loads(self.definition.text)
             kind = validators.validator_for(schema, default=Draft7Validator)

@@ -49,7 +49,7 @@ class Protobuf:
         if isinstance(payload, Mapping):
             message = self._parsed(payload)
         if not isinstance(message, self.message):
-            raise SchemaMismatch("payload", f"is a {type(payload).__name__}; the schema wants {name}", self.subject)
+            raise SchemaMismatch("payload", f"is a {type(payload).__name__}; the schema requires {name}", self.subject)
         if missing := message.FindInitializationErrors():
             raise SchemaMismatch(f"payload.{missing[0]}", f"is required by {name} and missing", self.subject)
         return self._path + bytes(message.SerializeToString(deterministic=True))
@@ -62,7 +62,9 @@ class Protobuf:
         except (ParseError, TypeError, ValueError) as error:
             name = self.message.DESCRIPTOR.full_name
             if unknown := _UNKNOWN.search(str(error)):
-                raise SchemaMismatch(member("payload", unknown[1]), f"is no field of {name}", self.subject) from error
+                raise SchemaMismatch(
+                    member("payload", unknown[1]), f"is not a field of {name}", self.subject
+                ) from error
             found = _PARSED.search(str(error))
             place = member("payload", found[1]) if found else "payload"
             raise SchemaMismatch(place, f"does not fit the message {name}", self.subject) from error

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from outbox import _payload
 from outbox.registry.client import Definition
 
 
@@ -18,7 +16,7 @@ class RegisteredSchema(Protocol):
 
     @property
     def content_type(self) -> str:
-        """The media type of what ``encode`` returns, behind its id."""
+        """The media type of what ``encode`` returns, with the id before it."""
         ...
 
     @property
@@ -33,11 +31,10 @@ class RegisteredSchema(Protocol):
 
 def plain(value: object) -> object:
     """Return a dataclass or pydantic model as a dict, an Enum as its value, and anything else as it is."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {part.name: getattr(value, part.name) for part in dataclasses.fields(value) if part.name[0] != "_"}
-    pydantic = sys.modules.get("pydantic")
-    if pydantic is not None and isinstance(value, pydantic.BaseModel):
-        return value.model_dump()
+    if _payload.is_dataclass(value):
+        return {name: getattr(value, name) for name in _payload.fields(value)}
+    if _payload.is_pydantic(value):
+        return cast("Any", value).model_dump()
     if isinstance(value, Enum):
         return value.value
     return value
@@ -46,6 +43,3 @@ def plain(value: object) -> object:
 def member(path: str, key: object) -> str:
     """Return the path of a value inside a mapping."""
     return f"{path}[{key!r}]"
-
-
-Tree = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""The serializer that an outbox is given."""
+"""The serializer for an outbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RegistrySerializer:
     auto_register  register schemas that their subjects do not have. Off: such events are refused.
     others         events without a schema: "refuse" them, or write them as "json".
 
-    The registry is asked once for each schema; after that it may be away.
+    Each schema is looked up once; after that the registry may be down.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RegistrySerializer:
         auto_register: bool = False,
         others: Literal["refuse", "json"] = "refuse",
     ) -> None:
-        """Check and store the arguments, which the class describes. Does not ask the registry: see ``load``."""
+        """Check and store the arguments, which the class describes. Sends no request to the registry: see ``load``."""
         if others not in {"refuse", "json"}:
             raise ConfigurationError(f"others must be 'refuse' or 'json', not {others!r}")
         self._schemas = dict(schemas)
@@ -43,7 +43,7 @@ class RegistrySerializer:
         self._client = Client(url, options or {}, auto_register=auto_register)
 
     def load(self) -> None:
-        """Look up all schemas now, so that a service fails at its start and the registry may be away afterwards.
+        """Look up all schemas now, so that a missing one fails a service's start and the registry may be down later.
 
         Raises SchemaRefused and SchemaRegistryUnavailable.
         """
@@ -51,7 +51,7 @@ class RegistrySerializer:
             self._client.schema_id(schema.subject, schema.definition)
 
     def __call__(self, event: Event) -> Serialized | None:
-        """Return the payload behind its schema's id.
+        """Return the schema's id, followed by the encoded payload.
 
         Raises SchemaMismatch for a payload that does not fit, SchemaRefused for a schema that its subject does not
         have, and SchemaRegistryUnavailable.

@@ -87,7 +87,7 @@ class Broker:
         self._runtime = runtime
         self._heap = heap
         self._temporary = temporary
-        self._process: Supervised | Detached | None = None
+        self.process: Supervised | Detached | None = None  # started or found last
 
     @property
     def log(self) -> Path:
@@ -100,14 +100,9 @@ class Broker:
         return self.directory / "output.log"
 
     @property
-    def process(self) -> Supervised | Detached | None:
-        """The process that was started or found last."""
-        return self._process
-
-    @property
     def running(self) -> bool:
         """Return whether its process exists (it may be paused)."""
-        return self._process is not None and self._process.running
+        return self.process is not None and self.process.running
 
     @property
     def _properties(self) -> Path:
@@ -169,16 +164,16 @@ class Broker:
         # Variables that a user set for another Kafka do not apply to this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
         if self._temporary is None:
-            self._process = Detached.start(argv, log=self.output, env=environment)
+            self.process = Detached.start(argv, log=self.output, env=environment)
         else:
-            self._process = Supervised(
+            self.process = Supervised(
                 argv, log=self.output, env=environment, cwd=self.directory, remove=self._temporary
             )
 
     def adopt(self) -> bool:
         """Find the process that an earlier command started here. Returns whether there is one."""
-        self._process = Detached.find("kafka.Kafka", str(self._properties))
-        return self._process is not None
+        self.process = Detached.find("kafka.Kafka", str(self._properties))
+        return self.process is not None
 
 
 _formatted: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, bytes]] = {}

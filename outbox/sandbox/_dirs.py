@@ -53,7 +53,8 @@ def unprivileged_user() -> User | None:
             continue
         return User(name, entry.pw_uid, entry.pw_gid)
     raise ServiceError(
-        "Postgres does not run as root, and there is no user postgres or nobody to run it; add one, or run as a user"
+        "Postgres does not run as root, and neither the user postgres nor nobody exists; add one, or run as an "
+        "ordinary user"
     )
 
 
@@ -103,7 +104,7 @@ def temporary_directory(purpose: str, user: User | None) -> Path:
                 directory.chmod(0o711)
             return directory
     assert user is not None
-    raise ServiceError(f"the user {user.name} can reach no temporary directory; set TMPDIR to one it can")
+    raise ServiceError(f"the user {user.name} can't reach a temporary directory; set TMPDIR to one that it can")
 
 
 def shared_dir(user: User) -> Path:
@@ -118,7 +119,9 @@ def shared_dir(user: User) -> Path:
     make_directory(directory, user)
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ServiceError(f"{directory} must be a directory of root's own that others can't write to; remove it")
+        raise ServiceError(
+            f"{directory} must be a directory that belongs to root and that others can't write to; remove it"
+        )
     return directory
 
 

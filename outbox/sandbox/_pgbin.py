@@ -29,7 +29,7 @@ def binaries(user: User | None) -> Path:
     if given := os.environ.get("OUTBOX_PG_BIN"):
         directory = Path(given)
         if not (directory / "initdb").is_file() or not (directory / "postgres").is_file():
-            raise ServiceError(f"OUTBOX_PG_BIN={given} holds no initdb and postgres; {_HINT}")
+            raise ServiceError(f"OUTBOX_PG_BIN={given} contains no initdb and postgres; {_HINT}")
         blocked = blocking_directory(directory.resolve(), user)
         if blocked is not None and user is not None:
             raise ServiceError(

@@ -43,10 +43,10 @@ def remove_stale_file(pgdata: Path, timeout: float) -> None:
     if not found or not psutil.pid_exists(int(found[0])):
         return
 
-    def nobody_left() -> bool:
+    def all_ended() -> bool:
         return not any(_works_in(process, pgdata) for process in psutil.process_iter())
 
-    if not wait_for(nobody_left, timeout):
+    if not wait_for(all_ended, timeout):
         raise StartFailed(f"processes of a killed Postgres still work in {pgdata}; end them first")
     (pgdata / "postmaster.pid").unlink(missing_ok=True)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
 _PATIENCE: Final = "OUTBOX_PATIENCE"
+_KILL_SECONDS: Final = 10.0
 
 
 class Process(Protocol):
@@ -84,11 +85,6 @@ class Supervised:
             raise StartFailed(f"{argv[0]} can't be executed: {message.get('error', 'its supervisor died')}", log)
         self._child = psutil_process(int(message["pid"]))
         self.pid = int(message["pid"])
-
-    @property
-    def supervisor_pid(self) -> int:
-        """Return the pid of the supervisor."""
-        return self._supervisor.pid
 
     @property
     def running(self) -> bool:
@@ -239,11 +235,11 @@ def pause(process: Process, timeout: float = 10.0) -> None:
         raise ServiceError(f"process {process.pid} can't be halted: it does not run; start it first")
 
 
-def kill_with_children(process: Process, timeout: float = 10.0) -> None:
+def kill_with_children(process: Process) -> None:
     """Kill a server and all its children by SIGKILL, like a crash of the machine.
 
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
-    them is still there after ``timeout`` seconds.
+    them survives.
     """
     import psutil
 
@@ -258,9 +254,9 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
     for child in children:
         send(child, signal.SIGKILL)
     process.signal(signal.SIGKILL)
-    ended = process.wait(timeout) and wait_for(lambda: not any(alive(child) for child in children), timeout)
-    if not ended:
-        raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {timeout:g} s")
+    ended = process.wait(_KILL_SECONDS)
+    if not (ended and wait_for(lambda: not any(alive(child) for child in children), _KILL_SECONDS)):
+        raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {_KILL_SECONDS:g} s")
 
 
 def patience() -> float:
@@ -271,7 +267,7 @@ def patience() -> float:
     except ValueError:
         factor = 0.0
     if not 0 < factor < 1000:
-        raise ServiceError(f"{_PATIENCE}={given} is no factor: give a number above 0, as in {_PATIENCE}=3")
+        raise ServiceError(f"{_PATIENCE}={given} must be a number above 0, such as 3")
     return factor
 
 

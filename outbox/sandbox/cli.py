@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox._app.console import failing_clearly, print_json
+from outbox._app.console import AsJson, failing_clearly, print_json
 
 if TYPE_CHECKING:
     from outbox.sandbox.sandbox import Sandbox, SandboxState
@@ -22,17 +22,14 @@ app = typer.Typer(
 def _group() -> None:
     from outbox._app import logs
 
-    logs.configure()  # to standard error: a download's retries must not mix with the result
-
-
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+    logs.configure()  # to standard error: the retries of a download must not mix with the result
 
 
 @app.command()
 @failing_clearly
 def up(
     brokers: Annotated[int | None, typer.Option(help="1 or 3; an existing cluster keeps its number.")] = None,
-    json: _Json = False,
+    json: AsJson = False,
     export: Annotated[bool, typer.Option("--export", help='Print export lines for a shell: eval "$(…)"')] = False,
 ) -> None:
     """Start the servers that do not run, and print their addresses. Data, ports and database stay the same."""
@@ -48,7 +45,7 @@ def up(
 
 @app.command()
 @failing_clearly
-def status(json: _Json = False) -> None:
+def status(json: AsJson = False) -> None:
     """Print what runs and where the logs are. Exit status 1 unless everything runs."""
     state = _sandbox().status()
     if json:
@@ -62,7 +59,7 @@ def status(json: _Json = False) -> None:
 @app.command()
 @failing_clearly
 def down(
-    purge: Annotated[bool, typer.Option("--purge", help="Remove the data as well.")] = False, json: _Json = False
+    purge: Annotated[bool, typer.Option("--purge", help="Remove the data as well.")] = False, json: AsJson = False
 ) -> None:
     """Stop the servers. The data is kept for the next `up`."""
     state = _sandbox().down(purge=purge)

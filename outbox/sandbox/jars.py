@@ -127,7 +127,9 @@ def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ServiceError(f"the cache {directory} can't be made: {error}; set OUTBOX_CACHE to another") from error
+            raise ServiceError(
+                f"the cache {directory} can't be created: {error}; set OUTBOX_CACHE to another directory"
+            ) from error
         _download_all(set_name, missing)
     return list(wanted.values())
 
@@ -316,28 +318,11 @@ def resolve(roots: Roots, heading: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(arguments: list[str]) -> int:
-    """``lock`` writes jars.lock; ``fetch SET…`` fills the cache and prints the files. Returns the exit status."""
-    from outbox._app import logs
-
-    logs.configure()  # to standard error, where retries of a download are logged
-    match arguments:
-        case ["lock"]:
-            target = Path(__file__).with_name("jars.lock")
-            heading = (
-                "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
-                "Written by: python -m outbox.sandbox.jars lock",
-            )
-            target.write_text(resolve(ROOTS, heading))
-            print(target)
-        case ["fetch", *names] if names:
-            for name in names:
-                print(*fetch(name), sep="\n")
-        case _:
-            print(f"usage: python -m outbox.sandbox.jars lock | fetch {'|'.join(ROOTS)}", file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:] != ["lock"]:
+        sys.exit("usage: python -m outbox.sandbox.jars lock")
+    HEADING: Final = (
+        "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
+        "Written by: python -m outbox.sandbox.jars lock",
+    )
+    Path(__file__).with_name("jars.lock").write_text(resolve(ROOTS, HEADING))

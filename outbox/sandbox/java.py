@@ -32,7 +32,7 @@ def _java(home: str | None, path: str | None) -> Path:
     if home:
         program = Path(home, "bin", "java")
         if not program.is_file():
-            raise ServiceError(f"JAVA_HOME={home} holds no bin/java; {_HINT}")
+            raise ServiceError(f"JAVA_HOME={home} contains no bin/java; {_HINT}")
     else:
         found = shutil.which("java", path=path)
         if found is None:
@@ -43,7 +43,7 @@ def _java(home: str | None, path: str | None) -> Path:
     match = re.search(r'version "(\d+)(?:\.(\d+))?', output)
     if result.returncode != 0 or match is None:
         # macOS has a stub named java that only says where to get one.
-        raise ServiceError(f"{program} is no working Java ({output.strip()[:200]}); {_HINT}")
+        raise ServiceError(f"{program} is not a working Java ({output.strip()[:200]}); {_HINT}")
     # Up to Java 8 the version was written 1.8.
     version = int(match[2] or 0) if match[1] == "1" else int(match[1])
     if version < MINIMUM:

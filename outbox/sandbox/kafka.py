@@ -56,16 +56,18 @@ class KafkaCluster:
         advertised_port: int | None = None,
     ) -> None:
         if brokers not in {None, 1, 3}:
-            raise ServiceError(f"a Kafka cluster here has 1 broker or 3, not {brokers}")
+            raise ServiceError(f"brokers must be 1 or 3, not {brokers}")
         if advertised_port is not None and (brokers == 3 or data_dir is not None):
-            raise ServiceError("a Kafka behind a proxy has one broker, in a temporary directory: leave out the others")
+            raise ServiceError(
+                "advertised_port needs one broker in a temporary directory: leave out brokers and data_dir"
+            )
         self._temporary = data_dir is None
         if data_dir is None:
             data_dir = temporary_directory("kafka", None)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
         if "," in str(self.data_dir):
-            raise ServiceError(f"Kafka takes a comma for the end of a path: choose another directory than {data_dir}")
+            raise ServiceError(f"Kafka's directory must not contain a comma: {data_dir}")
         self._wanted_size = brokers
         self._settings = dict(settings or {})
         self._heap = heap
@@ -148,7 +150,7 @@ class KafkaCluster:
         nodes = [Node(**node) for node in record["nodes"]]
         if self._wanted_size not in {None, len(nodes)}:
             raise ServiceError(
-                f"the Kafka in {self.data_dir} has {len(nodes)} brokers, {self._wanted_size} were asked for; ask for "
+                f"the Kafka in {self.data_dir} has {len(nodes)} brokers, not {self._wanted_size}; request "
                 f"{len(nodes)}, or remove the directory"
             )
         self._make(record["cluster_id"], nodes)
@@ -334,7 +336,7 @@ class KafkaCluster:
                 if port is not None and listening(port):
                     raise PortTaken(
                         f"another process listens on port {port}, which belongs to broker {broker.node.number} of the "
-                        f"Kafka in {self.data_dir}; end that process, or remove the directory to start anew"
+                        f"Kafka in {self.data_dir}; end that process, or remove the directory for a new cluster"
                     )
 
     def _wait_until_ready(self, required: list[Broker], members: int) -> None:

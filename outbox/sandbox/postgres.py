@@ -77,7 +77,7 @@ class PostgresServer:
         self._settings = dict(settings or {})
         for name, value in self._settings.items():
             if not _SETTING_NAME.fullmatch(name) or "\n" in value:
-                raise ServiceError(f"{name!r} = {value!r} is no setting of postgresql.conf")
+                raise ServiceError(f"{name!r} = {value!r} is not a setting of postgresql.conf")
         self._process: Supervised | Detached | None = None
 
     @property

@@ -44,18 +44,15 @@ class SandboxState:
 
 
 class Sandbox:
-    """One sandbox per directory; commands that run at the same time wait for each other.
+    """The sandbox in $OUTBOX_SANDBOX, by default in ``sandbox`` in the cache directory.
 
-    directory   None: $OUTBOX_SANDBOX, else ``sandbox`` in the cache directory.
-    report      called with a line of text for each step.
+    Commands that run at the same time wait for each other. ``report`` is called with a line of text for each step.
     """
 
-    def __init__(self, directory: Path | None = None, report: Callable[[str], None] | None = None) -> None:
-        if directory is None:
-            given = os.environ.get("OUTBOX_SANDBOX")
-            directory = Path(given).expanduser() if given else cache_dir() / "sandbox"
-        self.directory = directory.absolute()
-        self._report = report or (lambda _: None)
+    def __init__(self, report: Callable[[str], None] = lambda _: None) -> None:
+        given = os.environ.get("OUTBOX_SANDBOX")
+        self.directory = (Path(given).expanduser() if given else cache_dir() / "sandbox").absolute()
+        self._report = report
 
     def up(self, brokers: int | None = None) -> SandboxState:
         """Start the servers that do not run, on their former ports, and create the database ``outbox``.
@@ -78,7 +75,7 @@ class Sandbox:
                     self._report("Starting Kafka …")
                 cluster.start()
             except PortTaken as error:
-                raise PortTaken(f"{error}\nTo start anew, with nothing in it: outbox sandbox down --purge") from error
+                raise PortTaken(f"{error}\nFor a new, empty sandbox: outbox sandbox down --purge") from error
             return self._state(server, cluster)
 
     def status(self) -> SandboxState:

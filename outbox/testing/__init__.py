@@ -24,13 +24,14 @@ __all__ = ["ScheduledEvent", "recorded_events", "recorded_events_async"]
 def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event]:
     """Return the events that the open transaction of ``target`` has written so far, in the order of their ids.
 
-    Behind them come those that it has scheduled, as ``ScheduledEvent``, in the order in which they become due.
+    The events that it has scheduled follow, as ``ScheduledEvent``, in the order in which they become due. After a
+    commit or a rollback there are none.
 
-    target   what the code under test gave to ``Outbox.add``, or what stands for the same transaction; a session is
-             flushed first. Empty after a commit or rollback.
+    target   the session or connection that the code under test gave to ``Outbox.add``, or another one of the same
+             transaction; a session is flushed first.
     schema   of the outbox's tables.
 
-    Raises TargetError for a connection in autocommit mode without a transaction, and for what ``add`` refuses.
+    Raises TargetError for a connection in autocommit mode without a transaction, and for a target that ``add`` refuses.
     """
     from outbox.testing._recorded import read
 
@@ -38,7 +39,7 @@ def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event
 
 
 async def recorded_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
-    """Return the same as ``recorded_events``, for what ``AsyncOutbox.add`` takes."""
+    """Return the same as ``recorded_events``, for a target of ``AsyncOutbox.add``."""
     from outbox.testing._recorded import read_async
 
     return await read_async(target, schema)

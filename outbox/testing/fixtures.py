@@ -31,7 +31,7 @@ _ADMIN_TIMEOUT: Final = 30.0
 
 
 class DatabaseServer(Protocol):
-    """A Postgres server on which tests create databases: ours or a given one."""
+    """A Postgres server on which tests create databases: one that the fixtures start, or a given one."""
 
     def url(self, database: str = ...) -> str: ...
     def create_database(self, name: str, template: str | None = None) -> str: ...
@@ -39,14 +39,14 @@ class DatabaseServer(Protocol):
 
 
 class KafkaServer(Protocol):
-    """A Kafka on which tests create topics: ours or a given one."""
+    """A Kafka on which tests create topics: one that the fixtures start, or a given one."""
 
     @property
     def bootstrap_servers(self) -> str: ...
 
 
 def token() -> str:
-    """Return a few random letters that no other test has."""
+    """Return a few random hexadecimal digits, unique to a test."""
     return secrets.token_hex(4)
 
 
@@ -58,7 +58,7 @@ def migrate(url: str, schema: str = "outbox") -> None:
 
 
 class ExternalPostgres:
-    """A server that is not ours, given by the URL of one of its databases."""
+    """A given server, by the URL of one of its databases."""
 
     def __init__(self, url: str) -> None:
         self._url = libpq_url(url)
@@ -78,7 +78,7 @@ class ExternalPostgres:
 
 
 class ExternalKafka:
-    """A Kafka that is not ours."""
+    """A given Kafka."""
 
     def __init__(self, bootstrap_servers: str) -> None:
         self.bootstrap_servers = bootstrap_servers
@@ -139,8 +139,8 @@ class Topics:
     ) -> list[Message]:
         """Read topics from the beginning, each partition in order.
 
-        count           wait until there are this many messages, also for topics that don't exist yet. None: read what
-                        is there now, up to the last committed message.
+        count           wait until there are this many messages, also for topics that don't exist yet. None: read the
+                        messages that are there now, up to the last committed one.
         timeout         in seconds. Raises AssertionError when it expires first.
         isolation       read_uncommitted: also messages of open and aborted transactions.
         wait_for_open   without a count, call ``await_transactions`` first. False: an open transaction hides the
@@ -209,8 +209,8 @@ class Topics:
                 if readable:
                     topic, part = at = waiting[0]
                     problem = (
-                        f"{topic}-{part}: a transaction is open at offset {readable.get(at)}; its producer is to "
-                        "commit or abort it, or give a count or wait_for_open=False to read what is before it"
+                        f"{topic}-{part}: a transaction is open at offset {readable.get(at)}: its producer must "
+                        "commit or abort it; to read the messages before it, give a count or wait_for_open=False"
                     )
             except KafkaException as error:
                 # A leader that moves, a broker that restarts.
@@ -327,7 +327,7 @@ class RelayProcess:
         return self._process.running
 
     def terminate(self) -> None:
-        """Make it finish what is in flight and end (SIGTERM)."""
+        """Send SIGTERM: it finishes what is in flight and exits."""
         self._process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -336,15 +336,15 @@ class RelayProcess:
         self.wait()
 
     def pause(self) -> None:
-        """Halt it (SIGSTOP)."""
+        """Halt it by SIGSTOP."""
         pause(self._process)
 
     def resume(self) -> None:
-        """Let it go on (SIGCONT)."""
+        """Resume it by SIGCONT."""
         self._process.signal(signal.SIGCONT)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Wait for its end. Returns the exit status, negative for a signal. Raises AssertionError if it runs on."""
+        """Wait for its end. Returns the exit status, negative for a signal. Raises AssertionError if it still runs."""
         seconds = timeout * patience()
         if not self._process.wait(seconds):
             raise AssertionError(f"the relay (pid {self.pid}) still runs after {seconds:g} s\n{tail(self.log_file)}")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from outbox._clients.schema_registry import check_options, open_client
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads.reading import Problem
 
-if TYPE_CHECKING:
-    from confluent_kafka.schema_registry import SchemaRegistryClient
-
-_AUTHORITY: Final = "ssl.ca.location"
 _UNKNOWN_SCHEMA: Final = 40403
 _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
 
@@ -43,18 +40,7 @@ class Registry:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.url.strip():
-            raise JobError("registry: must be a URL")
-        # Anywhere: a password may have the characters that end the part of an address in which it stands.
-        if "@" in self.url:
-            raise JobError('registry: credentials belong into options["basic.auth.user.info"], not into the URL')
-        authority = self.options.get(_AUTHORITY)
-        # The client takes False for "verify nothing".
-        if authority is not None and not isinstance(authority, str):
-            raise JobError(
-                f"registry: {_AUTHORITY}={authority!r} would turn off the verification of the registry's certificate: "
-                "remove it, or name the file of the certificate authority"
-            )
+        check_options(self.url, self.options, JobError)
 
     def client(self, form: str | None = None) -> Client:
         """Return this process's client of the registry. ``form``: "serialized" for Protobuf."""
@@ -68,21 +54,15 @@ class Client:
     """Fetches schemas and caches them. For a single thread, as in Spark's Python workers."""
 
     def __init__(self, registry: Registry, form: str | None) -> None:
-        try:
-            from confluent_kafka.schema_registry import SchemaRegistryClient
-        except ImportError as error:
-            raise JobError(f"registry: {error.name} is missing; install outbox-kafka[schemas]") from error
         self._form = form
         self._url = registry.url
         self._schemas: dict[int | uuid.UUID, Schema] = {}
         try:
-            self._asked: SchemaRegistryClient = SchemaRegistryClient(
-                {**_PATIENT, **registry.options, "url": registry.url}
-            )
-        except OSError as error:
-            raise JobError(f"registry: a file of the options ssl.… can't be read: {error}") from error
-        except (ValueError, TypeError) as error:
-            raise JobError(f"registry: {error}") from error
+            self._client = open_client(registry.url, {**_PATIENT, **registry.options}, JobError)
+        except ImportError as error:
+            raise JobError(
+                f"registry: {error.name} is not installed; run: pip install 'outbox-kafka[schemas]'"
+            ) from error
 
     def schema(self, name: int | uuid.UUID) -> Schema:
         """Return the schema of an id or GUID. Raises Problem when there is none, and ConsumerUnavailable."""
@@ -91,9 +71,9 @@ class Client:
 
             try:
                 if isinstance(name, int):
-                    found = self._asked.get_schema(name, fmt=self._form)
+                    found = self._client.get_schema(name, fmt=self._form)
                 else:
-                    found = self._asked.get_schema_by_guid(str(name), fmt=self._form)
+                    found = self._client.get_schema_by_guid(str(name), fmt=self._form)
                 self._schemas[name] = self._whole(found)
             except SchemaRegistryError as error:
                 # Any other 404 comes from a wrong URL or from a proxy, and is no message's fault.
@@ -109,7 +89,7 @@ class Client:
         from confluent_kafka.schema_registry import SchemaRegistryError
 
         try:
-            return self._whole(self._asked.get_latest_version(subject, fmt=self._form).schema)
+            return self._whole(self._client.get_latest_version(subject, fmt=self._form).schema)
         except SchemaRegistryError as error:
             if error.error_code in _UNKNOWN_SUBJECT:
                 raise JobError(f"registry: there is no subject {subject}; name the subject or the schema") from error
@@ -125,7 +105,7 @@ class Client:
                 (
                     reference.name,
                     self._whole(
-                        self._asked.get_version(
+                        self._client.get_version(
                             reference.subject, reference.version, deleted=True, fmt=self._form
                         ).schema
                     ),
@@ -136,8 +116,8 @@ class Client:
 
     def _away(self, error: Exception) -> ConsumerUnavailable:
         return ConsumerUnavailable(
-            f"the schema registry at {self._url} did not answer as it should: {type(error).__name__}: {error}; look "
-            "at the registry, its address and the credentials. Nothing was skipped; run the job again"
+            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; "
+            "check the registry, its address and the credentials. Nothing was skipped; run the job again"
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
+from benchmarks.harness.choice import Named
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.relays import Ours, ours
 from benchmarks.harness.results import Metric, Results, Run, Target
@@ -21,7 +22,7 @@ OURS: Final = (POLLING, POLLING_ONCE, WAL, WAL_ONCE)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is written and how long is measured. The defaults are the issue's."""
+    """How much is written and how long is measured. The targets are for the defaults."""
 
     name: str = "normal"
     drain: int = 200_000
@@ -77,13 +78,6 @@ class Variant:
         return f"{self.way.name}, {self.label}"
 
 
-class Named(Protocol):
-    """Something that reports name."""
-
-    @property
-    def name(self) -> str: ...
-
-
 class Scenario(ABC):
     """One question. ``name`` is what --only takes; ``title`` and ``about`` are for readers."""
 
@@ -112,7 +106,7 @@ class Scenario(ABC):
 
     @property
     def quick(self) -> bool:
-        """Return whether this is only to see that it works: then fewer ways do."""
+        """Return whether the run only shows that the benchmark works: then fewer ways are enough."""
         return self.sizes.name == QUICK.name
 
     def warm(self, way: Way) -> int:

@@ -69,7 +69,7 @@ class Guarantees(Scenario):
 
 
 class _Sender:
-    """A producer of one kind, and what it was told of its events."""
+    """A producer of one kind, and how many of its events were delivered."""
 
     def __init__(self, site: Site, way: Guarantee) -> None:
         options: dict[str, object] = {"bootstrap.servers": site.kafka, "linger.ms": 0, **way.options}

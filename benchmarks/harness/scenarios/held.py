@@ -50,8 +50,7 @@ class Held(Scenario):
                     committed = writing.committed(self.sizes.held_seconds * 5 + 60)
                     received, tally = receiving.received(self.sizes.held_seconds * 5 + 60)
                 check_offered(run, committed, 2_000, strict=not self.quick)
-                run.repeated, run.lost = tally.repeated, tally.lost
-                tally.check()
+                tally.note(run)
                 times = sorted((received[n] - committed[n]) / 1e6 for n in range(count // 10, count))
                 relay.halt()
                 base = ends.now()
@@ -60,9 +59,7 @@ class Held(Scenario):
                 figures = watch(servers, relay, ends, base, self.sizes.held_backlog)
                 wait_until_empty(site, 120)
             appended = read_back(site, warm + count, self.sizes.held_backlog)
-            run.repeated += appended.tally.repeated
-            run.lost += appended.tally.lost
-            appended.tally.check()
+            appended.tally.note(run)
             run.figures |= {
                 **figures,
                 "rate": appended.rate,

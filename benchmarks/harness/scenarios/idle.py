@@ -37,7 +37,7 @@ class Empty(Scenario):
     title = "An empty outbox"
     about = (
         "Statements a second by Postgres' own log (log_statement = all), without BEGIN, COMMIT, SET and their like; "
-        "those are in the column behind. Transactions are pg_stat_database's. CPU as part of one core."
+        "the next column includes those. Transactions are pg_stat_database's. CPU as part of one core."
     )
     metrics = (
         Metric("statements", "statements/s", 1),

@@ -34,7 +34,7 @@ class Steady600(Scenario):
         latency(servers, way, run, Latency(600, self.sizes.steady_seconds, self.warm(way), strict=not self.quick))
 
     def targets(self, results: Results) -> list[Target]:
-        best = results.best("Debezium", "p50", least=True)
+        best = results.best_debezium("p50", least=True)
         found = []
         for way in OURS:
             limit = 1.5 if way.delivery == "exactly-once" else 0.8

@@ -22,6 +22,7 @@ def test_any_difference_is_not_clean(changes):
     good = {
         "committed": 10,
         "published": 10,
+        "repeated": 0,
         "applied": 10,
         "lost": 0,
         "applied_twice": 0,

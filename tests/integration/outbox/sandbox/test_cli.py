@@ -133,7 +133,7 @@ def test_down_ends_everything_and_purge_forgets_it(directory: Path) -> None:
     port = urlsplit(before.database_url).port
     assert port is not None
     with socket.create_server(("127.0.0.1", port)):
-        assert "To start anew, with nothing in it: outbox sandbox down --purge" in run("up", status=1).stderr
+        assert "For a new, empty sandbox: outbox sandbox down --purge" in run("up", status=1).stderr
 
     run("down", "--purge")
     assert sorted(path.name for path in directory.iterdir()) == ["lock"]

@@ -220,7 +220,7 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
         real = jars.fetch(jars.KAFKA)
     for jar, path in zip(jars.locked(jars.KAFKA), real, strict=True):
         repository.put(jar, path.read_bytes())
-    command = [sys.executable, "-m", "outbox.sandbox.jars", "fetch", jars.KAFKA]
+    command = [sys.executable, "-c", "from outbox.sandbox import jars; print(*jars.fetch(jars.KAFKA), sep='\\n')"]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") for _ in range(2)
     ]

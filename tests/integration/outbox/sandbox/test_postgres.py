@@ -143,7 +143,7 @@ def test_a_start_that_fails_shows_the_log() -> None:
 
 
 def test_a_setting_cannot_smuggle_in_another() -> None:
-    with pytest.raises(ServiceError, match=r"no setting of postgresql\.conf"):
+    with pytest.raises(ServiceError, match=r"is not a setting of postgresql\.conf"):
         PostgresServer(settings={"work_mem": "1MB'\nfsync = 'off"})
 
 

@@ -83,7 +83,7 @@ from outbox.sandbox._process import Supervised
 # nohup passes on that it is ignored.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM)
-facts = {{"server": server.pid, "supervisor": server.supervisor_pid}}
+facts = {{"server": server.pid, "supervisor": server._supervisor.pid}}
 {more}
 print(json.dumps(facts), flush=True)
 signal.pause()
@@ -148,7 +148,7 @@ def test_the_environment_is_handed_down_and_on_no_command_line(tmp_path: Path) -
     script = "import os, signal; print(os.environ['SECRET'], flush=True); signal.pause()"
     server = Supervised([sys.executable, "-c", script], log=log, env={"SECRET": "s3cr3t"})
     assert wait_for(lambda: log.read_text() == "s3cr3t\n", 10)
-    for pid in (server.pid, server.supervisor_pid):
+    for pid in (server.pid, server._supervisor.pid):
         assert not any("s3cr3t" in argument for argument in psutil.Process(pid).cmdline())
     server.signal(signal.SIGKILL)
     assert server.wait(60)

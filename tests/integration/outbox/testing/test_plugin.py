@@ -109,7 +109,7 @@ class TestTopics:
         """A commit is answered before its markers are there: whoever reads at once would miss what it committed."""
         topic = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=2)
         producer = produce(outbox_kafka, topic, 5, **{"transactional.id": topic})
-        with pytest.raises(AssertionError, match=rf"after 0.5 s, {topic}-\d: a transaction is open at offset 0;"):
+        with pytest.raises(AssertionError, match=rf"after 0.5 s, {topic}-\d: a transaction is open at offset 0:"):
             outbox_kafka.consume(topic, timeout=0.5 / patience())
         looked, found = threading.Event(), []
         ends = outbox_kafka._ends

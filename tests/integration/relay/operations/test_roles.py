@@ -124,7 +124,7 @@ def test_names_that_want_care(outbox_postgres, roles):
         ("writer=", "'' can't be the name of a role", 2),
         (f"writer={'x' * 64}", "can't be the name of a role", 2),
         ("writer=$outbox$", "can't be the name of a role", 2),
-        ("writer=nobody_at_all", 'role "nobody_at_all" does not exist; make the role first', 1),
+        ("writer=nobody_at_all", 'role "nobody_at_all" does not exist; create the role first', 1),
     ],
 )
 def test_what_can_not_be_granted_is_one_line(outbox_postgres, argument, shown, status):

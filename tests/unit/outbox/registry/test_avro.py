@@ -109,8 +109,8 @@ def test_dataclasses_models_and_enums_are_written_like_dicts(avro):
     ("payload", "where", "problem"),
     [
         ({"count": 1}, "payload['id']", "is missing"),
-        ({**SMALL, "ided": 1}, "payload['ided']", "is no field of shop.Order"),
-        ({**SMALL, "id": 1}, "payload['id']", "is a int; the schema wants string"),
+        ({**SMALL, "ided": 1}, "payload['ided']", "is not a field of shop.Order"),
+        ({**SMALL, "id": 1}, "payload['id']", "is a int; the schema requires string"),
         ({**SMALL, "id": "\ud800"}, "payload['id']", "surrogate"),
         # What fastavro alone writes as something else.
         ({**SMALL, "count": 1.7}, "payload['count']", "is a float"),
@@ -132,8 +132,8 @@ def test_dataclasses_models_and_enums_are_written_like_dicts(avro):
         ({**SMALL, "lines": [LINE_OF, {"sku": "x"}]}, "payload['lines'][1]['price']", "is missing"),
         ({**SMALL, "lines": [{**LINE_OF, "price": Decimal("1.234")}]}, "payload['lines'][0]['price']", "more digits"),
         ({**SMALL, "lines": [{**LINE_OF, "price": Decimal(10000)}]}, "payload['lines'][0]['price']", "more digits"),
-        ({**SMALL, "lines": [{**LINE_OF, "price": Decimal("NaN")}]}, "payload['lines'][0]['price']", "is no number"),
-        ({**SMALL, "first": {"sku": 1, "price": Decimal(1)}}, "payload['first']['sku']", "wants string"),
+        ({**SMALL, "lines": [{**LINE_OF, "price": Decimal("NaN")}]}, "payload['lines'][0]['price']", "is not a number"),
+        ({**SMALL, "first": {"sku": 1, "price": Decimal(1)}}, "payload['first']['sku']", "requires string"),
         ([], "payload", "the record shop.Order"),
     ],
 )
