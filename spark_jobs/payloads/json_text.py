@@ -359,18 +359,18 @@ def _day(path: str) -> Convert:
                 return date.fromisoformat(value)
             except ValueError:
                 pass
-        raise Wrong(f"field {path}: is not a date as 2026-01-31")
+        raise Wrong(f"field {path}: must be a date such as 2026-01-31")
 
     return day
 
 
 def _time(path: str, *, zoned: bool) -> Convert:
-    form = "with an offset, as 2026-01-31T12:00:00Z" if zoned else "without an offset, as 2026-01-31T12:00:00"
+    form = "with an offset, such as 2026-01-31T12:00:00Z" if zoned else "without an offset, such as 2026-01-31T12:00:00"
 
     def time(value: Any) -> datetime:
         match = _TIMESTAMP.fullmatch(value) if type(value) is str else None
         if match is None or (match[5] is not None) != zoned or (match[4] is not None and match[3] is None):
-            raise Wrong(f"field {path}: is not a time {form}")
+            raise Wrong(f"field {path}: must be a time {form}")
         fraction = (match[4] or "").rstrip("0")
         if len(fraction) > 6:
             raise Wrong(f"field {path}: is finer than microseconds")
@@ -381,7 +381,7 @@ def _time(path: str, *, zoned: bool) -> Convert:
             )
             return moment.astimezone(UTC) if zoned else moment
         except (ValueError, OverflowError) as error:
-            raise Wrong(f"field {path}: is not a time {form}") from error
+            raise Wrong(f"field {path}: must be a time {form}") from error
 
     return time
 

@@ -136,8 +136,8 @@ class Client:
 
     def _away(self, error: Exception) -> ConsumerUnavailable:
         return ConsumerUnavailable(
-            f"the schema registry at {self._url} did not answer as it should: {type(error).__name__}: {error}; look "
-            "at the registry, its address and the credentials. Nothing was skipped; run the job again"
+            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; "
+            "check the registry, its address and the credentials. Nothing was skipped; run the job again"
         )
 
 

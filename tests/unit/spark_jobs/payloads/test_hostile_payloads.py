@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from decoding_support import read_with
 from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
 from range_support import task_decoder
@@ -25,10 +26,11 @@ from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
-from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable, task_plan_of
+from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_columns import JsonReader
-from spark_jobs.payloads.reading import Policy, Problem, columns, limited
+from spark_jobs.payloads.reading import Policy, Problem, limited
 from spark_jobs.payloads.registry import Schema
+from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task.incoming import Messages
 
 NESTED = t.StructType(
@@ -69,14 +71,6 @@ def read(way: str, values: list[bytes | None]) -> list[dict[str, Any]]:
     """Read a batch as a task does."""
     fields, reader = READERS[way]
     return read_with(reader, fields, values)
-
-
-def read_with(reader: Any, fields: t.StructType, values: list[bytes | None]) -> list[dict[str, Any]]:
-    kind = arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()))
-    rows: list[dict[str, Any]] = columns(
-        reader, pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary()), kind
-    ).to_pylist()
-    return rows
 
 
 def cost(work: Callable[[], object]) -> float:
@@ -411,5 +405,6 @@ def test_a_task_limits_the_payloads_that_it_decodes():
 
 
 @pytest.mark.parametrize("schema", ["variant", Traced("variant")])
-def test_a_variant_is_read_by_spark_only(schema):
-    assert task_plan_of(ConsumerJob("g", ["t"], "SELECT 1", schema=schema).decoder) is None
+def test_the_rows_of_a_variant_go_through_spark(schema):
+    fields, _ = ConsumerJob("g", ["t"], "SELECT 1", schema=schema).decoder.task_plan()
+    assert [spark_rows._in_postgres(field.dataType) for field in fields] == [None]

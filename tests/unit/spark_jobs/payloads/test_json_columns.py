@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from spark_jobs.payloads import json_text as json_payload
-from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.json_whole import WholeReader
 from spark_jobs.payloads.reading import Policy, columns
@@ -85,7 +85,7 @@ def payloads(draw: st.DrawFn) -> bytes | None:
 
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
     """Read many at once and one by one, which has to give the same. Gives the columns and the problems."""
-    kind = arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()))
+    kind = arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     together = columns(JsonReader(fields, policy), payloads, headers, kind)
     alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
