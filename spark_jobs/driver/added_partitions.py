@@ -12,11 +12,11 @@ When a topic gets partitions, keys move into them from the others, which still h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
+from spark_jobs.driver.options import Report
 from spark_jobs.driver.planner import waiting_for_others
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
@@ -27,13 +27,7 @@ class AddedPartitions:
     report  called when some have to wait.
     """
 
-    def __init__(
-        self,
-        kafka: KafkaAdmin,
-        store: PostgresGroupStore,
-        topics: Sequence[str],
-        report: Callable[[str, Mapping[str, Any]], None],
-    ) -> None:
+    def __init__(self, kafka: KafkaAdmin, store: PostgresGroupStore, topics: Sequence[str], report: Report) -> None:
         self._kafka = kafka
         self._store = store
         self._topics = topics

@@ -89,7 +89,7 @@ def plan(
     """Return the ranges to read: of all partitions with unread messages, or of those whose turn it is.
 
     max_records  how many messages in all. Up to FEW partitions each get a share. With more partitions a share has at
-                 least ENOUGH messages, if there are so many, and partitions whose turn is later wait for later rounds.
+                 least ENOUGH messages, if it has that many; partitions whose turn is later wait for later rounds.
     turn         the partitions in the order in which they were last read, the longest ago first; see next_turn.
                  Partitions that are not in it come before them.
     max_bytes    how many bytes in all, where ``row_bytes`` has the average size of a topic's messages. At least one
@@ -163,10 +163,11 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
         )
     if LossKind.CUT in kinds:
         return (
-            f"Find out what was lost. {commands} accepts it and goes on at the log's end of then; --to TIME, of before "
-            "the log was cut, reads again from there, and what was applied is known by its id, where ids are remembered"
+            f"Find out what was lost. {commands} accepts it and continues at the log's end of that time; --to TIME, "
+            "before the log was cut, reads again from there, and what was applied is known by its id, where ids are "
+            "remembered"
         )
-    return f"When it is accounted for: {commands} accepts it and goes on with the first message that is left"
+    return f"When it is accounted for: {commands} accepts it and continues with the first message that is left"
 
 
 def _at_turn(

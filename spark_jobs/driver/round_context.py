@@ -66,7 +66,7 @@ class OffsetRanges:
     log_ends: Mapping[Partition, int]
 
     def as_one(self, result: TaskResult) -> dict[Partition, TaskResult]:
-        """Return one result for all: the first partition reports it, and the others are tried again with it."""
+        """Return one result for all: the first partition reports it, and the others are retried with it."""
         others = dict.fromkeys(self.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
         return others | {min(self.ranges): result}
 
