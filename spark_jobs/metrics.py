@@ -43,13 +43,13 @@ _COUNTED: Final = {
 }
 _GAUGES: Final = {
     "next_offset": ("next_offset", "The next offset to apply."),
-    "moved_timestamp_seconds": ("moved", "When the partition's offset was moved last, by the sink's clock."),
-    "dead_letters_waiting": ("dead_letters", "Dead letters that wait for a person."),
-    "dead_letters_retrying": ("retrying", "Dead letters that the next round tries again."),
+    "last_progress_timestamp_seconds": ("moved", "When the partition's offset moved last, by the sink's clock."),
+    "dead_letters_waiting": ("dead_letters", "Dead letters that wait for an operator."),
+    "dead_letters_retrying": ("retrying", "Dead letters that the next round retries."),
 }
 _RESERVED: Final = {
     "reservations_unsettled": ("unsettled", "Effects outside the database that are neither confirmed nor cancelled."),
-    "reservations_stuck": ("stuck", "Those of them that wait for a person."),
+    "reservations_stuck": ("stuck", "Those of them that wait for an operator."),
 }
 
 
@@ -137,7 +137,7 @@ class ConsumerMetrics:
         self, extents: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
     ) -> Iterable[Metric]:
         found = [
-            {"topic": topic, "part": part, "end": extent.end, "pinned": extent.pinned or 0}
+            {"topic": topic, "part": part, "end": extent.end, "uncommitted": extent.uncommitted or 0}
             for (topic, part), extent in sorted(extents.items())
         ]
         yield self._by_partition(
@@ -145,10 +145,10 @@ class ConsumerMetrics:
         )
         yield self._by_partition(
             GaugeMetricFamily,
-            "pinned_messages",
-            "Offsets that wait behind a transaction that is open.",
+            "uncommitted_messages",
+            "Offsets behind an open transaction.",
             found,
-            "pinned",
+            "uncommitted",
         )
         if rows is None:
             return

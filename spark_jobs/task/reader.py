@@ -156,7 +156,7 @@ class _Span:
         if not self.whole:
             raise InputCut(
                 f"{self.partition[0]}-{self.partition[1]}: read up to offset {self.at}, and the range ends at "
-                f"{self.end}; nothing was committed. Another try reads the same range again"
+                f"{self.end}; nothing was committed. A retry reads the same range again"
             )
 
 
