@@ -158,12 +158,10 @@ class _JsonPlan:
     policy: Policy
 
     def __call__(self) -> Reader:
-        from spark_jobs.payloads import json_columns
-        from spark_jobs.payloads import json_text as json_payload
+        from spark_jobs.payloads.json_text import variant_reader
+        from spark_jobs.payloads.json_whole import JsonReader
 
-        if self.declared is None:
-            return json_payload.variant_reader
-        return json_columns.JsonReader(self.declared, self.policy)
+        return variant_reader if self.declared is None else JsonReader(self.declared, self.policy)
 
 
 @dataclass(frozen=True)

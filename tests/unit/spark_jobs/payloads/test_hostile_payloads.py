@@ -27,7 +27,7 @@ from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.payloads.json_columns import JsonReader
+from spark_jobs.payloads.json_whole import JsonReader
 from spark_jobs.payloads.reading import Policy, Problem, limited
 from spark_jobs.payloads.registry import Schema
 from spark_jobs.spark import rows as spark_rows
