@@ -44,18 +44,13 @@ NESTED = t.StructType(
         t.StructField("rates", t.MapType(t.StringType(), t.LongType())),
     ]
 )
-DECIMAL = t.StructType([*NESTED.fields[:5]])
-PLAIN = t.StructType([field for field in DECIMAL.fields if field.name != "money"])
-INNER = t.StructType([t.StructField("lines", t.ArrayType(t.DecimalType(10, 2))), *PLAIN.fields])
+PLAIN = t.StructType([field for field in NESTED.fields[:5] if field.name != "money"])
 TEXT = t.StructType([t.StructField("payload", t.StringType())])
 
 READERS: dict[str, tuple[t.StructType, Any]] = {
     "plain": (PLAIN, JsonReader(PLAIN, Policy())),
     "strict": (PLAIN, JsonReader(PLAIN, Policy("dead-letter", "null", "null"))),
-    "decimal": (DECIMAL, JsonReader(DECIMAL, Policy())),
     "nested": (NESTED, JsonReader(NESTED, Policy())),
-    "inner": (INNER, JsonReader(INNER, Policy())),
-    "alone": (NESTED, json_payload.reader(NESTED, Policy())),
     "variant": (TEXT, json_payload.variant_reader),
 }
 every_reader = pytest.mark.parametrize("way", READERS)
@@ -175,12 +170,12 @@ def test_a_text_of_very_many_digits_is_a_text(way):
         "1.0000000000000001",
     ],
 )
-def test_numbers_with_more_digits_than_a_double_holds_are_still_found(number):
+def test_numbers_with_more_digits_than_a_double_holds_are_still_found(number, monkeypatch):
     """The search for them was made linear: it has to find what it found."""
-    for payload in (f'{{"money":{number}}}', f'{{"x":"1.2 {number} 3.4"}}'):
-        value = payload.encode()
-        together, alone = read("decimal", [value]), read_with(json_payload.reader(DECIMAL, Policy()), DECIMAL, [value])
-        assert together == alone
+    values = [f'{{"money":{number}}}'.encode(), f'{{"x":"1.2 {number} 3.4"}}'.encode()]
+    found = read("nested", values)
+    monkeypatch.setattr(json_payload, "_may_differ", lambda *_, **__: True)
+    assert found == read("nested", values)
 
 
 DEEP = 100_000
@@ -377,7 +372,7 @@ def read_limited(way: str, values: list[bytes | None], most: int) -> list[dict[s
     return [row | {PROBLEM: large or row[PROBLEM]} for row, large in zip(rows, problems.to_pylist(), strict=True)]
 
 
-@pytest.mark.parametrize("way", ["plain", "decimal", "nested", "alone"])
+@pytest.mark.parametrize("way", ["plain", "nested"])
 def test_a_payload_beyond_the_limit_is_not_read(way):
     fits, large = b'{"text":"123456789"}', b'{"text":"1234567890"}'
     assert (len(fits), len(large)) == (20, 21)
