@@ -97,13 +97,13 @@ class ConsumerMetrics:
         self._kafka_query.start()
         yield from self._of_this_process()
         sink = self._sink_query.wait()
-        extents = self._kafka_query.wait()
+        bounds = self._kafka_query.wait()
         yield self._gauge("postgres_up", "1 when the sink's database answered this time.", int(sink is not None))
-        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(extents is not None))
+        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(bounds is not None))
         if sink is not None:
             yield from self._from_sink(*sink)
-        if extents is not None:
-            yield from self._from_kafka(extents, sink[0] if sink is not None else None)
+        if bounds is not None:
+            yield from self._from_kafka(bounds, sink[0] if sink is not None else None)
 
     def _of_this_process(self) -> Iterable[Metric]:
         with self._lock:
@@ -134,11 +134,11 @@ class ConsumerMetrics:
             yield self._by_partition(GaugeMetricFamily, name, text, reserved, column)
 
     def _from_kafka(
-        self, extents: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
+        self, bounds: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
     ) -> Iterable[Metric]:
         found = [
-            {"topic": topic, "part": part, "end": extent.end, "uncommitted": extent.uncommitted or 0}
-            for (topic, part), extent in sorted(extents.items())
+            {"topic": topic, "part": part, "end": there.end, "uncommitted": there.uncommitted or 0}
+            for (topic, part), there in sorted(bounds.items())
         ]
         yield self._by_partition(
             GaugeMetricFamily, "log_end_offset", "Where a read_committed reader of Kafka would stop.", found, "end"
@@ -155,8 +155,8 @@ class ConsumerMetrics:
         at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
         behind = [
             # A partition that was never read begins where Kafka's log does.
-            {"topic": topic, "part": part, "lag": max(0, extent.end - at.get((topic, part), extent.first))}
-            for (topic, part), extent in sorted(extents.items())
+            {"topic": topic, "part": part, "lag": max(0, there.end - at.get((topic, part), there.first))}
+            for (topic, part), there in sorted(bounds.items())
         ]
         yield self._by_partition(
             GaugeMetricFamily, "lag_messages", "Offsets that are committed in Kafka and not applied yet.", behind, "lag"

@@ -225,8 +225,8 @@ class Runner:
         if self._begins_at_end(stored):
             targets = {}
         waiting = [
-            max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
-            for partition, extent in targets.items()
+            max(0, there.end - (stored[partition].next_offset if partition in stored else there.first))
+            for partition, there in targets.items()
         ]
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
@@ -239,15 +239,15 @@ class Runner:
         ids, known = self._look(generation)
         if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
-            self._context.not_here = {partition: extent.end for partition, extent in known.items()}
-        extents = known if targets is None else _until(targets, known, stored)
+            self._context.not_here = {partition: there.end for partition, there in known.items()}
+        bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
             at_end = self._begins_at_end(stored)
-            new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
-            fresh = self._added.ready(new, stored, extents, ids, generation)
+            new = new_partitions(stored, bounds, ids, self._job.group, at_end=at_end)
+            fresh = self._added.ready(new, stored, bounds, ids, generation)
             if fresh:
-                starts = {partition: extents[partition].end for partition in fresh} if at_end else None
+                starts = {partition: bounds[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
                 if starts:
                     shown = {f"{topic}-{part}": end for (topic, part), end in sorted(starts.items())}
@@ -255,11 +255,11 @@ class Runner:
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
-                stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
+                stored = {partition: here for partition, here in stored.items() if partition in bounds or fresh}
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(
                 stored,
-                extents,
+                bounds,
                 ids,
                 self._options.max_records,
                 self._job.group,
@@ -351,13 +351,13 @@ class Runner:
     def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
         try:
-            ids, extents = self._kafka.look(self._job.topics)
+            ids, bounds = self._kafka.look(self._job.topics)
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
-        self._ends = {partition: extent.end for partition, extent in extents.items()}
-        return ids, extents
+        self._ends = {partition: there.end for partition, there in bounds.items()}
+        return ids, bounds
 
     @contextmanager
     def _recorded(self, generation: int) -> Iterator[None]:
@@ -417,15 +417,15 @@ def _until(
     known: Mapping[Partition, OffsetBounds],
     stored: Mapping[Partition, StoredOffset],
 ) -> dict[Partition, OffsetBounds]:
-    """Return the extents, limited to the targets.
+    """Return the bounds, limited to the targets.
 
     But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that
     must not look like a truncated log.
     """
-    extents = {}
+    bounds = {}
     for partition, there in known.items():
         if partition in targets:
             reached = stored[partition].next_offset if partition in stored else 0
             end = max(min(there.end, targets[partition].end), min(reached, there.end))
-            extents[partition] = replace(there, end=end)
-    return extents
+            bounds[partition] = replace(there, end=end)
+    return bounds
