@@ -89,6 +89,8 @@ class BatchAttempts:
             return self._apply(source, span, state, generation, {})
         except RangeStopped as stop:
             return span.as_one(TaskResult(stop.outcome, detail=stop.detail))
+        finally:
+            self._tables.drop_made()
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
@@ -102,6 +104,8 @@ class BatchAttempts:
             results = self._apply(source, OffsetRanges({}, {}), state, generation, ids)
         except RangeStopped as stop:
             return TaskResult(stop.outcome, detail=stop.detail)
+        finally:
+            self._tables.drop_made()
         read, fresh = sum(one.read for one in results.values()), sum(one.fresh for one in results.values())
         return TaskResult(RangeOutcome.APPLIED, read, fresh)
 
@@ -118,19 +122,6 @@ class BatchAttempts:
         source  returns the messages without those at some offsets.
         """
         self._tables.drop_older(generation)
-        try:
-            return self._staged_and_applied(source, span, state, generation, retried)
-        finally:
-            self._tables.drop_made()
-
-    def _staged_and_applied(
-        self,
-        source: Callable[[Offsets], Source],
-        span: OffsetRanges,
-        state: RoundState,
-        generation: int,
-        retried: Mapping[MessageRef, RetryRequest],
-    ) -> dict[Partition, TaskResult]:
         prepared = spark.prepare(self._job, source({}))
         shuffled = prepared.moved
         most = max(self._job.max_dead, len(retried))

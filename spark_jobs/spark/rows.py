@@ -160,7 +160,7 @@ def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, le
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
     parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
-    made = functools.partial(task.of_number, functools.partial(task.read_letters, decoder, parts))
+    made = functools.partial(task.of_number, lambda _: decoder.decoding(parts))
     return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
 
 
