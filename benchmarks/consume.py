@@ -230,8 +230,8 @@ def main() -> int:
         db.upgrade_consumer(url)
         stage = Stage(None, url, cluster.bootstrap_servers, folder, options.events or THROUGHPUT_EVENTS, WARM)
         if set(only) - {"partitions"}:
-            driver = jars.fetch("jdbc", lock=LOCK)
-            stage.spark = spark_session.start("bench", jars=[*connector.fetch(), *driver])
+            needed = [*connector.fetch(), *jars.fetch("jdbc", lock=LOCK)]
+            stage.spark = spark_session.start("bench", conf={"spark.jars": ",".join(map(str, needed))})
             open_.callback(stage.spark.stop)
         open_.callback(lambda: [worker.stop() for worker in stage.kept.values()])
         if "latency" in only:

@@ -9,7 +9,7 @@ A consumer is ready when its last round ended without an error, or it found noth
 | a round takes longer than ``ready_seconds``             | ``rounds``            | no: raise the setting         |
 | a server is away, or refuses                            | ``servers``, with why | until ``ready_seconds`` after |
 |                                                         |                       | the last round                |
-| messages become dead letters                            |                       | yes: other messages go on     |
+| messages become dead letters                            |                       | yes: others are applied       |
 | messages wait in a partition, and its offset has not    | ``partitions``, each  | no                            |
 | moved for ``ready_seconds`` since its turn to be read;  | with offset and time  |                               |
 | others may move                                         |                       |                               |

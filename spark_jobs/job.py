@@ -112,7 +112,7 @@ class ConsumerJob:
         if isinstance(self.schema, str) and not self.schema.strip():
             raise JobError("schema: must be Spark DDL, a decoder, or None for bytes")
         if self.schema is not None and not isinstance(self.schema, str | Decoder):
-            raise JobError(f"schema: {type(self.schema).__name__} is no decoder")
+            raise JobError(f"schema: {type(self.schema).__name__} is not a decoder")
         if isinstance(self.types, str) or self.types == []:
             raise JobError(f"types: must be a list of event types, or None for all, not {self.types!r}")
         self._check_choices()
@@ -137,9 +137,9 @@ class ConsumerJob:
             raise JobError(f"topics: must be a list of topic names, not {self.topics!r}")
         for topic in self.topics:
             if not _TOPIC.fullmatch(topic):
-                raise JobError(f"topics: {topic!r} is no name of a topic")
+                raise JobError(f"topics: {topic!r} is not a valid topic name")
         if len(set(self.topics)) != len(self.topics):
-            raise JobError("topics: one is named twice")
+            raise JobError("topics: a topic is named twice")
 
     def _check_choices(self) -> None:
         if not isinstance(self.strategy, Strategy):
@@ -168,7 +168,7 @@ class ConsumerJob:
         names = self.decoder.names()
         for name in names:
             if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):
-                raise JobError(f"schema: the name {name} is the consumer's own")
+                raise JobError(f"schema: the name {name} is reserved for the consumer")
         return names
 
     @property

@@ -43,13 +43,13 @@ _COUNTED: Final = {
 }
 _GAUGES: Final = {
     "next_offset": ("next_offset", "The next offset to apply."),
-    "moved_timestamp_seconds": ("moved", "When the partition's offset was moved last, by the sink's clock."),
-    "dead_letters_waiting": ("dead_letters", "Dead letters that wait for a person."),
-    "dead_letters_retrying": ("retrying", "Dead letters that the next round tries again."),
+    "last_progress_timestamp_seconds": ("moved", "When the partition's offset moved last, by the sink's clock."),
+    "dead_letters_waiting": ("dead_letters", "Dead letters that wait for an operator."),
+    "dead_letters_retrying": ("retrying", "Dead letters that the next round retries."),
 }
 _RESERVED: Final = {
     "reservations_unsettled": ("unsettled", "Effects outside the database that are neither confirmed nor cancelled."),
-    "reservations_stuck": ("stuck", "Those of them that wait for a person."),
+    "reservations_stuck": ("stuck", "Those of them that wait for an operator."),
 }
 
 
@@ -97,13 +97,13 @@ class ConsumerMetrics:
         self._kafka_query.start()
         yield from self._of_this_process()
         sink = self._sink_query.wait()
-        extents = self._kafka_query.wait()
+        bounds = self._kafka_query.wait()
         yield self._gauge("postgres_up", "1 when the sink's database answered this time.", int(sink is not None))
-        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(extents is not None))
+        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(bounds is not None))
         if sink is not None:
             yield from self._from_sink(*sink)
-        if extents is not None:
-            yield from self._from_kafka(extents, sink[0] if sink is not None else None)
+        if bounds is not None:
+            yield from self._from_kafka(bounds, sink[0] if sink is not None else None)
 
     def _of_this_process(self) -> Iterable[Metric]:
         with self._lock:
@@ -134,29 +134,29 @@ class ConsumerMetrics:
             yield self._by_partition(GaugeMetricFamily, name, text, reserved, column)
 
     def _from_kafka(
-        self, extents: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
+        self, bounds: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
     ) -> Iterable[Metric]:
         found = [
-            {"topic": topic, "part": part, "end": extent.end, "pinned": extent.pinned or 0}
-            for (topic, part), extent in sorted(extents.items())
+            {"topic": topic, "part": part, "end": there.end, "uncommitted": there.uncommitted or 0}
+            for (topic, part), there in sorted(bounds.items())
         ]
         yield self._by_partition(
             GaugeMetricFamily, "log_end_offset", "Where a read_committed reader of Kafka would stop.", found, "end"
         )
         yield self._by_partition(
             GaugeMetricFamily,
-            "pinned_messages",
-            "Offsets that wait behind a transaction that is open.",
+            "uncommitted_messages",
+            "Offsets behind an open transaction.",
             found,
-            "pinned",
+            "uncommitted",
         )
         if rows is None:
             return
         at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
         behind = [
             # A partition that was never read begins where Kafka's log does.
-            {"topic": topic, "part": part, "lag": max(0, extent.end - at.get((topic, part), extent.first))}
-            for (topic, part), extent in sorted(extents.items())
+            {"topic": topic, "part": part, "lag": max(0, there.end - at.get((topic, part), there.first))}
+            for (topic, part), there in sorted(bounds.items())
         ]
         yield self._by_partition(
             GaugeMetricFamily, "lag_messages", "Offsets that are committed in Kafka and not applied yet.", behind, "lag"

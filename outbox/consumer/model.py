@@ -65,7 +65,7 @@ class OffsetBounds:
     leader_epoch: int | None = None
 
     @property
-    def pinned(self) -> int | None:
+    def uncommitted(self) -> int | None:
         """How many offsets wait behind an open transaction; None without ``high_watermark``."""
         return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
 

@@ -166,8 +166,9 @@ def _pauses(outbox: OutboxState) -> RenderableType:
 
 def _groups(groups: Sequence[GroupState]) -> RenderableType:
     def cells(group: GroupState) -> tuple[str, ...]:
-        counts = (group.partitions, group.lag, group.pinned, group.applied, group.duplicates, group.dead_letters)
-        return group.group, *("?" if count is None else f"{count:,}" for count in counts), time_text(group.moved_at)
+        counts = (group.partitions, group.lag, group.uncommitted, group.applied, group.duplicates, group.dead_letters)
+        shown = ("?" if count is None else f"{count:,}" for count in counts)
+        return group.group, *shown, time_text(group.last_progress_at)
 
     heads = ("group", "partitions", "lag", "uncommitted", "applied", "duplicates", "dead letters", "last progress")
     table = text_table(heads, map(cells, groups))

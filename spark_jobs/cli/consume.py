@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 @failing_clearly
 def consume(
     job: Annotated[str, typer.Argument(help="MODULE:JOB, as in spark_jobs.order_totals:job", metavar="MODULE:JOB")],
-    once: Annotated[bool, typer.Option("--once", help="Apply what is there now, then end.")] = False,
-    continuous: Annotated[bool, typer.Option("--continuous", help="Apply what comes, until SIGTERM.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Apply the events that are there now, then exit.")] = False,
+    continuous: Annotated[
+        bool, typer.Option("--continuous", help="Apply events as they arrive, until SIGTERM.")
+    ] = False,
     database_url: SinkUrl = None,
     topic: Annotated[list[str] | None, typer.Option(help="Read this topic instead of the job's.")] = None,
     max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
@@ -43,10 +45,10 @@ def consume(
 ) -> None:
     """Apply events from Kafka to tables, each once: offsets, dedup and effect move in one transaction.
 
-    The consumers' tables have to be there: `outbox db upgrade --consumer`.
+    Needs the consumers' tables: `outbox db upgrade --consumer`.
     """
     if once == continuous:
-        raise ConfigurationError("say either --once or --continuous")
+        raise ConfigurationError("give either --once or --continuous")
     import structlog
 
     from outbox._app import logs, tracing
@@ -104,7 +106,7 @@ def _run(
     obey_signals(
         stop,
         first="stopping after this round; another signal ends it at once",
-        second="ended in the middle of a round, as it was asked to twice; what was not committed is read again",
+        second="ended in the middle of a round, after two signals; what was not committed is read again",
     )
 
     before: list[dict[str, Any]] = []

@@ -39,7 +39,9 @@ def _show_groups(rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("group", "partition", "next", "log end", "lag", "applied", "duplicates", "dead letters", "moved at")
+    table = Table(
+        "group", "partition", "next", "log end", "lag", "applied", "duplicates", "dead letters", "last progress"
+    )
     for column in table.columns[2:8]:
         column.justify = "right"
     for row in rows:

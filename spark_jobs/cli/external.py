@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outbox.external.declaration import External
     from outbox.external.reservations import Chosen, ReservationAdmin
 
-app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
+app = typer.Typer(help="Effects outside the database: call, list, retry, cancel.", no_args_is_help=True)
 
 _Spec = Annotated[str, typer.Argument(help="MODULE:NAME of the External", metavar="MODULE:NAME")]
 _Ids = Annotated[list[UUID] | None, typer.Argument(help="Message ids, as `outbox external list` shows them.")]
@@ -36,7 +36,7 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --na
 @failing_clearly
 def run(
     spec: _Spec,
-    once: Annotated[bool, typer.Option("--once", help="End when only stuck calls are left.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Exit when only stuck calls are left.")] = False,
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,8 +56,7 @@ def run(
         stop,
         first="stopping after the calls under way; another signal ends it at once",
         second=(
-            "ended in the middle of a call, as it was asked to twice; a call without an answer is made again with the "
-            "same key"
+            "ended in the middle of a call, after two signals; a call without an answer is made again with the same key"
         ),
     )
 
@@ -88,7 +87,7 @@ def list_reservations(
     group: _Group = None,
     name: _Name = None,
     unsettled: Annotated[bool, typer.Option("--open", help="Also those that are not settled yet.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List stuck calls, and settled ones that the provider has contradicted; the oldest first."""
@@ -131,7 +130,7 @@ def retry(
         raise ConfigurationError("--not-done: name the message ids that the provider was asked about")
     with _reservations(database_url) as reservations:
         ids = reservations.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
-    _print_result("retried", ids, "will be tried again", message_ids, as_json)
+    _print_result("retried", ids, "will be retried", message_ids, as_json)
 
 
 @app.command()
@@ -157,7 +156,7 @@ def cancel(
 def settle(
     spec: _Spec,
     message_id: Annotated[UUID, typer.Argument(help="Message id.")],
-    outcome: Annotated[Literal["confirmed", "cancelled"], typer.Option("--as", help="What the provider told you.")],
+    outcome: Annotated[Literal["confirmed", "cancelled"], typer.Option("--as", help="What the provider says.")],
     why: Annotated[str, typer.Option("--reason", help="How you know; it is kept in the audit.")],
     database_url: SinkUrl = None,
     as_json: AsJson = False,
@@ -181,7 +180,7 @@ def settle(
 @app.command()
 @failing_clearly
 def forget(
-    days: Annotated[int, typer.Option(min=0, help="Settled more than so many days ago.")],
+    days: Annotated[int, typer.Option(min=0, help="Settled more than this many days ago.")],
     database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,

@@ -31,9 +31,9 @@ app = typer.Typer(help="Show the offsets of consumer groups, and move them by ha
 _Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
 _Group = Annotated[str, typer.Argument(help="The consumer group.")]
 _Topic = Annotated[str, typer.Option("--topic", help="The topic.")]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")]
-_Skip = Annotated[bool, typer.Option("--skip", help="Pass over messages for good; the audit says which.")]
-_New = Annotated[bool, typer.Option("--new", help="The group may be one that has never run.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")]
+_Skip = Annotated[bool, typer.Option("--skip", help="Skip messages permanently; the audit records which.")]
+_New = Annotated[bool, typer.Option("--new", help="Allow a group that has never run.")]
 _Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait for a task of the group that commits.")]
 
 
@@ -147,7 +147,7 @@ def _wanted(to: str) -> Wanted:
         time = dt.datetime.fromisoformat(to)
     except ValueError:
         raise ConfigurationError(
-            f"--to {to}: say earliest, latest, loss, or a time as in 2026-01-31T12:00:00Z"
+            f"--to {to}: must be earliest, latest, loss, or a time such as 2026-01-31T12:00:00Z"
         ) from None
     return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
 
@@ -215,7 +215,7 @@ def _show(group: Group) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("partition", "next", "lag", "pinned", "first", "end", "high watermark", "moved at", "")
+    table = Table("partition", "next", "lag", "uncommitted", "first", "end", "high watermark", "last progress", "")
     for column in table.columns[1:7]:
         column.justify = "right"
     for one in group.positions:
@@ -236,7 +236,7 @@ def _show(group: Group) -> None:
 
 
 def _cells(one: PartitionOffsets) -> list[str]:
-    counts = [one.next_offset, one.lag, one.pinned, one.first, one.end, one.high_watermark]
+    counts = [one.next_offset, one.lag, one.uncommitted, one.first, one.end, one.high_watermark]
     moved = "not read yet" if one.updated_at is None else _time(one.updated_at)
     return [
         f"{one.topic}-{one.part}",

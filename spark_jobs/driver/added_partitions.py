@@ -12,11 +12,11 @@ When a topic gets partitions, keys move into them from the others, which still h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
+from spark_jobs.driver.options import Report
 from spark_jobs.driver.planner import waiting_for_others
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
@@ -27,13 +27,7 @@ class AddedPartitions:
     report  called when some have to wait.
     """
 
-    def __init__(
-        self,
-        kafka: KafkaAdmin,
-        store: PostgresGroupStore,
-        topics: Sequence[str],
-        report: Callable[[str, Mapping[str, Any]], None],
-    ) -> None:
+    def __init__(self, kafka: KafkaAdmin, store: PostgresGroupStore, topics: Sequence[str], report: Report) -> None:
         self._kafka = kafka
         self._store = store
         self._topics = topics
@@ -45,7 +39,7 @@ class AddedPartitions:
         self,
         new: Sequence[Partition],
         stored: Mapping[Partition, StoredOffset],
-        extents: Mapping[Partition, OffsetBounds],
+        bounds: Mapping[Partition, OffsetBounds],
         topic_ids: Mapping[str, str],
         generation: int,
     ) -> list[Partition]:
@@ -56,9 +50,9 @@ class AddedPartitions:
         known = {topic for topic, _ in stored}
         # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
-        candidates = [one for one in new if one[0] not in known or extents[one].end > 0]
+        candidates = [one for one in new if one[0] not in known or bounds[one].end > 0]
         self._note_ends([one for one in candidates if one[0] in known], stored, topic_ids, generation)
-        waiting = waiting_for_others(candidates, stored, self._reachable(extents))
+        waiting = waiting_for_others(candidates, stored, self._reachable(bounds))
         if waiting - self._waiting:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting)
             self._report(
@@ -68,10 +62,10 @@ class AddedPartitions:
         self._waiting = waiting
         return [partition for partition in candidates if partition not in waiting]
 
-    def _reachable(self, extents: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, Mapping[Partition, int]]:
+    def _reachable(self, bounds: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, Mapping[Partition, int]]:
         """Return the stored ends, at most those of now: a log that was cut since may never reach its end of then."""
         ends = self._ends_before
-        if not any(at in extents and extents[at].end < end for others in ends.values() for at, end in others.items()):
+        if not any(at in bounds and bounds[at].end < end for others in ends.values() for at, end in others.items()):
             return ends
         # What lies behind an open transaction will be there to be read.
         _, now = self._kafka.look(self._topics, high_watermarks=True)

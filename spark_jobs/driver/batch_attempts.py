@@ -20,42 +20,34 @@ the offsets, so a superseded driver leaves no table that its successor does not 
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
-from outbox.consumer.model import MessageRef, Partition, RejectedRecord, RetryRequest
+from outbox.consumer.model import MessageRef, Partition, RetryRequest
 from spark_jobs.dedup.strategies import Natural, Version
 from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState
-from spark_jobs.effects.mapped import PLACED, Upsert
+from spark_jobs.driver.staged_rows import StagedRows, stage
+from spark_jobs.effects.mapped import Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import EffectError, RangeOutcome, RejectedRecords
+from spark_jobs.outcomes import EffectError, RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable, textual
-from spark_jobs.postgres.copying import copy_csv
 from spark_jobs.postgres.group_store import PostgresGroupStore
-from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
-from spark_jobs.postgres.staging import StagePlan, StagingTables, named
-from spark_jobs.postgres.unfit import without_unfit
+from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, translated
+from spark_jobs.postgres.staging import StagingTables
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets, Prepared, Source
-from spark_jobs.task import input as task_input
-from spark_jobs.task.feed import Feed, rejected_from, rejected_text
-from spark_jobs.task.input import NO_INPUT, TaskInput
+from spark_jobs.task.input import NO_INPUT
 from spark_jobs.task.partition import RangeStopped, TaskResult, stopping
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
-_REPORT: Final = "staged_by string, rows long, size long, rejected string, broken string"
 # Each message is one row here, because the transform has not run yet.
 _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
@@ -67,16 +59,6 @@ SELECT message_topic, message_part, pg_catalog.array_agg(message_offset ORDER BY
        SELECT FROM batch WHERE (batch.message_topic, batch.message_part, batch.message_offset)
                              = (r.message_topic, r.message_part, r.message_offset))
  GROUP BY 1, 2"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """What the executors staged: under which names, how many rows, and their size in memory in bytes."""
-
-    table: sql.Identifier
-    names: list[str]
-    rows: int
-    size: int
 
 
 class BatchAttempts:
@@ -107,6 +89,8 @@ class BatchAttempts:
             return self._apply(source, span, state, generation, {})
         except RangeStopped as stop:
             return span.as_one(TaskResult(stop.outcome, detail=stop.detail))
+        finally:
+            self._tables.drop_made()
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once; see Attempts."""
@@ -120,6 +104,8 @@ class BatchAttempts:
             results = self._apply(source, OffsetRanges({}, {}), state, generation, ids)
         except RangeStopped as stop:
             return TaskResult(stop.outcome, detail=stop.detail)
+        finally:
+            self._tables.drop_made()
         read, fresh = sum(one.read for one in results.values()), sum(one.fresh for one in results.values())
         return TaskResult(RangeOutcome.APPLIED, read, fresh)
 
@@ -136,25 +122,12 @@ class BatchAttempts:
         source  returns the messages without those at some offsets.
         """
         self._tables.drop_older(generation)
-        try:
-            return self._staged_and_applied(source, span, state, generation, retried)
-        finally:
-            self._tables.drop_made()
-
-    def _staged_and_applied(
-        self,
-        source: Callable[[Offsets], Source],
-        span: OffsetRanges,
-        state: RoundState,
-        generation: int,
-        retried: Mapping[MessageRef, RetryRequest],
-    ) -> dict[Partition, TaskResult]:
         prepared = spark.prepare(self._job, source({}))
         shuffled = prepared.moved
         most = max(self._job.max_dead, len(retried))
         staged, columns = self._stage_first(prepared, generation, most)
         # With a shuffle the effect applies to the transform's result; see _transformed.
-        effect = "" if shuffled else self._sinks.effect(columns, placed=True)
+        effect = "" if shuffled else self._sinks.effect(columns)
         sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
         with stopping("the round"), sink.transaction("the round", NO_INPUT, most=most, here=True) as into:
             cursor = into.cursor
@@ -205,7 +178,7 @@ class BatchAttempts:
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
-        with_effect = replace(sink, columns=columns, effect=self._effect_after(columns), bisect=False)
+        with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, shuffled=True), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)
         applying.take(staged.table, staged.names, staged.rows)
@@ -224,7 +197,7 @@ class BatchAttempts:
         if self._context.reading.compacted(self._job.topics) and (left := source.rows.count()) != messages:
             raise ConsumerUnavailable(
                 f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
-                "tried again"
+                "retried"
             )
 
     def _check_shuffled(self, columns: Mapping[str, str]) -> None:
@@ -233,15 +206,9 @@ class BatchAttempts:
             raise JobError(
                 "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
             )
-        self._effect_after(columns)
+        self._sinks.effect(columns, shuffled=True)
 
-    def _effect_after(self, columns: Mapping[str, str]) -> Any:
-        """Return the effect for the rows after a shuffle. They may still be messages, and then have an order."""
-        effect = self._job.effect
-        needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
-        return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
-
-    def _stage_first(self, prepared: Prepared, generation: int, most: int) -> tuple[_Staged, Mapping[str, str]]:
+    def _stage_first(self, prepared: Prepared, generation: int, most: int) -> tuple[StagedRows, Mapping[str, str]]:
         """Stage the rows that the round's transaction begins with. Returns their columns too.
 
         Raises RangeStopped or Undecoded.
@@ -266,27 +233,13 @@ class BatchAttempts:
         max_dead: int,
         *,
         ask: bool,
-    ) -> _Staged:
-        """Stage rows. Raises RejectedRecords for messages that can't be applied, EffectError for rows of none.
+    ) -> StagedRows:
+        """Stage rows as ``stage`` does.
 
         ask  raise Fenced if the group has been taken over; see StagingTables.create.
         """
         plan = self._tables.create(textual(columns), generation, check=ask)
-        reports = spark.in_tasks(
-            rows, lambda batches: _stage(plan, required, max_dead, task_input.from_spark(batches)), _REPORT
-        ).collect()
-        broken = [row.broken for row in reports if row.broken]
-        if broken:
-            raise EffectError(broken[0])
-        rejected = [record for row in reports for record in rejected_from(row.rejected)]
-        if rejected:
-            raise RejectedRecords(sorted(rejected, key=lambda record: record.place)[: max_dead + 1])
-        return _Staged(
-            plan.identifier,
-            [row.staged_by for row in reports],
-            sum(row.rows for row in reports),
-            sum(row.size for row in reports),
-        )
+        return stage(rows, plan, required=required, max_dead=max_dead, messages=True)
 
 
 def _move(
@@ -319,40 +272,3 @@ def _taken(applying: BatchTable, messages: set[MessageRef], repeats: Offsets) ->
     if applying.placed:
         return repeated | applying.places()
     return repeated | (messages if applying.count() else set())
-
-
-def _stage(
-    plan: StagePlan, required: tuple[str, ...], max_dead: int, batches: TaskInput[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
-    """COPY one partition's rows under a name that only this attempt uses; the function of mapInArrow."""
-    import pyarrow as pa
-
-    name = uuid.uuid4().hex
-    feed = Feed(required, batches, max_dead)
-    found: list[RejectedRecord] = []
-    texts = [name for name, kind in plan.columns.items() if kind == "text"]
-    broken = ""
-    try:
-        with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
-            fit = without_unfit(feed, texts, found, max_dead)
-            copy_csv(cursor, plan.identifier, list(plan.staged_columns), named(name, fit))
-            found += feed.found
-            if found:
-                cursor.connection.rollback()
-    except RejectedRecords as error:
-        # More than may become dead letters. The rows after them were not read.
-        found = list(error.found)
-    except EffectError as error:
-        # A retry of the task would fail in the same way, so the driver raises the error.
-        broken = str(error)
-    except psycopg.errors.UndefinedTable as error:
-        raise ConsumerUnavailable(f"{plan.table} is gone: a younger driver has dropped it") from error
-    yield pa.RecordBatch.from_pydict(
-        {
-            "staged_by": [name],
-            "rows": pa.array([0 if found else feed.rows], pa.int64()),
-            "size": pa.array([feed.size], pa.int64()),
-            "rejected": [rejected_text(found[: max_dead + 1])],
-            "broken": [broken],
-        }
-    )

@@ -85,8 +85,9 @@ def decide(
     state = NOTHING if stored is None else stored.state
     if accept != state:
         raise CheckpointConflict(
-            f"{problem}. Nothing of this batch was applied. Put back the checkpoint that belongs to the sink; or make "
-            f"sure where the stream begins and what the sink has, and go on with exactly_once(job, accept={state!r})",
+            f"{problem}. Nothing of this batch was applied. Put back the checkpoint that belongs to the sink; or "
+            "make sure where the stream begins and what the sink has, and continue with "
+            f"exactly_once(job, accept={state!r})",
             state,
         )
     return "accepted"
@@ -121,7 +122,7 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
         )
     problem = (
         f"the sink has another batch {stored.batch_id} than the one that precedes this batch {number}: the "
-        "checkpoint is a copy that went on elsewhere"
+        "checkpoint is a copy that was continued elsewhere"
     )
     return problem if batch.before != stored.content else None
 

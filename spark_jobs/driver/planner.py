@@ -41,7 +41,7 @@ _UNIT: Final = 1000
 
 def new_partitions(
     stored: Mapping[Partition, StoredOffset],
-    extents: Mapping[Partition, OffsetBounds],
+    bounds: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
     *,
@@ -53,9 +53,9 @@ def new_partitions(
 
     Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error lists everything.
     """
-    fresh = sorted(extents.keys() - stored.keys())
-    never_read = [] if at_end else _never_read(fresh, extents, topic_ids)
-    halt(never_read + find_losses(stored, extents, topic_ids), group)
+    fresh = sorted(bounds.keys() - stored.keys())
+    never_read = [] if at_end else _never_read(fresh, bounds, topic_ids)
+    halt(never_read + find_losses(stored, bounds, topic_ids), group)
     return fresh
 
 
@@ -77,7 +77,7 @@ def waiting_for_others(
 
 def plan(
     stored: Mapping[Partition, StoredOffset],
-    extents: Mapping[Partition, OffsetBounds],
+    bounds: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
     max_records: int | None = None,
     group: str = "GROUP",
@@ -89,7 +89,7 @@ def plan(
     """Return the ranges to read: of all partitions with unread messages, or of those whose turn it is.
 
     max_records  how many messages in all. Up to FEW partitions each get a share. With more partitions a share has at
-                 least ENOUGH messages, if there are so many, and partitions whose turn is later wait for later rounds.
+                 least ENOUGH messages, if it has that many; partitions whose turn is later wait for later rounds.
     turn         the partitions in the order in which they were last read, the longest ago first; see next_turn.
                  Partitions that are not in it come before them.
     max_bytes    how many bytes in all, where ``row_bytes`` has the average size of a topic's messages. At least one
@@ -97,11 +97,11 @@ def plan(
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
-    halt(find_losses(stored, extents, topic_ids), group)
+    halt(find_losses(stored, bounds, topic_ids), group)
     waiting = {
-        partition: Range(here.topic_id, here.next_offset, extents[partition].end, extents[partition].leader_epoch)
+        partition: Range(here.topic_id, here.next_offset, bounds[partition].end, bounds[partition].leader_epoch)
         for partition, here in sorted(stored.items())
-        if partition in extents and extents[partition].end > here.next_offset
+        if partition in bounds and bounds[partition].end > here.next_offset
     }
     if max_records is None:
         return waiting
@@ -134,7 +134,7 @@ def halt(losses: Sequence[Loss], group: str) -> None:
 
 
 def _never_read(
-    fresh: Sequence[Partition], extents: Mapping[Partition, OffsetBounds], ids: Mapping[str, str]
+    fresh: Sequence[Partition], bounds: Mapping[Partition, OffsetBounds], ids: Mapping[str, str]
 ) -> list[Loss]:
     return [
         Loss(
@@ -142,13 +142,13 @@ def _never_read(
             part,
             ids[topic],
             0,
-            extents[topic, part].first,
+            bounds[topic, part].first,
             LossKind.RETENTION,
-            f"{topic}-{part}: the group has never read it and its first {extents[topic, part].first} messages are gone "
+            f"{topic}-{part}: the group has never read it and its first {bounds[topic, part].first} messages are gone "
             "by retention",
         )
         for topic, part in fresh
-        if extents[topic, part].first > 0
+        if bounds[topic, part].first > 0
     ]
 
 
@@ -163,10 +163,11 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
         )
     if LossKind.CUT in kinds:
         return (
-            f"Find out what was lost. {commands} accepts it and goes on at the log's end of then; --to TIME, of before "
-            "the log was cut, reads again from there, and what was applied is known by its id, where ids are remembered"
+            f"Find out what was lost. {commands} accepts it and continues at the log's end of that time; --to TIME, "
+            "before the log was cut, reads again from there, and what was applied is known by its id, where ids are "
+            "remembered"
         )
-    return f"When it is accounted for: {commands} accepts it and goes on with the first message that is left"
+    return f"When it is accounted for: {commands} accepts it and continues with the first message that is left"
 
 
 def _at_turn(

@@ -19,7 +19,6 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.accumulators import Sizes, TraceSample, read_sizes
 from spark_jobs.task.behind import Behind
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.partition import TaskPlan, TaskResult
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark import Accumulator
     from pyspark.sql import DataFrame, SparkSession
+
+    from spark_jobs.task.accumulators import Sizes, TraceSample
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
@@ -66,7 +67,7 @@ class OffsetRanges:
     log_ends: Mapping[Partition, int]
 
     def as_one(self, result: TaskResult) -> dict[Partition, TaskResult]:
-        """Return one result for all: the first partition reports it, and the others are tried again with it."""
+        """Return one result for all: the first partition reports it, and the others are retried with it."""
         others = dict.fromkeys(self.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
         return others | {min(self.ranges): result}
 
@@ -144,6 +145,9 @@ class RoundContext:
     def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
+            # Imported here, because an executor that imports the job's module need not import Spark.
+            from spark_jobs.task.accumulators import read_sizes
+
             self._sizes = read_sizes(self.session.sparkContext)
         return replace(self._decoder, traces=self.traces, sizes=self._sizes)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from outbox import _trace
 from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import Counts, RoundContext
-from spark_jobs.task.accumulators import TraceSample
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+    from spark_jobs.task.accumulators import TraceSample
 
 
 class RoundSpans:
@@ -68,6 +69,7 @@ class RoundSpans:
     def _linked(self, span: Span) -> Iterator[None]:
         """Have tasks return a sample of their messages' traces, and link the span to these at the end."""
         from outbox._app import tracing
+        from spark_jobs.task.accumulators import TraceSample
 
         if self._sample is None:
             self._sample = TraceSample.of(self._context.session.sparkContext, tracing.MOST_LINKS)

@@ -180,7 +180,7 @@ class Rounds:
     def _settle(  # noqa: C901  one case for each outcome
         self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
-        """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
+        """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
         again: list[Partition] = []
         empty: list[Partition] = []
         rejected: list[RejectedRecord] = []

@@ -11,8 +11,8 @@
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
 | Kafka lost unread messages         | recorded, and the job ends                                                      |
 | the same messages fail again       | smaller and smaller parts are read, until one is known; see poison_search       |
-| one of them runs into a time limit | tried again for ever, as a lock may be the cause; reported with its partition,  |
-| each time                          | which /readyz, status and an alert show as standing; the other partitions go on |
+| one of them runs into a time limit | retried forever, as a lock may be the cause; reported with its partition, which |
+| each time                          | /readyz, status and an alert show as standing; the other partitions continue    |
 | Kafka refuses the credentials      | retried for some minutes, then the job ends                                     |
 | another session locks the sink     | waited for, and reported with that session                                      |
 | SIGTERM                            | the running round ends, then the loop                                           |
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
 
-from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import (
     ConsumerError,
@@ -41,12 +40,11 @@ from outbox.consumer.errors import (
     JobError,
     NotAuthorized,
 )
-from outbox.consumer.errors import shown as described
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience
-from outbox.consumer.postgres_errors import AWAY, clear_schema_errors
+from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.progress import progress
 from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.added_partitions import AddedPartitions
@@ -57,6 +55,7 @@ from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
 from spark_jobs.driver.rounds import Rounds
+from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.job import ConsumerJob
@@ -64,7 +63,7 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark import job_groups
-from spark_jobs.spark.errors import MAY_PASS, first_line
+from spark_jobs.spark.errors import first_line
 from spark_jobs.task.reader import ReaderSettings, close_kept
 
 if TYPE_CHECKING:
@@ -76,8 +75,6 @@ _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
 """Errors that a message may cause although the servers answer."""
 _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
 """Those of them that do not pass once a single message has been tried by itself."""
-_PINNED_SECONDS: Final = 5.0
-"""How often to ask Kafka what waits behind open transactions; rounds do not need this request."""
 
 
 class Runner:
@@ -100,7 +97,7 @@ class Runner:
         behind: Callable[[Mapping[Partition, int], Collection[Partition]], None] | None = None,
     ) -> None:
         if not job.topics:
-            raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
+            raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once may have none")
         self._session = session
         self._job = job
         self._options = options
@@ -111,6 +108,7 @@ class Runner:
         self._turn: list[Partition] | None = None
         self._search = PoisonSearch(options.verdict_seconds)
         self._narrowed = False
+        self._refused_since: float | None = None
         self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
         self._added = AddedPartitions(self._kafka, self._store, job.topics, report)
@@ -125,8 +123,6 @@ class Runner:
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)
         self._day_made_at: float | None = None
-        self._pinned: dict[Partition, int] = {}
-        self._pinned_at: float | None = None
         self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
@@ -153,11 +149,6 @@ class Runner:
         """The figures so far."""
         self._totals.seconds = time.monotonic() - self._started
         return self._totals
-
-    @property
-    def pinned(self) -> Mapping[Partition, int]:
-        """How many offsets wait behind an open transaction in each partition that has some; a few seconds old."""
-        return self._pinned
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
@@ -234,8 +225,8 @@ class Runner:
         if self._begins_at_end(stored):
             targets = {}
         waiting = [
-            max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
-            for partition, extent in targets.items()
+            max(0, there.end - (stored[partition].next_offset if partition in stored else there.first))
+            for partition, there in targets.items()
         ]
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
@@ -248,15 +239,15 @@ class Runner:
         ids, known = self._look(generation)
         if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
-            self._context.not_here = {partition: extent.end for partition, extent in known.items()}
-        extents = known if targets is None else _until(targets, known, stored)
+            self._context.not_here = {partition: there.end for partition, there in known.items()}
+        bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
             at_end = self._begins_at_end(stored)
-            new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
-            fresh = self._added.ready(new, stored, extents, ids, generation)
+            new = new_partitions(stored, bounds, ids, self._job.group, at_end=at_end)
+            fresh = self._added.ready(new, stored, bounds, ids, generation)
             if fresh:
-                starts = {partition: extents[partition].end for partition in fresh} if at_end else None
+                starts = {partition: bounds[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
                 if starts:
                     shown = {f"{topic}-{part}": end for (topic, part), end in sorted(starts.items())}
@@ -264,11 +255,11 @@ class Runner:
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
-                stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
+                stored = {partition: here for partition, here in stored.items() if partition in bounds or fresh}
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(
                 stored,
-                extents,
+                bounds,
                 ids,
                 self._options.max_records,
                 self._job.group,
@@ -335,8 +326,8 @@ class Runner:
             topic, part = partition
             by_itself = (
                 f"by itself it failed {SAME} times or more, in {self._options.verdict_seconds:g} s at least, the last "
-                f"time with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
-                f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` passes over it"
+                f"time with: {first_line(why)}. The group stopped before it; nothing was skipped. `outbox offsets set "
+                f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` skips it"
             )
             if isinstance(why, _DEADLY):
                 raise BadMessage(f"{topic}-{part} offset {offset} can't be applied: {by_itself}") from error
@@ -359,18 +350,14 @@ class Runner:
 
     def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
-        ask = self._pinned_at is None or time.monotonic() - self._pinned_at > _PINNED_SECONDS
         try:
-            ids, extents = self._kafka.look(self._job.topics, high_watermarks=ask)
+            ids, bounds = self._kafka.look(self._job.topics)
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
-        self._ends = {partition: extent.end for partition, extent in extents.items()}
-        if ask:
-            self._pinned_at = time.monotonic()
-            self._pinned = {partition: extent.pinned for partition, extent in extents.items() if extent.pinned}
-        return ids, extents
+        self._ends = {partition: there.end for partition, there in bounds.items()}
+        return ids, bounds
 
     @contextmanager
     def _recorded(self, generation: int) -> Iterator[None]:
@@ -393,38 +380,27 @@ class Runner:
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Run a step, repeating it while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
-        waited = self._patience = Patience(patience)
-        shown = ""
-        refused_since: float | None = None
-        tries = 0
-        while True:
-            self._narrowed = False
-            try:
-                with waited.attempt():
-                    more = step()
-            except (*AWAY, *MAY_PASS) as error:
-                if not (shown and isinstance(error, NoTimeLeft)):
-                    shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
-                refused_since = (refused_since or time.monotonic()) if isinstance(error, NotAuthorized) else None
-                if refused_since is not None and time.monotonic() - refused_since > self._options.refused_seconds:
-                    raise
-                if self._narrowed:
-                    # The next round reads less than the one that failed.
-                    waited.renew()
-                    tries = 0
-                waited.failed()
-                if waited.left <= 0:
-                    raise ConsumerUnavailable(
-                        f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
-                    ) from error
-                delay = doubled(tries, FIRST, self._options.max_backoff_seconds)
-                tries += 1
-                self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
-                if stop.wait(min(jittered(delay), waited.left)):
-                    return True
-            else:
-                waited.renew()
-                return more
+        self._patience = Patience(patience)
+        self._refused_since = None
+        result = wait_for_servers(
+            step,
+            self._patience,
+            self._report,
+            then="run the job again",
+            stop=stop,
+            longest=self._options.max_backoff_seconds,
+            progressed=self._progressed,
+        )
+        return result is None or result
+
+    def _progressed(self, error: Exception) -> bool:
+        """Return whether the next round reads less than the one that failed. Raises an error that lasts too long."""
+        now = time.monotonic()
+        self._refused_since = (self._refused_since or now) if isinstance(error, NotAuthorized) else None
+        if self._refused_since is not None and now - self._refused_since > self._options.refused_seconds:
+            raise error
+        narrowed, self._narrowed = self._narrowed, False
+        return narrowed
 
     @contextmanager
     def _spark(self) -> Iterator[None]:
@@ -441,15 +417,15 @@ def _until(
     known: Mapping[Partition, OffsetBounds],
     stored: Mapping[Partition, StoredOffset],
 ) -> dict[Partition, OffsetBounds]:
-    """Return the extents, limited to the targets.
+    """Return the bounds, limited to the targets.
 
     But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that
     must not look like a truncated log.
     """
-    extents = {}
+    bounds = {}
     for partition, there in known.items():
         if partition in targets:
             reached = stored[partition].next_offset if partition in stored else 0
             end = max(min(there.end, targets[partition].end), min(reached, there.end))
-            extents[partition] = replace(there, end=end)
-    return extents
+            bounds[partition] = replace(there, end=end)
+    return bounds

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition, StoredOffset
+from spark_jobs.driver.options import Report
 
 
 class ShownPosition:
@@ -15,7 +15,7 @@ class ShownPosition:
     report  called with failures.
     """
 
-    def __init__(self, kafka: KafkaAdmin, group: str, report: Callable[[str, Mapping[str, Any]], None]) -> None:
+    def __init__(self, kafka: KafkaAdmin, group: str, report: Report) -> None:
         self._kafka = kafka
         self._group = group
         self._report = report

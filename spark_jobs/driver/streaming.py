@@ -22,51 +22,47 @@ compare-and-swap, which is enough for a source that does not repeat messages.
 from __future__ import annotations
 
 import copy
-import datetime as dt
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
 
-from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
+from outbox.consumer.patience import Patience
 from outbox.consumer.postgres_errors import clear_errors, passing
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Dedup, DedupStore, forgotten_before
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide, planned
-from spark_jobs.effects.mapped import PLACED, Insert, Upsert
-from spark_jobs.job import META, ConsumerJob
+from spark_jobs.driver.server_wait import wait_for_servers
+from spark_jobs.driver.staged_rows import StagedRows, stage
+from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError
+from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable
-from spark_jobs.postgres.copying import Unfit, copy_rows
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
-from spark_jobs.postgres.sink import transaction
-from spark_jobs.postgres.staging import StagePlan, StagingTables, named
+from spark_jobs.postgres.sink import PostgresSinks, transaction
+from spark_jobs.postgres.staging import StagingTables
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
-from spark_jobs.spark.errors import MAY_PASS, first_line, understood
+from spark_jobs.spark.errors import understood
 from spark_jobs.spark.installed import require_installed
 from spark_jobs.spark.session import REQUIRED_CONF
-from spark_jobs.task import input as task_input
-from spark_jobs.task.input import NO_INPUT, TaskInput
+from spark_jobs.task.input import NO_INPUT
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
+    from spark_jobs.job import PythonEffect
+
 _LOG: Final = logging.getLogger(__name__)
-_REPORT: Final = "staged_by string, rows long, broken string"
-_MAX_BACKOFF: Final = 5.0
 # What the form of the rows depends on; set for the batch, whatever the user's session has.
 _CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
 
@@ -174,12 +170,13 @@ class ExactlyOnce:
         self._from_beginning = from_beginning
         self._patience = patience
         self._store = PostgresGroupStore(url, schema, job.group, process_name())
+        self._sinks = PostgresSinks(url, schema, job, self._store)
         self._names = {
             name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
         }
         self._lock = threading.Lock()
         self._generations: dict[str, int] = {}
-        self._maintained_in: dt.datetime | None = None
+        self._maintained_at: float | None = None
         self._error: BaseException | None = None
 
     def exception(self) -> BaseException | None:
@@ -192,7 +189,9 @@ class ExactlyOnce:
         try:
             batch = planned(rows, batch_id)
             with _for_batch(rows, self._job.group, batch), LockMonitor(self._url, self._job.group, _report):
-                self._apply_with_retries(rows, batch)
+                wait_for_servers(
+                    lambda: self._attempt(rows, batch), Patience(self._patience), _report, then="start the query again"
+                )
         except OutboxError as error:
             self._error = error
             # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error, and
@@ -202,32 +201,20 @@ class ExactlyOnce:
             return
         raise bare
 
-    def _apply_with_retries(self, rows: DataFrame, batch: Batch) -> None:
-        """Apply a batch, repeating it while servers are away. If a lost COMMIT has succeeded, the repeat finds that."""
-        began = time.monotonic()
-        tries = 0
-        while True:
-            try:
-                with understood():
-                    self._apply(rows, batch)
-                return
-            except (psycopg.Error, *MAY_PASS) as error:
-                if isinstance(error, psycopg.Error) and not passing(error):
-                    raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
-                text = shown(error) if isinstance(error, psycopg.Error) else first_line(error)
-                if time.monotonic() - began > self._patience:
-                    raise ConsumerUnavailable(
-                        f"gave up after {self._patience:g} s; nothing is lost, start the query again. Last error: "
-                        f"{text}"
-                    ) from error
-                delay = jittered(doubled(tries, FIRST, _MAX_BACKOFF))
-                tries += 1
-                _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
-                time.sleep(delay)
+    def _attempt(self, rows: DataFrame, batch: Batch) -> None:
+        """Apply a batch once. If the COMMIT of an earlier attempt has succeeded without an answer, this finds that."""
+        try:
+            with understood():
+                self._apply(rows, batch)
+        except psycopg.Error as error:
+            if passing(error):
+                raise
+            raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
 
     def _apply(self, planned_rows: DataFrame, batch: Batch) -> None:
         rows = planned_rows if self._job.transform is None else self._job.transform(planned_rows)
-        rows, columns = spark.copyable(rows)
+        # A stream's own column of this name would be taken for the reason why a row can't be applied.
+        rows, columns = spark.copyable(rows.drop(PROBLEM))
         ids = "message_id" in columns
         if self._from_beginning and not ids:
             raise JobError("from_beginning: the stream's rows have no column message_id by which repeats are known")
@@ -237,21 +224,23 @@ class ExactlyOnce:
             planned_rows.write.format("noop").mode("overwrite").save()
             return
         generation = self._begin(batch)
-        effect = self._effect(columns)
+        self._sinks.look_again()
+        effect = self._sinks.effect(columns, shuffled=True)
         tables = self._staging_tables()
         try:
-            plan = tables.create(columns, generation, check=True)
-            names, count = _stage_all(rows, plan)
-            self._commit(batch, generation, _Staged(plan.identifier, columns, effect, names, count))
+            staged = stage(rows, tables.create(columns, generation, check=True), messages=False)
+            self._commit(batch, generation, columns, effect, staged)
         except (EffectError, JobError) as error:
             raise EffectFailed(f"batch {batch.batch_id}: {error}") from error
         finally:
             # What can't be dropped now is dropped by the next run of the group.
             tables.drop_made()
 
-    def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
+    def _commit(
+        self, batch: Batch, generation: int, columns: Mapping[str, str], effect: str | PythonEffect, staged: StagedRows
+    ) -> None:
         """Apply what is staged and move to the batch, in one transaction."""
-        ids = "message_id" in staged.columns
+        ids = "message_id" in columns
         with transaction(self._url, lock_monitor.names(self._job.group)[0], NO_INPUT) as cursor:
             self._require(cursor.connection, generation)
             stored = self._read_stored(cursor)
@@ -266,9 +255,9 @@ class ExactlyOnce:
             applying = BatchTable(
                 cursor,
                 DedupStore(self._schema, self._job.group),
-                staged.columns,
+                columns,
                 Dedup(),
-                staged.effect,
+                effect,
                 bisect=False,
                 max_dead=0,
             )
@@ -321,24 +310,10 @@ class ExactlyOnce:
                 generation = self._generations[batch.run_id] = self._store.take_over(STREAM, "batch")
                 self._staging_tables().drop_older(generation)
             # A query may run for weeks, and partitions are created for a few days ahead only.
-            hour = self._store.hour()
-            if hour != self._maintained_in:
+            if self._maintained_at is None or time.monotonic() - self._maintained_at > 3600:
                 self._store.maintain_days(self._keep_days, _report)
-                self._maintained_in = hour
+                self._maintained_at = time.monotonic()
             return generation
-
-    # What the rows become.
-
-    def _effect(self, columns: Mapping[str, str]) -> Any:
-        """Return the effect for these columns, as SQL if it is an Insert or Upsert."""
-        effect = self._job.effect
-        if not isinstance(effect, Insert | Upsert):
-            return effect
-        needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
-        types = self._store.column_types(effect.table)
-        payload = [name for name in columns if name not in META or name in types]
-        made = effect.statements(payload, types, placed=set(columns) >= needed)
-        return ";\n".join(one.as_string(None) for one in made)
 
     def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
@@ -357,53 +332,6 @@ class ExactlyOnce:
 
     def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return cursor.execute(sql.SQL(query).format(**self._names), {"grp": self._job.group, **values})
-
-
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    """The rows that the executors staged: the table, its columns, the names of the tasks, the number of rows."""
-
-    table: sql.Identifier
-    columns: Mapping[str, str]
-    effect: Any
-    names: list[str]
-    rows: int
-
-
-def _stage_all(rows: DataFrame, plan: StagePlan) -> tuple[list[str], int]:
-    """Stage rows. Returns the names of the tasks and the number of rows. Raises EffectFailed for an unusable value."""
-    reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
-    if broken := [row.broken for row in reports if row.broken]:
-        raise EffectFailed(f"a row can't be staged: {broken[0]}")
-    return [row.staged_by for row in reports], sum(row.rows for row in reports)
-
-
-def _stage(plan: StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """COPY one task's rows under a name that is unique to this attempt; the function of mapInArrow."""
-    import pyarrow as pa
-
-    name = uuid.uuid4().hex
-    rows = 0
-
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal rows
-        for batch in batches:
-            rows += batch.num_rows
-            if batch.num_rows:
-                yield batch
-
-    broken = ""
-    try:
-        with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
-            copy_rows(cursor, plan.identifier, plan.staged_columns, named(name, counted()))
-    except Unfit as error:
-        broken = str(error)
-    except psycopg.DataError as error:
-        # Another try of the task would fail in the same way, so the driver raises it.
-        broken = shown(error)
-    yield pa.RecordBatch.from_pydict(
-        {"staged_by": [name], "rows": pa.array([0 if broken else rows], pa.int64()), "broken": [broken]}
-    )
 
 
 @contextmanager

@@ -35,10 +35,9 @@ from outbox.event import (
 )
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
-from spark_jobs.payloads.decoding import Decoder, decoder_of, task_plan_of
+from spark_jobs.payloads.decoding import Decoder, decoder_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
     from spark_jobs.payloads.decoding import Plan
@@ -189,13 +188,9 @@ class Traced:
                 raise JobError(f"Traced: the payload has a field {name} itself")
         return (*inner, TRACEPARENT, TRACESTATE)
 
-    def task_plan(self) -> tuple[StructType, Plan] | None:
-        """Return the payload's fields and plan; see TaskReadable."""
-        return task_plan_of(decoder_of(self.schema))
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the payload's columns. The task that reads the messages has added the other two."""
-        return decoder_of(self.schema).decode(rows)
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """Return the payload's fields and plan. The task that reads the messages adds the other two columns."""
+        return decoder_of(self.schema).task_plan()
 
 
 def _expression(text: str) -> sql.Composed:

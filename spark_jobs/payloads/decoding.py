@@ -1,23 +1,24 @@
-"""From a message's bytes to columns. A row that does not decode stays in place, with the reason in PROBLEM."""
+"""What a job declares about payloads: the columns, and the plan by which tasks read them.
+
+A row that does not decode stays in place, with the reason in PROBLEM.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from outbox.consumer.errors import JobError
-from spark_jobs.payloads.framing import HEADER
-from spark_jobs.payloads.reading import Policy, Reader, columns
+from spark_jobs.payloads.reading import Policy, Reader
 from spark_jobs.payloads.registry import Client, Registry, Schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import DataType, StructType
 
     from spark_jobs.payloads.avro import Plan as AvroPlan
@@ -29,8 +30,6 @@ PROBLEM: Final = "message_problem"
 VARIANT: Final = "variant"
 """Used instead of a DDL: any JSON object, as one column ``payload`` of type VARIANT."""
 
-_DECODED: Final = "message_decoded"
-
 Plan = Callable[[], Reader]
 """Sent to the executors, and called once in each task to create the reader."""
 
@@ -41,51 +40,53 @@ Wrong = Literal["dead-letter", "null"]
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Adds the payload's columns to rows of messages."""
+    """Declares the payload's columns and how to read them."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the columns that ``decode`` adds, without PROBLEM. Raises JobError."""
+        """Return the names of the columns, without PROBLEM. Raises JobError."""
         ...
 
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Return ``rows`` (key, value, headers, and the columns of META) with the payload's columns and PROBLEM.
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """Return the fields, and the plan that tasks read them by. Raises JobError, and ConsumerUnavailable.
 
-        Rows are neither added, removed nor moved between partitions. A column of ``rows`` with the name of a payload
-        column is replaced by it, so copy it under another name first if it is needed. A row without a value (a
-        tombstone) has NULL in all new columns, PROBLEM included.
+        A field of type VARIANT is read as its JSON text, which Spark then parses.
         """
         ...
 
 
-@runtime_checkable
-class TaskReadable(Protocol):
-    """A decoder that can also run in the task itself, which saves sending the rows through Spark."""
+class _Planned(ABC):
+    """The base of our decoders."""
 
-    def task_plan(self) -> tuple[StructType, Plan] | None:
-        """Return the fields and the plan; None if only Spark can decode this. Raises JobError."""
-        ...
+    @property
+    @abstractmethod
+    def _fields(self) -> StructType: ...
+
+    @property
+    @abstractmethod
+    def _plan(self) -> Plan: ...
+
+    def names(self) -> tuple[str, ...]:
+        """Return the fields' names. Raises JobError, and ConsumerUnavailable."""
+        return tuple(self._fields.fieldNames())
+
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """Return the fields and the plan."""
+        return self._fields, self._plan
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class Raw(_Planned):
     """The payload as it is, in a column ``payload``."""
 
-    def names(self) -> tuple[str, ...]:
-        """Return ``payload``."""
-        return ("payload",)
-
-    def task_plan(self) -> tuple[StructType, Plan] | None:
-        """Return the field and the plan."""
+    @property
+    def _fields(self) -> StructType:
         from pyspark.sql.types import BinaryType, StructType
 
-        return StructType().add("payload", BinaryType()), _Bytes
+        return StructType().add("payload", BinaryType())
 
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add ``payload``; PROBLEM is always NULL."""
-        from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
-
-        kept = [name for name in rows.columns if name != "payload"]
-        return rows.select(*kept, F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
+    @property
+    def _plan(self) -> Plan:
+        return _Bytes
 
 
 class _Bytes:
@@ -97,34 +98,6 @@ class _Bytes:
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]]:
         """Return the column; no row is left to be read by itself."""
         return [payloads], set()
-
-
-class _Planned(ABC):
-    """The base of decoders whose payloads are read by a plan, in Spark or in the task."""
-
-    @property
-    @abstractmethod
-    def _fields(self) -> StructType | None:
-        """The columns; None for VARIANT."""
-
-    @property
-    @abstractmethod
-    def _plan(self) -> Plan: ...
-
-    def names(self) -> tuple[str, ...]:
-        """Return the fields' names, or ``payload`` for VARIANT. Raises JobError, and ConsumerUnavailable."""
-        fields = self._fields
-        return ("payload",) if fields is None else tuple(fields.fieldNames())
-
-    def task_plan(self) -> tuple[StructType, Plan] | None:
-        """Return the fields and the plan; None for VARIANT, which only Spark can parse. See TaskReadable."""
-        fields = self._fields
-        return None if fields is None else (fields, self._plan)
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the fields."""
-        fields = self._fields
-        return _with_variant(rows, self._plan) if fields is None else _with(rows, fields, self._plan)
 
 
 class _DeclaredJson(_Planned):
@@ -140,8 +113,15 @@ class _DeclaredJson(_Planned):
         return Policy(self.unknown, self.missing, self.wrong)
 
     @cached_property
-    def _fields(self) -> StructType | None:
-        return _declared(self.schema)
+    def _declared(self) -> StructType | None:
+        """The fields; None for VARIANT."""
+        return _from_ddl(self.schema)
+
+    @property
+    def _fields(self) -> StructType:
+        from pyspark.sql.types import StructType, VariantType
+
+        return StructType().add("payload", VariantType()) if self._declared is None else self._declared
 
 
 @dataclass(frozen=True)
@@ -169,7 +149,7 @@ class Json(_DeclaredJson):
 
     @property
     def _plan(self) -> Plan:
-        return _JsonPlan(self._fields, self._policy)
+        return _JsonPlan(self._declared, self._policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +158,10 @@ class _JsonPlan:
     policy: Policy
 
     def __call__(self) -> Reader:
-        from spark_jobs.payloads import json_columns
-        from spark_jobs.payloads import json_text as json_payload
+        from spark_jobs.payloads.json_text import variant_reader
+        from spark_jobs.payloads.json_whole import JsonReader
 
-        if self.declared is None:
-            return json_payload.variant_reader
-        return json_columns.JsonReader(self.declared, self.policy)
+        return variant_reader if self.declared is None else JsonReader(self.declared, self.policy)
 
 
 @dataclass(frozen=True)
@@ -211,7 +189,7 @@ class JsonSchema(_DeclaredJson):
     def _plan(self) -> Plan:
         from spark_jobs.payloads.json_schema import Plan as SchemaPlan
 
-        return SchemaPlan(self._fields, _registry(self.registry), self.validate, self._policy)
+        return SchemaPlan(self._declared, _registry(self.registry), self.validate, self._policy)
 
 
 @dataclass(frozen=True)
@@ -342,12 +320,7 @@ def decoder_of(schema: str | Decoder | None) -> Decoder:
     return Json(schema) if isinstance(schema, str) else schema
 
 
-def task_plan_of(decoder: Decoder) -> tuple[StructType, Plan] | None:
-    """Return the fields and the plan with which a task can read payloads itself; None if only Spark can."""
-    return decoder.task_plan() if isinstance(decoder, TaskReadable) else None
-
-
-def _declared(schema: str) -> StructType | None:
+def _from_ddl(schema: str) -> StructType | None:
     """Return a DDL's fields, None for VARIANT."""
     from pyspark.errors import PySparkException
     from pyspark.sql.types import DataType, StructType
@@ -359,7 +332,7 @@ def _declared(schema: str) -> StructType | None:
     except PySparkException as error:
         raise JobError(f"schema: Spark can't read it as DDL: {error.getCondition() or error}") from error
     if not isinstance(declared, StructType):
-        raise JobError(f"schema: must be fields, as 'order_id string, amount long', not {schema!r}")
+        raise JobError(f"schema: must be fields, such as 'order_id string, amount long', not {schema!r}")
     return declared
 
 
@@ -371,54 +344,6 @@ def _avro(schema: str | Mapping[str, Any]) -> Schema:
     return Schema("AVRO", schema if isinstance(schema, str) else json.dumps(schema))
 
 
-def _with_variant(rows: DataFrame, plan: Plan) -> DataFrame:
-    """Add the payload, which the plan returns as text, as VARIANT."""
-    from pyspark.sql import functions as F  # noqa: N812
-    from pyspark.sql.types import StringType, StructType
-
-    text = _with(rows, StructType().add("payload", StringType()), plan)
-    parsed = F.try_parse_json(F.col("payload"))
-    unfit = F.col(PROBLEM).isNull() & F.col("payload").isNotNull() & parsed.isNull()
-    return text.withColumn(
-        PROBLEM, F.when(unfit, F.lit("the payload is too large or too deep for VARIANT")).otherwise(F.col(PROBLEM))
-    ).withColumn("payload", parsed)
-
-
-def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
-    """Add a plan's columns."""
-    import pyarrow as pa
-    from pyspark.sql import functions as F  # noqa: N812
-    from pyspark.sql.pandas.functions import arrow_udf
-    from pyspark.sql.types import StringType, StructType
-
-    plan()  # Raises what is wrong with the declaration here instead of in every task.
-    result = StructType([*nullable(fields).fields]).add(PROBLEM, StringType())
-    kind = arrow_type(result)
-
-    def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
-        reader = plan()
-        for values, headers in batches:
-            yield columns(reader, values, headers, kind)
-
-    # Spark needs evaluated type hints to recognize the kind of function; the ones above are strings.
-    decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}
-    # Declared nondeterministic so that Spark neither runs it twice for a row nor pushes filters of the job's transform,
-    # which expect decoded rows, below it.
-    make: Callable[..., Any] = arrow_udf  # its type stubs do not allow iterators together with structs
-    run = make(decode, result).asNondeterministic()
-    header = schema_header()
-    taken = {name.lower() for name in result.fieldNames()}
-    kept = [name for name in rows.columns if name.lower() not in taken]
-    return rows.select(*kept, run(F.col("value"), header).alias(_DECODED)).select(*kept, f"{_DECODED}.*")
-
-
-def schema_header() -> Column:
-    """Return the header that refers to a message's schema, as a Spark column over ``headers``."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
-
-
 def arrow_type(kind: DataType) -> pa.DataType:
     """Return the Arrow type that Spark uses for values of a type, with timestamps in UTC."""
     from pyspark.sql.pandas.types import to_arrow_type
@@ -428,14 +353,17 @@ def arrow_type(kind: DataType) -> pa.DataType:
     return to_arrow_type(kind, **zone)
 
 
-def nullable(kind: Any) -> Any:
-    """Return the type without NOT NULL: a row that is a tombstone or has a problem has NULL everywhere."""
+def as_read(kind: Any) -> Any:
+    """Return the type of what a task reads: VARIANT is text, and all is nullable.
+
+    A row that is a tombstone or has a problem has NULL everywhere.
+    """
     from pyspark.sql import types as t
 
     if isinstance(kind, t.StructType):
-        return t.StructType([t.StructField(field.name, nullable(field.dataType)) for field in kind.fields])
+        return t.StructType([t.StructField(field.name, as_read(field.dataType)) for field in kind.fields])
     if isinstance(kind, t.ArrayType):
-        return t.ArrayType(nullable(kind.elementType))
+        return t.ArrayType(as_read(kind.elementType))
     if isinstance(kind, t.MapType):
-        return t.MapType(nullable(kind.keyType), nullable(kind.valueType))
-    return kind
+        return t.MapType(as_read(kind.keyType), as_read(kind.valueType))
+    return t.StringType() if isinstance(kind, t.VariantType) else kind

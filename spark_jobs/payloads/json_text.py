@@ -26,7 +26,7 @@ from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong, shown
 Convert = Callable[[Any], Any]
 """From a parsed value, never None, to a value for Arrow. Raises Wrong, and Problem for fields inside."""
 
-WHOLE: Final = {
+_WHOLE: Final = {
     t.ByteType: ("tinyint", 8),
     t.ShortType: ("smallint", 16),
     t.IntegerType: ("int", 32),
@@ -39,8 +39,17 @@ _DECIMAL: Final = re.compile(r"-?\d{1,60}(?:\.\d{1,60})?", re.ASCII)
 _FIELD: Final = re.compile(rb'"\s*:')
 # Numbers that VARIANT may not represent exactly: with an exponent, or very long.
 _DOUBTFUL: Final = re.compile(rb"[0-9][eE]|[0-9.]{19}")
-# From here on a double may be an integer that orjson has rounded.
-HUGE: Final = 2.0**63
+# Decimals that a double may not represent: repr() of a double returns the same digits for up to 15 of them, and a tiny
+# number may have become 0. The first pattern matches from the first digit only: starting at every digit takes quadratic
+# time for a long run of digits; and the cheaper check for a run comes before it.
+_DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for byte in range(256))
+_LONG: Final = b"0" * 16
+_LONG_FRACTION: Final = re.compile(rb"\d{16}[.eE]|(?<!\d)(?=[\d.]{17})\d+\.\d")
+_EXPONENT: Final = re.compile(rb"[0-9.][eE][-+0-9]")
+# Integers of more than 64 bits, which become doubles.
+_LONG_WHOLE: Final = re.compile(rb"\d{20}")
+# Stands for numbers that are too small for Decimal; as a double it is 0.
+_TINIEST: Final = Decimal("1e-999999999999999999")
 _WIDE: Final = Context(prec=120)
 
 
@@ -48,7 +57,7 @@ def reader(declared: t.StructType, policy: Policy) -> Reader:
     """Return the reader for a declared schema. Raises JobError for a type that has no counterpart in JSON."""
     convert = _fields(declared, "", policy)
     names = declared.fieldNames()
-    exact = has_decimal(declared)
+    exact = _has_decimal(declared)
 
     def read(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
         row = convert(parse(value, exact=exact))
@@ -80,10 +89,12 @@ def _check_exact(text: str) -> None:
 
 
 def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
-    """Parse one JSON object. ``exact``: numbers with a fraction are returned as Decimal. Raises Problem.
+    """Parse one JSON object. Raises Problem.
 
     orjson is fast and strict: no NaN, nothing after the object, only UTF-8. But it keeps the last of two fields with
     the same name and rounds to doubles, so payloads that it may have altered are parsed again by the standard library.
+
+    exact  numbers with a fraction are returned as Decimal, or as doubles whose repr() has the same digits.
     """
     try:
         parsed: Any = orjson.loads(value)
@@ -91,9 +102,7 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
         raise Problem("the payload is not JSON") from error
     if type(parsed) is not dict:
         raise Problem("the payload is not a JSON object")
-    fields, huge = look(parsed)
-    doubtful = value.count(b":") != fields and may_repeat(value, parsed)
-    if exact or huge or doubtful:
+    if _may_differ(value, parsed, exact=exact):
         try:
             parsed = json.loads(value, object_pairs_hook=_with_unique_names, parse_float=_decimal if exact else float)
         except (ValueError, RecursionError) as error:
@@ -101,21 +110,24 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
     return cast("dict[str, Any]", parsed)
 
 
-def may_repeat(value: bytes, parsed: dict[str, Any]) -> bool:
-    """Return whether an object of a payload may have the same name twice, of which the parser returns only one.
+def _may_differ(value: bytes, parsed: dict[str, Any], *, exact: bool) -> bool:
+    """Return whether orjson may have returned something else than what the payload says."""
+    # The cheaper checks come first. Texts may have colons, too.
+    colons = value.count(b":")
+    if colons != len(parsed) and colons != (fields := _count_fields(parsed)) and len(_FIELD.findall(value)) != fields:
+        # Of two fields with the same name only the last one is there.
+        return True
+    if exact and _EXPONENT.search(value):
+        return True
+    long = _LONG in value.translate(_DIGITS)
+    return long and bool(_LONG_WHOLE.search(value) or (exact and _LONG_FRACTION.search(value)))
 
-    Callers first compare the number of colons with that of the fields, which is cheaper; texts may have colons, too.
-    """
-    fields = len(_FIELD.findall(value))
-    return fields != len(parsed) and fields != look(parsed)[0]
 
-
-def _decimal(text: str) -> Decimal | float:
+def _decimal(text: str) -> Decimal:
     try:
         return Decimal(text)
     except ArithmeticError:
-        # The exponent is too large for Decimal; as a double the number is 0 or infinite.
-        return float(text)
+        return _TINIEST.copy_sign(Decimal(float(text)))
 
 
 def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,10 +140,9 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed
 
 
-def look(parsed: dict[str, Any]) -> tuple[int, bool]:
-    """Return the number of fields in all objects, and whether a number may be an integer of more than 64 bits."""
+def _count_fields(parsed: dict[str, Any]) -> int:
+    """Return the number of fields in all objects."""
     total = 0
-    huge = False
     stack: list[Any] = [parsed]
     while stack:
         item = stack.pop()
@@ -142,18 +153,16 @@ def look(parsed: dict[str, Any]) -> tuple[int, bool]:
             kind = type(inner)
             if kind is dict or kind is list:
                 stack.append(inner)
-            elif kind is float and not -HUGE < inner < HUGE:
-                huge = True
-    return total, huge
+    return total
 
 
-def has_decimal(kind: t.DataType) -> bool:
+def _has_decimal(kind: t.DataType) -> bool:
     if isinstance(kind, t.StructType):
-        return any(has_decimal(field.dataType) for field in kind.fields)
+        return any(_has_decimal(field.dataType) for field in kind.fields)
     if isinstance(kind, t.ArrayType):
-        return has_decimal(kind.elementType)
+        return _has_decimal(kind.elementType)
     if isinstance(kind, t.MapType):
-        return has_decimal(kind.valueType)
+        return _has_decimal(kind.valueType)
     return isinstance(kind, t.DecimalType)
 
 
@@ -218,7 +227,7 @@ def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Conver
 
 
 def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa: C901  one case for each type
-    for whole, (name, bits) in WHOLE.items():
+    for whole, (name, bits) in _WHOLE.items():
         if isinstance(kind, whole):
             return _whole(path, name, bits)
     # Not isinstance: subclasses may have limits that would have to be checked.
@@ -321,15 +330,10 @@ def decimal_that_fits(value: Decimal, precision: int, scale: int) -> Decimal | N
     """Return the value with exactly ``scale`` digits after the point, None when it has more digits than fit."""
     if not value:
         return Decimal(0).scaleb(-scale)
-    _, digits, exponent = value.as_tuple()
-    assert isinstance(exponent, int), "not a number"
-    end = len(digits)
-    while digits[end - 1] == 0:
-        end -= 1
-    needed = -(exponent + len(digits) - end)
-    if needed > scale or value.adjusted() + 1 > precision - scale:
+    if value.adjusted() + 1 > precision - scale:
         return None
-    return value.quantize(Decimal(1).scaleb(-scale), context=_WIDE)
+    fitting = value.quantize(Decimal(1).scaleb(-scale), context=_WIDE)
+    return fitting if fitting == value else None
 
 
 def _fixed(path: str, precision: int, scale: int) -> Convert:
@@ -338,6 +342,8 @@ def _fixed(path: str, precision: int, scale: int) -> Convert:
             number = Decimal(value)
         elif isinstance(value, Decimal):
             number = value
+        elif type(value) is float:
+            number = Decimal(repr(value))
         elif type(value) is str and _DECIMAL.fullmatch(value):
             # Amounts of money are often written as text, because many parsers read JSON numbers as doubles. Text is
             # exact.
@@ -359,18 +365,18 @@ def _day(path: str) -> Convert:
                 return date.fromisoformat(value)
             except ValueError:
                 pass
-        raise Wrong(f"field {path}: is not a date as 2026-01-31")
+        raise Wrong(f"field {path}: must be a date such as 2026-01-31")
 
     return day
 
 
 def _time(path: str, *, zoned: bool) -> Convert:
-    form = "with an offset, as 2026-01-31T12:00:00Z" if zoned else "without an offset, as 2026-01-31T12:00:00"
+    form = "with an offset, such as 2026-01-31T12:00:00Z" if zoned else "without an offset, such as 2026-01-31T12:00:00"
 
     def time(value: Any) -> datetime:
         match = _TIMESTAMP.fullmatch(value) if type(value) is str else None
         if match is None or (match[5] is not None) != zoned or (match[4] is not None and match[3] is None):
-            raise Wrong(f"field {path}: is not a time {form}")
+            raise Wrong(f"field {path}: must be a time {form}")
         fraction = (match[4] or "").rstrip("0")
         if len(fraction) > 6:
             raise Wrong(f"field {path}: is finer than microseconds")
@@ -381,7 +387,7 @@ def _time(path: str, *, zoned: bool) -> Convert:
             )
             return moment.astimezone(UTC) if zoned else moment
         except (ValueError, OverflowError) as error:
-            raise Wrong(f"field {path}: is not a time {form}") from error
+            raise Wrong(f"field {path}: must be a time {form}") from error
 
     return time
 

@@ -1,8 +1,8 @@
 """Read a whole batch of plain JSON payloads with Arrow's parser, without handling single values in Python.
 
 For schemas of plain fields, structs and arrays, and batches whose payloads have no other fields. Arrow then accepts the
-same values as json_text, apart from differences that are checked here; a batch with anything else is read by
-json_columns. Payloads with unknown fields are not read here: to find one that is repeated, Arrow would have to build a
+same values as json_text, apart from differences that are checked here. All other batches are read one by one, by
+json_text. Payloads with unknown fields are not read here: to find one that is repeated, Arrow would have to build a
 column for each name.
 
 One payload is one line. Arrow could take two lines for one value and another line for two, which leaves the number of
@@ -21,11 +21,12 @@ import pyarrow.compute as pc
 from pyarrow import json as arrow_json
 from pyspark.sql import types as t
 
+from spark_jobs.payloads import json_text
 from spark_jobs.payloads.json_output import offsets_of
 from spark_jobs.payloads.reading import Policy
 
 Finish = Callable[[pa.Array], pa.Array]
-"""Converts parsed texts to a column. Raises pa.ArrowInvalid for a batch that must be read by json_columns."""
+"""Converts parsed texts to a column. Raises pa.ArrowInvalid for a batch that must be read by json_text."""
 
 _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.StringType: pa.string(),
@@ -39,7 +40,7 @@ _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.DateType: pa.string(),
 }
 # From here on a double can't represent every integer.
-WHOLE_DOUBLE: Final = 2.0**53
+_WHOLE_DOUBLE: Final = 2.0**53
 # The forms that Arrow reads in the same way as json_text. The first and last years are excluded: with an offset, a time
 # in them may be beyond the range of Python's datetime.
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
@@ -48,6 +49,27 @@ _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:
 # Arrow's offsets have 32 bits.
 _MOST_BYTES: Final = 2**28
 _TRIES: Final = 3
+
+
+class JsonReader:
+    """Reads payloads by a declared schema, one by one or ``many``. Raises JobError like json_text.reader."""
+
+    def __init__(self, declared: t.StructType, policy: Policy) -> None:
+        self._one = json_text.reader(declared, policy)
+        self._whole = WholeReader.of(declared, policy)
+        self._width = len(declared.fields)
+
+    def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
+        """Read one payload. Raises Problem."""
+        return self._one(value, header)
+
+    def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
+        """Read payloads; see ManyReader."""
+        read = None if self._whole is None else self._whole.read(payloads)
+        if read is not None:
+            return read
+        rows = len(payloads)
+        return [[None] * rows for _ in range(self._width)], set(range(rows))
 
 
 class WholeReader:
@@ -116,7 +138,7 @@ class WholeReader:
 
 
 def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
-    """Return the type for Arrow's parser; None if payloads must be read by json_columns.
+    """Return the type for Arrow's parser; None if payloads must be read by json_text.
 
     optional  whether fields may be missing. Inside other values missing fields are not checked, so all may be missing.
     """
@@ -150,15 +172,15 @@ def _doubtful(column: pa.Array) -> Any:
     # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. -0 is doubtful too: as -0.0 it
     # keeps its sign, as -0 it is the integer 0.
     numbers = pc.fill_null(column, 1.0).to_numpy(zero_copy_only=False)
-    return ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
+    return ~(np.abs(numbers) < _WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
 
 
-def times(texts: pa.Array) -> pa.Array:
+def _times(texts: pa.Array) -> pa.Array:
     """Parse times. Raises pa.ArrowInvalid unless all are in the common form."""
     return _of_the_form(texts, _TIME).cast(pa.timestamp("us", "UTC"))
 
 
-def days(texts: pa.Array) -> pa.Array:
+def _days(texts: pa.Array) -> pa.Array:
     """Parse dates. Raises pa.ArrowInvalid unless all are in the common form."""
     return _of_the_form(texts, _DAY).cast(pa.date32())
 
@@ -169,4 +191,4 @@ def _of_the_form(texts: pa.Array, pattern: str) -> pa.Array:
     return texts
 
 
-_FINISH: Final[dict[type[t.DataType], Any]] = {t.TimestampType: times, t.DateType: days}
+_FINISH: Final[dict[type[t.DataType], Any]] = {t.TimestampType: _times, t.DateType: _days}

@@ -281,7 +281,7 @@ def _same(value: Any) -> Any:
 def _enum(path: str, names: Mapping[int, str]) -> Convert:
     def convert(number: int) -> str:
         if number not in names:
-            raise Wrong(f"field {path}: is a value that the job's enum has not")
+            raise Wrong(f"field {path}: is a value that the job's enum lacks")
         return names[number]
 
     return convert
@@ -294,6 +294,6 @@ def _time(path: str) -> Convert:
         try:
             return _EPOCH + timedelta(seconds=value.seconds, microseconds=value.nanos // 1000)
         except OverflowError as error:
-            raise Wrong(f"field {path}: is no time from year 1 to 9999") from error
+            raise Wrong(f"field {path}: must be a time from year 1 to 9999") from error
 
     return convert

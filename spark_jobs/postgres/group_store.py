@@ -6,7 +6,6 @@ server has restarted (see connections). Raises psycopg's errors.
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -86,7 +85,6 @@ SELECT EXISTS (SELECT FROM newest WHERE stranded) OR EXISTS (SELECT FROM others 
        (SELECT pg_catalog.min(id) FROM others) AS lowest"""
 _NEWEST: Final = 100
 _OTHERS: Final = 150
-_HOUR: Final = "SELECT pg_catalog.date_trunc('hour', pg_catalog.now() AT TIME ZONE 'UTC')"
 _SETUP_LOCK: Final = 0x6F7574626F780003
 
 
@@ -279,12 +277,6 @@ class PostgresGroupStore:
         with self.transaction() as connection:
             self.rows.require(connection, generation)
             self.rows.record_losses(connection, found)
-
-    def hour(self) -> dt.datetime:
-        """Return the present hour by the database's clock."""
-        [(hour,)] = self._read(_HOUR)
-        assert isinstance(hour, dt.datetime)
-        return hour
 
     def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Create the partitions of processed_messages for the days that are kept: see IdRetention.make."""

@@ -18,7 +18,7 @@ from outbox.consumer.model import ClaimedOffset, MessageRef, Partition, Range, R
 from outbox.consumer.postgres_errors import of_postgres
 from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import DedupStore, Strategy
-from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.effects.mapped import PLACED, Insert, Upsert
 from spark_jobs.job import META
 from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable
@@ -232,13 +232,13 @@ class PostgresSinks:
 
     def prepared(self, columns: Mapping[str, str], generation: int) -> PostgresSink:
         """Return the sink for rows of these columns."""
-        return self._sink(columns, generation, self.effect(columns, placed=True), self._direct(columns))
+        return self._sink(columns, generation, self.effect(columns), self._direct(columns))
 
-    def effect(self, columns: Mapping[str, str], *, placed: bool, shuffled: bool = False) -> str | PythonEffect:
+    def effect(self, columns: Mapping[str, str], *, shuffled: bool = False) -> str | PythonEffect:
         """Return the job's effect, as SQL if it is an Insert or Upsert.
 
-        placed    the rows identify their messages.
-        shuffled  the rows are the result of a transform that shuffles.
+        shuffled  the rows are the result of a transform that shuffles, or of a stream. They may still be messages, and
+                  then have an order.
         """
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
@@ -246,11 +246,13 @@ class PostgresSinks:
         if not columns:
             # Such a sink applies nothing, it only moves offsets.
             return ""
-        known = (str(placed), str(shuffled), *columns)
+        known = (str(shuffled), *columns)
         if known not in self._statements:
             types = self._store.column_types(effect.table)
-            # After a shuffle all columns are payload; columns about messages are written if the table has them.
-            payload = [name for name in columns if not placed or name not in META or (shuffled and name in types)]
+            needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
+            placed = not shuffled or needed <= set(columns)
+            # After a shuffle, columns about messages are payload too: they are written if the table has them.
+            payload = [name for name in columns if name not in META or (shuffled and name in types)]
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[known] = ";\n".join(made)
         return self._statements[known]

@@ -6,7 +6,7 @@ Tasks report the errors that they know as a row of their result. The others come
 |-----------------------------------------------------|-----------------------------------------------------|
 | a row that does not decode reached a transform      | Undecoded                                           |
 | Python code has raised one of MAY_PASS, or JobError | the same                                            |
-| ... a psycopg error that may pass on another try    | ConsumerUnavailable                                 |
+| ... a psycopg error that may pass when retried      | ConsumerUnavailable                                 |
 | ... ConnectionError or TimeoutError                 | ConsumerUnavailable                                 |
 | Kafka's Java client: authentication, authorization  | NotAuthorized                                       |
 | ... a corrupt record                                | CorruptRecords                                      |
@@ -66,7 +66,7 @@ _CHAINED: Final = re.compile(
 
 
 MAY_PASS: Final = (ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized)
-"""The errors after which another try may succeed."""
+"""The errors after which a retry may succeed."""
 HIDDEN: Final = (
     "{found} hides the package spark_jobs of outbox-kafka, which is {ours}: rename yours, or start from another folder"
 )
@@ -118,7 +118,7 @@ def of_spark(error: BaseException) -> Exception:
     if any(kind in _CORRUPT for kind in kinds):
         return CorruptRecords(line)
     if any(kind in _REFUSED for kind in kinds):
-        return NotAuthorized(f"Kafka: {line}; look at the reader's credentials and the ACLs. Nothing was skipped")
+        return NotAuthorized(f"Kafka: {line}; check the reader's credentials and the ACLs. Nothing was skipped")
     if any(kind.startswith((_KAFKA, *_NETWORK)) for kind in kinds):
         return ConsumerUnavailable(line)
     if lost := _LOST.search(text):

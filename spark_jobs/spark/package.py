@@ -212,7 +212,7 @@ def _imports(source: bytes, path: Path, inside: str) -> Iterator[str]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise JobError(f"{path} is no Python that {sys.version.split()[0]} can read: {error}") from error
+        raise JobError(f"{path} can't be read by Python {sys.version.split()[0]}: {error}") from error
     package = inside.removesuffix(".py").removesuffix("/__init__").split("/")
     if not inside.endswith("/__init__.py"):
         package = package[:-1]

@@ -33,7 +33,7 @@ from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
-from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable, task_plan_of
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
@@ -63,9 +63,6 @@ _SYSTEM: Final = frozenset({"ctid", "tableoid", "xmin", "xmax", "cmin", "cmax"})
 _NODE: Final = re.compile(r"^((?:[ :]  )*(?:[+:]- )?)[\s*()\d]*(\w+)")
 _NUMBER: Final = f"{OWN}task"
 """The only column of a plan's leaf: the task's number. A plan that contains it contains our messages."""
-_UNREAD: Final = f"{OWN}unread"
-_KAFKA: Final = "key binary, value binary, headers array<struct<key: string, value: binary>>"
-"""The columns that a user's decoder gets in addition to those of META."""
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -111,8 +108,8 @@ class Source:
         if not here.equals(there):
             raise JobError(
                 "transform: what it gives does not come from one Kafka partition for each of Spark's tasks (it comes "
-                f"from {here.toString()[:100]}), but each partition is a transaction of its own; do without toPandas, "
-                f"rdd.repartition, rdd.coalesce and checkpoint, or {_AS_ONE}"
+                f"from {here.toString()[:100]}), but each partition is a transaction of its own; don't use toPandas, "
+                f"rdd.repartition, rdd.coalesce or checkpoint, or {_AS_ONE}"
             )
         return dict(enumerate(self.partitions))
 
@@ -163,7 +160,7 @@ def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, le
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
     parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
-    made = functools.partial(task.of_number, functools.partial(task.read_letters, decoder, parts))
+    made = functools.partial(task.of_number, lambda _: decoder.decoding(parts))
     return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
 
 
@@ -205,41 +202,26 @@ def _parts(rows: DataFrame) -> Any:
 
 
 def _schema(job: ConsumerJob) -> StructType:
-    """Return the columns that the reading worker produces."""
+    """Return the columns that the reading worker produces. VARIANT is text there; see ``decoded``."""
     from pyspark.sql.types import DataType, StringType, StructType
 
     names = _META_KINDS | (_TRACE if isinstance(job.schema, Traced) else {})
-    ours = ", ".join(f"{name} {kind}" for name, kind in names.items())
-    meta = DataType.fromDDL(ours)
-    found = _planned(job)
-    own = (
-        DataType.fromDDL(f"{_KAFKA}, {_UNREAD} string")
-        if found is None
-        else nullable(found[0]).add(PROBLEM, StringType())
-    )
+    meta = DataType.fromDDL(", ".join(f"{name} {kind}" for name, kind in names.items()))
     assert isinstance(meta, StructType)
-    assert isinstance(own, StructType)
-    return StructType([*meta.fields, *own.fields])
-
-
-def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
-    """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
-    return task_plan_of(job.decoder)
+    payload = as_read(job.decoder.task_plan()[0])
+    return StructType([*meta.fields, *payload.fields]).add(PROBLEM, StringType())
 
 
 def task_decoder(job: ConsumerJob) -> TaskDecoder:
     """Return how a task turns Kafka's messages into rows."""
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
-    found = _planned(job)
+    fields, plan = job.decoder.task_plan()
     traced = isinstance(job.schema, Traced)
-    incoming = Incoming(chosen, ids_from(job.strategy), traced)
-    kind = arrow_type(_schema(job))
-    if found is None:
-        return TaskDecoder(kind, None, incoming, None, job.max_payload_bytes)
-    fields, plan = found
     plan()  # Raises here what would otherwise fail in every task.
-    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced), job.max_payload_bytes)
+    incoming = Incoming(chosen, ids_from(job.strategy), traced)
+    columns = _columns(job, fields, traced=traced)
+    return TaskDecoder(arrow_type(_schema(job)), plan, incoming, columns, job.max_payload_bytes)
 
 
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:
@@ -269,12 +251,13 @@ def _by_columns(job: ConsumerJob) -> bool:
 def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     """Return the reading worker's rows with the payload's columns, those of META, and PROBLEM."""
     from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+    from pyspark.sql.types import VariantType
 
-    if _UNREAD in rows.columns:
-        rows = job.decoder.decode(rows)
-        if _UNREAD not in rows.columns:
-            raise JobError("schema: the decoder must keep all columns of the rows that it is given, and add its own")
-        rows = rows.withColumn(PROBLEM, F.coalesce(F.col(_UNREAD), F.col(PROBLEM)))
+    for field in job.decoder.task_plan()[0].fields:
+        if isinstance(field.dataType, VariantType):
+            text, parsed = F.col(field.name), F.try_parse_json(F.col(field.name))
+            unfit = F.when(text.isNotNull() & parsed.isNull(), "the payload is too large or too deep for VARIANT")
+            rows = rows.withColumn(PROBLEM, F.coalesce(PROBLEM, unfit)).withColumn(field.name, parsed)
     if isinstance(job.strategy, Fingerprint) and job.strategy.decoded:
         # A tombstone's content is its key.
         gone = uuid8(F.sha2(F.col("message_key").cast("binary"), 256))
@@ -366,8 +349,8 @@ def require_one_task(rows: DataFrame) -> None:
     """Raise JobError if dead letters that are retried in one transaction would be in several tasks."""
     if rows._jdf.queryExecution().toRdd().getNumPartitions() > 1:  # noqa: SLF001
         raise JobError(
-            "transform: it spreads dead letters that are tried again over several tasks, but they are one transaction; "
-            f"do without toPandas and rdd.repartition, or {_AS_ONE}"
+            "transform: it spreads dead letters that are retried over several tasks, but they are one transaction; "
+            f"don't use toPandas or rdd.repartition, or {_AS_ONE}"
         )
 
 
@@ -420,15 +403,13 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
             picked.append(column)
             continue
         if name.startswith(OWN) or name in _SYSTEM:
-            raise JobError(f"column {name}: the name is the consumer's or Postgres's own; name yours otherwise")
+            raise JobError(f"column {name}: the name is reserved for the consumer or Postgres; rename yours")
         if name in META:
             types[name] = META[name]
             if kind == "void":
                 column = column.cast(_META_KINDS[name])
             elif kind != _META_KINDS[name]:
-                raise JobError(
-                    f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; name yours otherwise"
-                )
+                raise JobError(f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; rename yours")
         elif (plain := _plain(kind)) is not None:
             types[name] = plain
         elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):

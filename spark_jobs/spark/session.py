@@ -39,16 +39,15 @@ def start(
     name: str,
     *,
     master: str | None = None,
-    jars: Iterable[Path] = (),
     packages: str | None = None,
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Start or get the session. ``packages`` are Maven coordinates, used instead of ``jars``.
+    """Start or get the session. ``packages`` are Maven coordinates.
 
-    Under spark-submit the master, jars, packages and Python are those of its command line.
+    Under spark-submit the master, packages and Python are those of its command line.
     """
     if submitted():
-        master, jars, packages = None, (), None
+        master, packages = None, None
     else:
         master = master or DEFAULT_MASTER
         # Workers use this interpreter instead of any python3 on the PATH, and find the user's modules.
@@ -77,8 +76,6 @@ def start(
             }
     if packages:
         settings["spark.jars.packages"] = packages
-    elif jar_list := ",".join(str(jar) for jar in jars):
-        settings["spark.jars"] = jar_list
     for key, value in (settings | dict(conf or {})).items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()

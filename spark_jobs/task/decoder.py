@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class TaskDecoder:
     """Turns messages that a task has read itself into rows.
 
-    kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
-              Kafka's key, value and headers, and why a message can't be read.
-    plan      returns the reader of payloads; None for a user's decoder, which reads Kafka's columns in Spark.
+    kind      the rows' columns, as an Arrow struct: those of META, of the trace, of the payload, and PROBLEM.
+    plan      returns the reader of payloads.
     incoming  selects the messages and makes their columns of META.
     columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
               process the rows first.
@@ -32,7 +31,7 @@ class TaskDecoder:
     """
 
     kind: pa.StructType
-    plan: Callable[[], Reader] | None
+    plan: Callable[[], Reader]
     incoming: Incoming
     columns: Mapping[str, str] | None
     most: int
@@ -61,7 +60,7 @@ class TaskDecoder:
 
         from spark_jobs.payloads.reading import columns, limited
 
-        reader = None if self.plan is None else self.plan()
+        reader = self.plan()
         names = [kind.name for kind in self.kind]
         for messages in parts:
             if self.traces is not None:
@@ -70,12 +69,8 @@ class TaskDecoder:
             payloads, large = limited(payloads, self.most)
             problems = pc.coalesce(unreadable, large)
             kinds = list(self.kind)[len(meta) :]
-            if reader is None:
-                taken = self.incoming.chosen(messages)
-                headers = pa.array([list(one) for one in taken.headers], kinds[2].type)
-                fields = [pa.array(taken.keys, pa.binary()), payloads, headers, problems]
-            else:
-                *fields, problem = columns(reader, payloads, schemas, pa.struct(kinds)).flatten()
-                fields.append(pc.coalesce(problems, problem) if problems.null_count < len(problems) else problem)
+            *fields, problem = columns(reader, payloads, schemas, pa.struct(kinds)).flatten()
+            if problems.null_count < len(problems):
+                problem = pc.coalesce(problems, problem)
             columns_of_meta = [meta[name] for name in names[: len(meta)]]
-            yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields], names=names)
+            yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields, problem], names=names)

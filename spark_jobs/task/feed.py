@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from outbox.consumer import letters
 from outbox.consumer.errors import storable
-from outbox.consumer.letters import DeadLetter
+from outbox.consumer.letters import LONGEST_ERROR, DeadLetter
 from outbox.consumer.model import MessageRef, RejectedRecord, refs_of
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM
@@ -98,9 +97,7 @@ def _at_fault(batch: pa.RecordBatch, row: int, place: MessageRef, name: str) -> 
 
 def rejected_text(found: Sequence[RejectedRecord]) -> str:
     """Return rejected messages as the JSON of a report."""
-    return json.dumps(
-        [[*one.place, one.reason, storable(one.error)[: letters.LONGEST_ERROR], one.sqlstate] for one in found]
-    )
+    return json.dumps([[*one.place, one.reason, storable(one.error)[:LONGEST_ERROR], one.sqlstate] for one in found])
 
 
 def rejected_from(text: str) -> list[RejectedRecord]:

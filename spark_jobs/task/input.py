@@ -143,8 +143,8 @@ def check_end(stream: Stream) -> None:
     if found != END_OF_STREAM:
         raise InputCut(
             f"the task's rows ended, and {found!r} follows instead of Spark's mark for their end: something upstream "
-            "failed (the transform, the decoder or the Kafka reader). Nothing was committed; another try reads the "
-            "same range again"
+            "failed (the transform, the decoder or the Kafka reader). Nothing was committed; a retry reads the same "
+            "range again"
         )
 
 
@@ -157,7 +157,7 @@ def _peek(stream: Stream, count: int) -> bytes:
     try:
         number = stream.fileno()
     except io.UnsupportedOperation:
-        # A BufferedRWPair hides its socket: the end is not proved, and Spark tries again.
+        # A BufferedRWPair hides its socket: the end is not proved, and Spark retries.
         return found
     with socket.socket(fileno=os.dup(number)) as rest:
         closed = select.poll()

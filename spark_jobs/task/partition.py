@@ -227,11 +227,6 @@ def read_range(
     decoder.note_size(partition, messages.size)
 
 
-def read_letters(decoder: TaskDecoder, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
-    """Return the rows of dead letters that are retried."""
-    return decoder.decoding(parts)
-
-
 def with_reader(
     do: Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]],
     partitions: Sequence[Partition],

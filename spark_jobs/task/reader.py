@@ -109,7 +109,7 @@ class TooMuch(Exception):
     """A few messages are too large to be held at once."""
 
 
-class _Span:
+class _RangeProgress:
     """How much of one partition's range has been read."""
 
     def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
@@ -156,7 +156,7 @@ class _Span:
         if not self.whole:
             raise InputCut(
                 f"{self.partition[0]}-{self.partition[1]}: read up to offset {self.at}, and the range ends at "
-                f"{self.end}; nothing was committed. Another try reads the same range again"
+                f"{self.end}; nothing was committed. A retry reads the same range again"
             )
 
 
@@ -193,14 +193,16 @@ class RangeReader:
 
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
-        progress = _Span(partition, span, without)
+        progress = _RangeProgress(partition, span, without)
         return TaskInput(self._parts(progress), progress.require_whole, progress.position, progress.bytes_read)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
     ) -> dict[Partition, TaskInput[Messages]]:
         """Read several ranges at once into memory, for few messages. Raises TooMuch."""
-        spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
+        spans = {
+            partition: _RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
+        }
         found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
         for part, bytes_read in self._read(spans):
@@ -218,7 +220,7 @@ class RangeReader:
             for span in (spans[partition],)
         }
 
-    def _parts(self, span: _Span) -> Iterator[Messages]:
+    def _parts(self, span: _RangeProgress) -> Iterator[Messages]:
         held: list[Messages] = []
         rows = size = 0
         for part, bytes_read in self._read({span.partition: span}):
@@ -231,7 +233,7 @@ class RangeReader:
         if held:
             yield Messages.joined(held)
 
-    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[tuple[dict[Partition, Messages], int]]:
+    def _read(self, spans: Mapping[Partition, _RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
         """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
         from confluent_kafka import KafkaException, TopicPartition
 
@@ -299,7 +301,9 @@ class RangeReader:
         if is_refusal(error):
             self._refused = error
 
-    def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:
+    def _sorted(
+        self, messages: Sequence[Message], spans: Mapping[Partition, _RangeProgress]
+    ) -> dict[Partition, list[Message]]:
         """Return the messages of each partition. Raises KafkaException for an error."""
         if len(spans) == 1 and not any(message.error() for message in messages):
             ((partition, span),) = spans.items()
@@ -333,7 +337,7 @@ def _is_end(error: KafkaError) -> bool:
     return False
 
 
-def _shown(spans: Mapping[Partition, _Span]) -> str:
+def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:
     named = [f"{topic}-{part} from offset {span.at}" for (topic, part), span in spans.items()]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} partitions more" if len(named) > 3 else "")
 

@@ -23,7 +23,9 @@ def spark() -> Iterator[Any]:
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
-        started = session.start("tests", jars=connector.fetch(), conf={"spark.python.daemon.module": "warm_daemon"})
+        jars = ",".join(map(str, connector.fetch()))
+        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon"}
+        started = session.start("tests", conf=conf)
     yield started
     started.stop()
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import psycopg
 import pytest
-from decoding_support import ID, check, dead, order, run, send, source
+from decoding_support import check, dead, run, send
 
 from spark_jobs.job import ConsumerJob
-from spark_jobs.payloads.decoding import Avro, Json, Raw
+from spark_jobs.payloads.decoding import Json
 
 pytestmark = pytest.mark.spark
 
@@ -174,7 +174,7 @@ def test_a_hostile_payload_costs_one_row(bench, transform, atomic):
 
 
 def test_the_limit_is_for_every_decoder(bench):
-    """Bytes as well, and a decoder that works in Spark only."""
+    """Bytes as well."""
     send(bench, b"1234")
     send(bench, b"12345")
     send(bench, None)
@@ -190,20 +190,3 @@ def test_the_limit_is_for_every_decoder(bench):
     ((offset, value, error),) = bench.rows("SELECT message_offset, message_value, error FROM consumer.dead_letters")
     assert (offset, bytes(value)) == (1, b"12345")
     assert error == "the payload has 5 bytes, and the job takes 4 at most (max_payload_bytes)"
-
-
-def test_bare_avro_and_bytes_keep_every_row_in_its_place(bench):
-    plain = order(ID, {"name": "amount", "type": "long"})
-    rows = source(bench.spark, b"\x02a\x0e", None, b"\x02", b"\x02b\x01")
-    found = Avro(reader_schema=plain).decode(rows)
-    assert [(row.offset, row.id, row.amount, row.message_problem is None) for row in found.collect()] == [
-        (0, "a", 7, True),
-        (1, None, None, True),
-        (2, None, None, False),
-        (3, "b", -1, True),
-    ]
-    # A filter of the transform's meets decoded rows; it is not moved below the decoder, which then ran twice.
-    filtered = found.filter("amount > 0 OR amount IS NULL")
-    assert [row.offset for row in filtered.collect()] == [0, 1, 2]
-    assert filtered._jdf.queryExecution().executedPlan().toString().count("ArrowEvalPython") == 1
-    assert [row.payload for row in Raw().decode(rows).collect()] == [b"\x02a\x0e", None, b"\x02", b"\x02b\x01"]

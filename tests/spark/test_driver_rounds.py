@@ -293,9 +293,6 @@ def failing(error: str) -> Any:
         def names(self) -> tuple[str, ...]:
             return ("n",)
 
-        def decode(self, rows: Any) -> Any:
-            return Json("n int").decode(rows)
-
         def task_plan(self) -> Any:
             fields, _ = Json("n int").task_plan()
 

@@ -180,7 +180,7 @@ def test_signals_and_a_jvm_that_dies(bench, consumer):
         consumer.until(lambda: "stopping" in consumer.log(), "the first signal to be heard")
         assert waiting(bench, DRIVER)
         consumer.process.send_signal(signal.SIGINT)
-        consumer.ended(1, "outbox: ended in the middle of a round, as it was asked to twice")
+        consumer.ended(1, "outbox: ended in the middle of a round, after two signals")
     wait_until(lambda: gone(bench) and not jvm.is_running(), 60, "its sessions and its JVM to be gone")
     assert state() == nothing
 

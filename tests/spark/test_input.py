@@ -25,8 +25,8 @@ from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError
 from outbox.testing.fixtures import Topics
-from spark_jobs.driver import batch_attempts as batch
 from spark_jobs.driver import partition_attempts as partitions
+from spark_jobs.driver import staged_rows
 from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
@@ -150,7 +150,7 @@ def announcing(seen: Path) -> Callable[[Any], task_input.TaskInput]:
 
 def given_by(monkeypatch: pytest.MonkeyPatch, from_spark: Callable[[Any], task_input.TaskInput]) -> None:
     """Let tasks get their rows from another function, which travels to the executors with the code of a round."""
-    for module in (partitions, batch):
+    for module in (partitions, staged_rows):
         monkeypatch.setattr(module, "task_input", SimpleNamespace(from_spark=from_spark))
 
 

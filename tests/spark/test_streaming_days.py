@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -11,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import stream
 
 from outbox.consumer import retention
-from spark_jobs.postgres import group_store
+from spark_jobs.driver import streaming
 
 __all__ = ["stream"]
 
@@ -24,7 +25,6 @@ STEP = dt.timedelta(days=4)
 @pytest.fixture
 def moved_clock(stream, monkeypatch) -> dt.datetime:
     """The database's clock, as a table that the test moves. Returns where it begins: noon of today."""
-    monkeypatch.setattr(group_store, "_HOUR", "SELECT at FROM public.clock")
     monkeypatch.setattr(retention, "_TODAY", "SELECT at::date FROM public.clock")
     with psycopg.connect(stream.url) as connection:
         [(noon,)] = connection.execute("SELECT (now() AT TIME ZONE 'UTC')::date + time '12:00'").fetchall()
@@ -42,9 +42,11 @@ def with_ids(rows: Any, first: dt.datetime) -> Any:
     return rows.withColumn("message_id", F.lower(made))
 
 
-def test_days_are_created_and_forgotten_within_one_run(stream, moved_clock):
+def test_days_are_created_and_forgotten_within_one_run(stream, moved_clock, monkeypatch):
     function = stream.function(keep_days=2)
     calls: list[dt.datetime] = []
+    hours: list[int] = [0]
+    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: 3601.0 * hours[-1]))
     real = function._store.maintain_days
 
     def maintained(*arguments: Any) -> None:
@@ -55,6 +57,7 @@ def test_days_are_created_and_forgotten_within_one_run(stream, moved_clock):
 
     def moving(rows: Any, batch_id: int) -> None:
         # Two batches in each hour, and four days between the hours.
+        hours.append(batch_id // 2)
         with psycopg.connect(stream.url) as connection:
             now = moved_clock + batch_id // 2 * STEP
             connection.execute("UPDATE public.clock SET at = %s", (now,))

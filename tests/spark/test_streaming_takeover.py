@@ -13,6 +13,7 @@ from stream_to_sink import JOB, Stream, stream
 
 from outbox.consumer.errors import Fenced
 from spark_jobs.driver import streaming
+from spark_jobs.postgres.staging import StagingTables
 
 __all__ = ["stream"]
 
@@ -101,19 +102,38 @@ def test_the_younger_of_two_queries_goes_on(stream):
 
 def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
     """The rows are staged, and the group is another's: nothing of them is applied."""
-    real = streaming._stage_all
+    real = streaming.stage
 
-    def staged(*arguments: Any) -> Any:
-        found = real(*arguments)
+    def staged(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
         stream.function()._store.take_over()
         return found
 
-    monkeypatch.setattr(streaming, "_stage_all", staged)
+    monkeypatch.setattr(streaming, "stage", staged)
     stream.add()
     with pytest.raises(StreamingQueryException, match="Fenced"):
         stream.run()
     assert stream.seen() == []
     assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+    assert stream.left() == []
+
+
+def test_a_take_over_before_staging(stream, monkeypatch):
+    """The newer query drops the table that this one has created for its tasks."""
+    real = StagingTables.create
+
+    def created(tables: StagingTables, *arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        plan = real(tables, *arguments, **options)
+        newer = stream.function()
+        newer._staging_tables().drop_older(newer._store.take_over())
+        return plan
+
+    monkeypatch.setattr(StagingTables, "create", created)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="Fenced"):
+        stream.run()
+    assert stream.seen() == []
     assert stream.left() == []
 
 

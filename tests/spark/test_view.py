@@ -163,7 +163,7 @@ def test_from_a_bad_message_to_its_effect(bench, tmp_path, monkeypatch):
         assert desk.seen("a") == [1, 2, 3]
         wait_until(lambda: desk.metric("dead_letters_waiting") == 0, 60, "the metrics to tell")
         assert (desk.figure("messages_applied_total"), desk.figure("messages_dead_total")) == (4, 2)
-        assert (desk.figure("lag_messages"), desk.figure("pinned_messages")) == (0, 0)
+        assert (desk.figure("lag_messages"), desk.figure("uncommitted_messages")) == (0, 0)
         assert desk.figure("next_offset") == desk.figure("log_end_offset") == 4
         wait_until(lambda: desk.metric("kafka_up") == 1, 60, "Kafka to answer in time")
         wait_until(lambda: (desk.metric("round_seconds_count") or 0) > 0, 60, "the round to be counted")

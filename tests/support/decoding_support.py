@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import pyarrow as pa
+from pyspark.sql.types import StringType, StructType
 from uuid_utils.compat import uuid7
 
 from spark_jobs.job import ConsumerJob
+from spark_jobs.payloads.decoding import PROBLEM, Decoder, arrow_type, as_read
+from spark_jobs.payloads.reading import Reader, columns
 
 
 def send(bench: Any, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
@@ -54,10 +59,15 @@ def order(*fields: dict[str, Any]) -> str:
 ID = {"name": "id", "type": "string"}
 
 
-def source(spark: Any, *values: bytes | None) -> Any:
-    """Rows as Spark's Kafka source has them."""
-    return spark.createDataFrame(
-        [(b"k", value, "t", 0, number, None, None) for number, value in enumerate(values)],
-        "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, "
-        "headers array<struct<key: string, value: binary>>",
-    ).coalesce(1)
+def read_with(reader: Reader, fields: StructType, values: Sequence[bytes | None]) -> list[dict[str, Any]]:
+    """Read a batch of payloads as a task does."""
+    kind = arrow_type(StructType([*as_read(fields).fields]).add(PROBLEM, StringType()))
+    payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
+    rows: list[dict[str, Any]] = columns(reader, payloads, headers, kind).to_pylist()
+    return rows
+
+
+def read(decoder: Decoder, *values: bytes | None) -> list[dict[str, Any]]:
+    """Read a batch of payloads with a job's decoder."""
+    fields, plan = decoder.task_plan()
+    return read_with(plan(), fields, values)

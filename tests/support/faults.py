@@ -86,9 +86,6 @@ def reading(passed: Callable[[Any], Any]) -> Any:
         def names(self) -> tuple[str, ...]:
             return ("n",)
 
-        def decode(self, rows: Any) -> Any:
-            return Json("n int").decode(rows)
-
         def task_plan(self) -> Any:
             fields, plan = Json("n int").task_plan()
 

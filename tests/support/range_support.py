@@ -12,7 +12,7 @@ from pyspark.sql.types import IntegerType, StructField, StructType
 from outbox.consumer.model import Range
 from spark_jobs.job import META
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.payloads.json_columns import JsonReader
+from spark_jobs.payloads.json_whole import JsonReader
 from spark_jobs.payloads.reading import Policy
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.incoming import Incoming, Messages

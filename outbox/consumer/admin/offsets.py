@@ -85,7 +85,7 @@ class PartitionOffsets:
 
     next_offset   None: Kafka has the partition, but the group has not read it yet.
     lag           how many offsets a read_committed reader could read and the group has not read.
-    pinned        how many offsets wait behind an open transaction.
+    uncommitted   how many offsets are behind an open transaction.
     trouble       why the group can't continue from there.
     """
 
@@ -96,7 +96,7 @@ class PartitionOffsets:
     end: int | None
     high_watermark: int | None
     lag: int | None
-    pinned: int | None
+    uncommitted: int | None
     updated_at: dt.datetime | None
     trouble: str | None
 
@@ -470,7 +470,7 @@ def _positions(
                 end=None if there is None else there.end,
                 high_watermark=None if there is None else there.high_watermark,
                 lag=there.end - (at or 0) if comparable and there is not None else None,
-                pinned=None if there is None else there.pinned,
+                uncommitted=None if there is None else there.uncommitted,
                 updated_at=None if row is None else row["updated_at"],
                 trouble=trouble,
             )

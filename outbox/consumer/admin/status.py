@@ -52,11 +52,11 @@ class GroupState:
     """A consumer group, over all of its partitions.
 
     lag             offsets that a read_committed reader could have and the group has not; None while Kafka is away.
-    pinned          offsets that wait behind a transaction that is open; None while Kafka is away.
+    uncommitted     offsets behind an open transaction; None while Kafka is away.
     applied, duplicates, dead   messages since the group began.
     dead_letters    those that wait for a person now; ``retrying`` are tried again in the next round.
     stuck           calls to other systems that wait for a person.
-    moved_at        when an offset was moved last.
+    last_progress_at  when an offset last moved.
     standing        partitions that stand still although messages wait in them; None while Kafka is away.
     moving          whether the group has moved an offset within STANDING.
     losses          what Kafka lost before the group read it, and nobody has accepted.
@@ -71,14 +71,14 @@ class GroupState:
     taken_at: dt.datetime
     partitions: int
     lag: int | None
-    pinned: int | None
+    uncommitted: int | None
     applied: int
     duplicates: int
     dead: int
     dead_letters: int | None
     retrying: int | None
     stuck: int | None
-    moved_at: dt.datetime | None
+    last_progress_at: dt.datetime | None
     standing: Sequence[StandingPartition] | None
     moving: bool
     losses: int | None
@@ -168,14 +168,14 @@ def look(
                 taken_at=group.taken_at,
                 partitions=len(group.positions),
                 lag=None if away else sum(one.lag or 0 for one in known),
-                pinned=None if away else sum(one.pinned or 0 for one in group.positions),
+                uncommitted=None if away else sum(one.uncommitted or 0 for one in group.positions),
                 applied=sum(row["applied"] for row in parts),
                 duplicates=sum(row["duplicates"] for row in parts),
                 dead=sum(row["dead"] for row in parts),
                 dead_letters=sum(row["dead_letters"] for row in parts) if seen["dead_letters"] else None,
                 retrying=sum(row["retrying"] for row in parts) if seen["dead_letters"] else None,
                 stuck=stuck.get(group.group, 0) if seen["reservations"] else None,
-                moved_at=max((row["updated_at"] for row in parts), default=None),
+                last_progress_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, ()),
                 moving=any(row["updated_at"] > now - STANDING for row in parts),
                 losses=len(group.losses) if seen["losses"] else None,

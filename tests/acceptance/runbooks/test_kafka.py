@@ -166,7 +166,7 @@ def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, se
     metrics = ConsumerMetrics("g", [orders.topic], url, "consumer", orders.options)
     registry = CollectorRegistry()
     registry.register(metrics)
-    wait_until(lambda: "ConsumerPinned" in firing(collected(registry)), what="the alert")
+    wait_until(lambda: "ConsumerUncommitted" in firing(collected(registry)), what="the alert")
     shown = operator.look("outbox doctor").text
     assert f"topic {orders.topic} partition 0, transaction" in shown
     servers = {"BROKERS": orders.kafka.bootstrap_servers}
@@ -179,7 +179,7 @@ def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, se
     relay.kill()
     end_leases(url)
     operator.start(delivery="exactly-once")
-    wait_until(lambda: "ConsumerPinned" not in firing(collected(registry)), what="its heir to fence it")
+    wait_until(lambda: "ConsumerUncommitted" not in firing(collected(registry)), what="its heir to fence it")
     orders.published(3)
 
 

@@ -103,11 +103,11 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
         "SELECT extract(epoch FROM updated_at)::float8 FROM consumer.offsets WHERE grp = 'g'"
     )
     assert {name: samples[(name, *place)] for name in {name[0] for name in samples if name[1:] == place}} == {
-        "moved_timestamp_seconds": pytest.approx(moved),
+        "last_progress_timestamp_seconds": pytest.approx(moved),
         "next_offset": 3,
         "log_end_offset": 5,
         "lag_messages": 2,
-        "pinned_messages": 3,
+        "uncommitted_messages": 3,
         "messages_applied_total": 20,
         "messages_duplicate_total": 3,
         "messages_dead_total": 2,
@@ -127,7 +127,7 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
     # Nothing of other groups.
     assert {name[1] for name in samples} == {"g"}
     open_transaction.abort_transaction(30)
-    wait_until(lambda: scrape(port)["pinned_messages", "g", topic, "0"] == 0, 30, "the transaction to end")
+    wait_until(lambda: scrape(port)["uncommitted_messages", "g", topic, "0"] == 0, 30, "the transaction to end")
 
 
 def test_servers_that_are_away(outbox_postgres, outbox_kafka, served, monkeypatch):

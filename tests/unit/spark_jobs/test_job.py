@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,6 @@ from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Fingerprint, OffsetsOnly
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 
 class Named:
@@ -25,8 +22,8 @@ class Named:
     def names(self) -> tuple[str, ...]:
         return self._names
 
-    def decode(self, rows: DataFrame) -> DataFrame:
-        return rows
+    def task_plan(self) -> Any:
+        raise AssertionError
 
 
 def job(effect: object, **declared: object) -> ConsumerJob:
@@ -108,6 +105,6 @@ def test_a_limit_for_payloads_lets_something_pass():
 
 def test_names_that_are_the_consumers_own():
     for name in ("outbox_batch_held_at", "message_raw_key", *META):
-        with pytest.raises(JobError, match=f"the name {name} is the consumer's own"):
+        with pytest.raises(JobError, match=f"the name {name} is reserved for the consumer"):
             job("SELECT 1", schema=Named("a", name)).payload_columns()
     assert job("SELECT 1", schema=Named("held_at", "outbox_id")).payload_columns() == ("held_at", "outbox_id")

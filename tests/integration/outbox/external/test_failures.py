@@ -144,7 +144,7 @@ def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tm
     if then == "release":
         assert sink.states() == {"first": "confirmed", "second": "reserved"}
         return
-    assert "outbox: ended in the middle of a call, as it was asked to twice" in log.read_text()
+    assert "outbox: ended in the middle of a call, after two signals" in log.read_text()
     assert sink.states() == {"first": "calling", "second": "reserved"}
     provider.release()
     lease_runs_out(sink)

@@ -152,7 +152,7 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
         connection.execute(insert, (topic, topic_id, 0, 500, 498))
         connection.execute(insert, (topic, topic_id, 1, 100, 98))
     (group,) = status.look()["groups"]
-    assert (group["group"], group["partitions"], group["lag"], group["pinned"]) == ("totals", 2, 400, 0)
+    assert (group["group"], group["partitions"], group["lag"], group["uncommitted"]) == ("totals", 2, 400, 0)
     assert (group["applied"], group["duplicates"], group["dead_letters"], group["losses"]) == (596, 4, 0, 0)
     with psycopg.connect(url) as connection:
         connection.execute(insert, ("gone", topic_id, 0, 7, 7))

@@ -198,7 +198,7 @@ def reached_early(self: Any, at: int) -> None:
 def test_the_proof_is_what_keeps_a_part_from_being_committed(between, sink, monkeypatch):
     """Mutation: whatever comes first is taken for the end, as an iterator's end would be."""
     _, proxy, topic = between
-    monkeypatch.setattr(reader._Span, "reach", reached_early)
+    monkeypatch.setattr(reader._RangeProgress, "reach", reached_early)
     made = RangeReader(settings(proxy.address))
     apply(sink, made, topic)
     made.close()
@@ -229,8 +229,8 @@ def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):
 def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypatch):
     _, proxy, topic = between
     made = RangeReader(settings(proxy.address))
-    take = reader._Span.take
-    monkeypatch.setattr(reader._Span, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
+    take = reader._RangeProgress.take
+    monkeypatch.setattr(reader._RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
     report = apply(sink, made, topic)
     assert report["outcome"] == "cut"
     assert "or a later one was to come" in report["detail"]

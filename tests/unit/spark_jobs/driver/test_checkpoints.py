@@ -48,8 +48,8 @@ def test_what_is_there_is_not_applied_again():
         (HERE, batch(5, "other", "four"), "an older copy"),
         (HERE, batch(3, "three", "two"), "an older copy"),
         (HERE, batch(0, "zero", None), "an older copy"),
-        (HERE, batch(6, "six", "other"), "went on elsewhere"),
-        (HERE, batch(6, "six", None), "went on elsewhere"),
+        (HERE, batch(6, "six", "other"), "continued elsewhere"),
+        (HERE, batch(6, "six", None), "continued elsewhere"),
         (HERE, batch(7, "seven", "six"), "put back"),
     ],
 )

@@ -111,10 +111,10 @@ def test_a_partition_that_an_old_broker_does_not_name_is_for_later():
 
 
 def test_what_waits_behind_an_open_transaction():
-    assert OffsetBounds(0, 5).pinned is None
-    assert OffsetBounds(0, 5, 9).pinned == 4
+    assert OffsetBounds(0, 5).uncommitted is None
+    assert OffsetBounds(0, 5, 9).uncommitted == 4
     # Asked for at two moments: the log may have been read further by the second.
-    assert OffsetBounds(0, 9, 8).pinned == 0
+    assert OffsetBounds(0, 9, 8).uncommitted == 0
     assert plan({("t", 0): StoredOffset("id-1", 5)}, {("t", 0): OffsetBounds(0, 5, 9)}, ID) == {}
 
 

@@ -79,8 +79,8 @@ def test_a_traced_payload_has_no_such_field_itself():
         def names(self):
             return ("a", "TraceParent")
 
-        def decode(self, rows):
-            return rows
+        def task_plan(self):
+            raise AssertionError
 
     assert Traced(None).names() == ("payload", "traceparent", "tracestate")
     with pytest.raises(JobError, match="field TraceParent itself"):

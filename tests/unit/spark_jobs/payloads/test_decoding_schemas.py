@@ -14,6 +14,7 @@ import pytest
 import schema_registry
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.serde import SchemaId
+from decoding_support import ID, order, read
 from google.protobuf import descriptor_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
-from spark_jobs.payloads.decoding import Avro, Protobuf
+from spark_jobs.payloads.decoding import PROBLEM, Avro, Protobuf, Raw
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Problem
 from spark_jobs.payloads.registry import Client, Registry, Schema
@@ -105,6 +106,19 @@ def test_any_bytes_give_an_avro_record_or_a_problem(value):
     except Problem:
         return
     assert len(row) == 4
+
+
+def test_bare_avro_and_bytes_keep_every_row_in_its_place():
+    plain = order(ID, {"name": "amount", "type": "long"})
+    found = read(Avro(reader_schema=plain), b"\x02a\x0e", None, b"\x02", b"\x02b\x01")
+    assert [(row["id"], row["amount"], row[PROBLEM] is None) for row in found] == [
+        ("a", 7, True),
+        (None, None, True),
+        (None, None, False),
+        ("b", -1, True),
+    ]
+    payloads = [b"\x02a\x0e", None, b"\x02"]
+    assert read(Raw(), *payloads) == [{"payload": payload, PROBLEM: None} for payload in payloads]
 
 
 def test_avro_decimals_are_never_rounded():

@@ -272,7 +272,7 @@ def test_a_log_that_was_cut(driver):
     assert driver.losses()[0][-1] is True
 
 
-def test_an_open_transaction_pins_what_comes_behind_it(driver):
+def test_what_comes_behind_an_open_transaction_is_uncommitted(driver):
     driver.look()
     open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})
     open_one.init_transactions(30)
@@ -282,14 +282,11 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
     driver.send(0, 4)
     extents = driver.runner._kafka.look([driver.topic], high_watermarks=True)[1]
     assert extents[driver.topic, 0] == OffsetBounds(0, 0, 5, 0)
-    assert extents[driver.topic, 1].pinned == 0
+    assert extents[driver.topic, 1].uncommitted == 0
     # Not asked for, not paid for.
-    assert driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].pinned is None
-    driver.runner._pinned_at = None
-    driver.look()
-    assert driver.runner.pinned == {(driver.topic, 0): 5}
+    assert driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].uncommitted is None
     [group], _ = driver.offsets().show(GROUP)
-    assert [(one.lag, one.pinned, one.high_watermark) for one in group.positions] == [(0, 5, 5), (0, 0, 0)]
+    assert [(one.lag, one.uncommitted, one.high_watermark) for one in group.positions] == [(0, 5, 5), (0, 0, 0)]
     with pytest.raises(OperationRefused, match="offsets 0 to 0"):
         driver.offsets().reset(GROUP, driver.topic, 3, "why", part=0, skip=True)
     open_one.abort_transaction(30)

@@ -173,7 +173,7 @@ def test_show_says_where_everything_stands(driver):
     first, second = group["positions"]
     assert (first["next_offset"], first["first"], first["end"], first["high_watermark"]) == (1000, 1100, 1234, 1234)
     assert (first["trouble"], first["lag"]) == ("retention passed it", None)
-    assert (second["next_offset"], second["lag"], second["pinned"], second["trouble"]) == (0, 0, 0, None)
+    assert (second["next_offset"], second["lag"], second["uncommitted"], second["trouble"]) == (0, 0, 0, None)
     assert [loss["kind"] for loss in group["losses"]] == ["retention"]
     text = driver.command("show").stdout
     for part in (f"{driver.topic}-0", "1,000", "1,100", "1,234", "retention passed it", "2026-01-02", "generation 1"):
