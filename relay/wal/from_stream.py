@@ -17,7 +17,7 @@ from relay.polling.source import PollingSource
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import array
 from relay.wal.channel import Channel, StreamEvent
-from relay.wal.lane import LaneStates, Pauses, StreamLane, each
+from relay.wal.lane import Delays, LaneStates, StreamLane, each
 from relay.wal.queries import StreamQueries
 from relay.wal.slot import Snapshot
 
@@ -33,12 +33,12 @@ class StreamReader:
         table: PollingSource,
         queries: StreamQueries,
         states: LaneStates,
-        pauses: Pauses,
+        delays: Delays,
     ) -> None:
         self._lanes = lanes
         self._queries = queries
         self._states = states
-        self._pauses = pauses
+        self._delays = delays
         self._connection = table.connection
         self._settlement = table.settlement
         self._turn_bytes = table.turn_bytes
@@ -164,7 +164,7 @@ class StreamReader:
             if event.id in again[0] or not again[1].sees(event.at.xid):
                 channel.put_back(announced[number:])
                 if not kept:
-                    self._pauses.wait_for_visibility()
+                    self._delays.await_visibility()
                 break
             gone.append(event.at)
         channel.done(gone)

@@ -14,7 +14,7 @@ from relay.polling.low_water_mark import LOWEST
 from relay.polling.source import PollingSource
 from relay.settle.settlement import lanes_text
 from relay.wal.channel import Channel
-from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
+from relay.wal.lane import CatchingUp, Delays, InTable, LaneStates, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
 from relay.wal.slot import current_snapshot
 
@@ -30,7 +30,7 @@ class TableReader:
         table: PollingSource,
         queries: StreamQueries,
         states: LaneStates,
-        pauses: Pauses,
+        delays: Delays,
     ) -> None:
         self._lanes = lanes
         self._table = table
@@ -38,7 +38,7 @@ class TableReader:
         self._settlement = table.settlement
         self._queries = queries
         self._states = states
-        self._pauses = pauses
+        self._delays = delays
         self.leaves_out = False
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
@@ -112,21 +112,21 @@ class TableReader:
         Our session: an earlier reader may have dropped unpublished events. Nearly its end: while a slot that was not
         read for long catches up, events are published from the table without delay.
         """
-        if not channel.running:
+        if not channel.session.running.is_set():
             return
         target_lsn = state.target_lsn
         if target_lsn is None:
             target_lsn = self._states.ask(lane, self._queries.lowest)[1]
             lane.state = InTable(target_lsn)
-        if channel.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
+        if channel.session.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
             lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
         """Drop events whose rows are visible in the table."""
         if drop_visible(self._connection, channel):
-            self._pauses.reset()
+            self._delays.reset()
         elif channel.waiting:
-            self._pauses.wait_for_visibility()
+            self._delays.await_visibility()
 
 
 def drop_visible(connection: psycopg.Connection[Any], channel: Channel) -> bool:

@@ -292,9 +292,9 @@ class Slot:
         if row is None or not row[0]:
             raise DatabaseUnavailable("the stream's lanes are another relay's now")
 
-    def heartbeat(self, told_lsn: int) -> None:
+    def heartbeat(self, confirmed_lsn: int) -> None:
         """Write a message that comes back through the stream, if other WAL was written meanwhile."""
-        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": told_lsn, "bytes": IDLE_BYTES}
+        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": confirmed_lsn, "bytes": IDLE_BYTES}
         with unavailable_on_error("writing a heartbeat"):
             self._connection.execute(_HEARTBEAT, values)
 
