@@ -164,6 +164,7 @@ class LaneReader:
         """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
         limits = self._turn_limits(limits)
         self.look_first(in_hand)
+        self._begin_sweep(limits)
         return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
 
     def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
@@ -234,14 +235,11 @@ class LaneReader:
     def _late_reads(
         self, limits: Mapping[int, int], in_hand: Batches, marks: Marks, common: Mapping[str, Any]
     ) -> list[Read]:
-        """Return the statements that read late events; starts a sweep of the other lanes if it is time."""
-        swept: dict[int, int] = {}
+        """Return the statements that read late events."""
         reads = []
         for lane in limits:
             state = self._lanes[lane]
             if not state.late:
-                if marks.above[lane] > LOWEST and not state.found:
-                    swept[lane] = marks.above[lane]
                 continue
             values = {**common, "lane": lane, "late": array(state.late)}
             values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
@@ -249,8 +247,12 @@ class LaneReader:
             late = set(state.late)
             last = not any(claim.position in late for claim in in_hand.get(lane, ()))
             reads.append(Read(self._queries.read_late, values, [lane], marks, late=lane, last=last))
-        self._sweep.begin(swept, self.left_out)
         return reads
+
+    def _begin_sweep(self, lanes: Collection[int]) -> None:
+        """Start to sweep these lanes if it is time, except those of which the last sweep has found something."""
+        free = [lane for lane in lanes if not (self._lanes[lane].late or self._lanes[lane].found)]
+        self._sweep.begin({lane: mark for lane, mark in self.above(free).items() if mark > LOWEST}, self.left_out)
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
         """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
@@ -266,12 +268,14 @@ class LaneReader:
 
     # What the results say
 
-    def collected(self, plan: TurnPlan, counts: Sequence[Any], limits: Mapping[int, int]) -> Collected:
-        """Return the events that a turn has read, and update the marks. ``limits`` are those of all lanes.
+    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> Collected:
+        """Read a turn, unless it was read ahead, and update the marks. ``limits`` are those of all lanes.
 
-        Without the events of lanes in which a key has been freed: they are read again, from a lower mark. ``counts``
-        are the number of failures of each lane, and the sum of their ids, as they were after the read.
+        Returns the events, without those of lanes in which a key has been freed: they are read again, from a lower
+        mark.
         """
+        # The number of failures of each lane, and the sum of their ids, as they are after the read.
+        counts = self._session.read_turn(plan)
         claims: list[Claim] = []
         first: set[int] = set()
         for read in plan.reads:
@@ -301,7 +305,8 @@ class LaneReader:
         batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
         self._note_counts(counts)
         self._note_sizes(batches)
-        return Collected(batches, self._worth_reading_ahead(batches, limits))
+        retried = [lane for lane in batches if self._lanes[lane].reading_due and self._lanes[lane].failures]
+        return Collected(batches, retried, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, claims: Sequence[Claim]) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -357,10 +362,6 @@ class LaneReader:
         if state.reading_due:
             state.due_next = False
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
-
-    def retried(self, lanes: Collection[int]) -> list[int]:
-        """Return which of these lanes had due events, and nothing else, in the last read."""
-        return [lane for lane in lanes if self._lanes[lane].reading_due and self._lanes[lane].failures]
 
     # Failures
 

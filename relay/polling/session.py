@@ -65,9 +65,13 @@ class TurnPlan:
 
 
 class Collected(NamedTuple):
-    """What a turn has. ``backlog``: there are more events, and no failures: the next turn is worth reading ahead."""
+    """What a turn has. ``retried`` are the lanes that have due events, and nothing else.
+
+    ``backlog``: there are more events, and no failures: the next turn is worth reading ahead.
+    """
 
     batches: Batches
+    retried: Collection[int]
     backlog: bool
 
 
@@ -109,29 +113,12 @@ class Session:
             on_settled=on_settled,
         )
         self.ahead: TurnPlan | None = None
-        self._failed_behind: dict[int, OutboxError] = {}
 
     # What is in progress
 
-    def end_settling(self, deadline: float | None = None) -> None:
-        """Wait until the turn before is settled, if that is in progress. Remembers the lanes that have failed."""
-        self._failed_behind |= self.settlement.end(deadline)
-
-    def finish_settling(self) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled, if that is in progress. Returns the lanes for which it has failed."""
-        self.end_settling()
-        failed, self._failed_behind = self._failed_behind, {}
-        return failed
-
-    def failed_of(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Return which of these lanes could not be settled in the background; others are still remembered."""
-        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
-        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
-        return failed
-
     def free(self) -> None:
         """Free the connection. Events that were read ahead are discarded, and read again."""
-        self.end_settling()
+        self.settlement.end()
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             with unavailable_on_error("reading ahead"):

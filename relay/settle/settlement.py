@@ -177,6 +177,7 @@ class Settlement:
         self._connection = connection
         self.background = Background(connection)
         self._behind: Sent | None = None
+        self._failed_behind: dict[int, OutboxError] = {}
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
         self._on_settled = on_settled
@@ -272,8 +273,8 @@ class Settlement:
         self.background.start(execute)
         return Sent(cursor, lanes, asked_at, missing)
 
-    def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
-        """Wait until what ``begin`` started is done. Returns the lanes that were not held. Safe to call without
+    def end(self, deadline: float | None = None) -> None:
+        """Wait until what ``begin`` started is done, and remember the lanes that were not held. Safe to call without
         ``begin``.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
@@ -282,10 +283,21 @@ class Settlement:
         while self._behind is not None:
             missing = self._end(self._behind, deadline)
         if missing is None:
-            return {}
+            return
         with unavailable_on_error(f"settling {lanes_text(missing)}"):
-            failed = self._why_not(missing)
+            self._failed_behind |= self._why_not(missing)
         failpoint("batch.settled")
+
+    def finish(self) -> dict[int, OutboxError]:
+        """Wait until what ``begin`` started is done. Returns all lanes that were not held, and forgets them."""
+        self.end()
+        failed, self._failed_behind = self._failed_behind, {}
+        return failed
+
+    def take_failed(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Return which of these lanes were not held, and forget them; ``finish`` returns the others."""
+        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
+        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
         return failed
 
     def _end(self, behind: Sent, deadline: float | None) -> Sequence[int]:
@@ -309,21 +321,6 @@ class Settlement:
             if moved:
                 self._behind = self._begin(moved, missing)
         return missing
-
-    def latest_settling(self, lanes: Collection[int]) -> Settling:
-        """Return how late the turn before may be settled when one of these lanes comes next.
-
-        MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
-        And not while a lease has to be renewed, which must come before its events are published. BEFORE_COMMIT only
-        with transactions: readers do not see events before the commit.
-        """
-        wanted = set(lanes)
-        about = [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
-        if all(held.own_id is not None for held in about):
-            return Settling.BEFORE_COMMIT
-        if any(held.own_id is not None or held.pending.batch is not None for held in about):
-            return Settling.FIRST
-        return Settling.FIRST if any(self.prolongs(held.lease.lane) for held in about) else Settling.MEANWHILE
 
     def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
         """Return the lanes that another relay has taken; None if Postgres may lose what was read before this."""

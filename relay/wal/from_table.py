@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, assert_never
 
 import psycopg
 
 from outbox.errors import OutboxError
-from relay.core.ports import Claim
+from relay.core.ports import Claim, Fetched
 from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.source import PollingSource
@@ -41,7 +42,7 @@ class TableReader:
         self._delays = delays
         self.leaves_out = False
 
-    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
         """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``."""
         left = each(self._lanes, limits, failed, self._make_room)
         fetched = self._table.fetch({number: limits[number] for number in left})
@@ -60,7 +61,7 @@ class TableReader:
                 batches.pop(number, None)
 
         ours = each(self._lanes, [number for number in left if number not in failed], failed, step)
-        return {number: batch for number, batch in batches.items() if number in set(ours)}
+        return replace(fetched, batches={number: batch for number, batch in batches.items() if number in set(ours)})
 
     def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
         """Change the lane's state if its rows allow that. Returns whether they may be published."""

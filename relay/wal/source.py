@@ -201,12 +201,12 @@ class StreamSource:
         if streaming:
             batches |= self._stream_reader.read(streaming, failed)
         table = {number: limits[number] for number in ready if number not in streaming}
-        if table:
-            batches |= self._table_reader.read(table, failed)
+        fetched = self._table_reader.read(table, failed) if table else Fetched()
+        batches |= fetched.batches
         if batches:
             self._delays.reset()
         self._absent.see_to(limits.keys() - failed.keys())
-        return Fetched(batches, failed, known or bool(batches), retried=self._table.reader.retried(table))
+        return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
     def _log_absent_lanes(self) -> None:
         """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""
