@@ -55,7 +55,7 @@ from relay.core.ports import (
     Failed,
     Fetched,
     LaneLost,
-    Late,
+    DeliveryTimeout,
     Observer,
     Published,
     Publisher,
@@ -199,7 +199,7 @@ class WorkerLoop:
             began = time.monotonic()
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
             seconds += time.monotonic() - began
-            late = isinstance(sent, Failed) and isinstance(sent.error, Late)
+            late = isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
             self._retries_apart = not (again and late)
             self._conclude(sent, source, batches, fine, settling, narrows=self._retries_apart)
             fine, settling = set(), set()

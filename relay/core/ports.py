@@ -106,8 +106,8 @@ class DatabaseUnavailable(Unavailable):
     """The database is unavailable, slow, or accepts no writes at present."""
 
 
-class Late(BrokerUnavailable):
-    """The batch did not finish in its time. A smaller one will be tried."""
+class DeliveryTimeout(BrokerUnavailable):
+    """The batch was not acknowledged in its time. A smaller one will be tried."""
 
 
 class BatchRefused(BrokerUnavailable):
@@ -160,7 +160,7 @@ class UndecidedTransaction(BrokerUnavailable):
         )
 
 
-class LaneBusy(DatabaseUnavailable):
+class LaneLocked(DatabaseUnavailable):
     """Another session has locked the lane's row. The lane waits, the worker's other lanes go on."""
 
     def __init__(self, lane: int) -> None:

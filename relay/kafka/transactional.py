@@ -66,7 +66,7 @@ from relay.core.ports import (
     Failed,
     IdBusy,
     Kind,
-    Late,
+    DeliveryTimeout,
     Receipt,
     Sent,
     TopicUnusable,
@@ -431,7 +431,7 @@ class TransactionalPublisher:
         if code == KafkaError._FENCED:
             return BrokerUnavailable(f"Kafka, {doing}: another relay has taken a lane over ({text_of(error)})")
         if code in {KafkaError._TIMED_OUT, KafkaError._TIMED_OUT_QUEUE}:
-            return Late(f"Kafka, {doing}: {text_of(error)}")
+            return DeliveryTimeout(f"Kafka, {doing}: {text_of(error)}")
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
     def _abort(self, sender: _TransactionalProducer) -> bool:

@@ -9,7 +9,7 @@ from psycopg import errors
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import RECREATED, Identity, Marker, StateLost, resume
-from relay.core.ports import LaneBusy
+from relay.core.ports import LaneLocked
 from relay.database import unavailable_on_error
 from relay.polling.queries import Queries
 from relay.polling.session import Session
@@ -74,7 +74,7 @@ class RowTakeover:
             try:
                 held = self._connection.execute(self._queries.held, lease_values([lease])).fetchone()
             except errors.LockNotAvailable as error:
-                raise LaneBusy(lane) from error
+                raise LaneLocked(lane) from error
             if held is None:
                 held_lane.pending = NOTHING
                 raise self._settlement.lost(lane)

@@ -48,7 +48,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lease import Lease
-from relay.core.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
+from relay.core.ports import Claim, DatabaseUnavailable, LaneLocked, LaneLost, Published, Receipt
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
@@ -57,7 +57,7 @@ RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
 
 # The waits before a lane whose row is locked is given up for this turn.
-_BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
+_LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
 
 
 # How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
@@ -412,7 +412,7 @@ class Settlement:
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
         """Return the reasons for lanes that were not held, after retrying those that were only locked."""
         failed = self._reasons(missing) if missing else {}
-        busy = [lane for lane, error in failed.items() if isinstance(error, LaneBusy)]
+        busy = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
         if busy:
             failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
         return failed
@@ -447,14 +447,14 @@ class Settlement:
 
     def _again(self, busy: Sequence[int]) -> dict[int, OutboxError]:
         """Retry lanes whose rows were locked, perhaps only briefly by the control loop, which renews leases."""
-        failed: dict[int, OutboxError] = {lane: LaneBusy(lane) for lane in busy}
-        for seconds in _BUSY_SECONDS:
+        failed: dict[int, OutboxError] = {lane: LaneLocked(lane) for lane in busy}
+        for seconds in _LOCKED_SECONDS:
             if not busy:
                 break
             time.sleep(seconds)
             reasons = self._reasons(self._ask(busy))
             failed = {lane: error for lane, error in failed.items() if lane not in busy} | reasons
-            busy = [lane for lane, error in reasons.items() if isinstance(error, LaneBusy)]
+            busy = [lane for lane, error in reasons.items() if isinstance(error, LaneLocked)]
         return failed
 
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
@@ -464,7 +464,7 @@ class Settlement:
         for lane, last_batch, named in rows:
             known = self.lanes[lane]
             if known.expected in {None, last_batch} and known.own_id in {None, named}:
-                reasons[lane] = LaneBusy(lane)
+                reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
             reasons[lane] = DatabaseUnavailable(

@@ -17,7 +17,7 @@ from relay.core.ports import (
     Completed,
     Failed,
     LaneLost,
-    Late,
+    DeliveryTimeout,
     Receipt,
     Refused,
     Sent,
@@ -336,7 +336,7 @@ def slow(most: int) -> Step:
 
     def publish(batches: Batches) -> Sent:
         if sum(map(len, batches.values())) > most:
-            return Failed(Late("no acknowledgement within 4 s"))
+            return Failed(DeliveryTimeout("no acknowledgement within 4 s"))
         return all_of(batches)
 
     return publish
@@ -420,7 +420,7 @@ def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time(mon
     monkeypatch.setattr(OneSource, "fetch", fetch)
 
     def publish(batches: Batches) -> Sent:
-        return Failed(Late("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)
+        return Failed(DeliveryTimeout("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)
 
     world = World(rows, settings=replace(SETTINGS, batch_size=16))
     world.broker.script = [publish] * 3
