@@ -59,7 +59,6 @@ RENEW_PART: Final = 0.7
 # The waits before a lane whose row is locked is given up for this turn.
 _LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
 
-
 # How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
 # come: no other session may be writing.
 _FLUSH_SECONDS: Final = 0.005
@@ -125,12 +124,8 @@ class SettledLane:
     """Exactly-once: the id that the lane's row must have, so that the next holder fences this worker."""
     confirmed: bool = False
     """Whether the row was as expected when it was last read: ours, with our id and ``expected``."""
-    written: bool = False
-    """Whether the current statement writes the lane's row, and so renews its lease."""
     version: str | None = None
     """The ctid of the lane's row when it was last settled; it changes when another session writes the row."""
-    by_version: bool = False
-    """Whether the current statement looks up only that version."""
 
 
 class Settling(Enum):
@@ -146,13 +141,19 @@ class Settling(Enum):
     """While this turn is sent, before its Kafka transaction is committed."""
 
 
-class Sent(NamedTuple):
-    """A settlement in progress. ``missing`` are lanes that were not held by a statement before."""
+class RunningStatement(NamedTuple):
+    """A settlement in progress.
+
+    ``written`` are the lanes whose rows it writes, and so renews their leases. ``by_version``: it looks up only the
+    known versions of the rows. ``missing`` are lanes that were not held by a statement before.
+    """
 
     cursor: psycopg.Cursor[Any]
     lanes: Collection[int]
     asked_at: float
-    missing: Sequence[int] = ()
+    written: Collection[int]
+    by_version: bool
+    missing: Sequence[int]
 
 
 class Settlement:
@@ -176,7 +177,7 @@ class Settlement:
     ) -> None:
         self._connection = connection
         self.background = Background(connection)
-        self._behind: Sent | None = None
+        self._behind: RunningStatement | None = None
         self._failed_behind: dict[int, OutboxError] = {}
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
@@ -204,14 +205,12 @@ class Settlement:
         lease = self.lanes[lane].lease
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
-    def values(self, lanes: Collection[int]) -> dict[str, Any]:
-        """Return the statement's parameters for these lanes."""
-        held = [self.lanes[lane] for lane in lanes]
-        for lane in held:
-            lane.written = self._writes(lane)
+    def _values(self, sent: RunningStatement) -> dict[str, Any]:
+        """Return the statement's parameters."""
+        held = [self.lanes[lane] for lane in sent.lanes]
         pending = [lane.pending for lane in held]
         rows = [claim for part in pending for claim in part.rows]
-        row_lanes = [lane for lane, part in zip(lanes, pending, strict=True) for _ in part.rows]
+        row_lanes = [lane for lane, part in zip(sent.lanes, pending, strict=True) for _ in part.rows]
         values: dict[str, Any] = {
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
             **lease_values([lane.lease for lane in held]),
@@ -220,7 +219,7 @@ class Settlement:
             "lsns": array([part.commit_lsn for part in pending]),
             "own_ids": [lane.own_id for lane in held],
             "versions": _versions(held),
-            "writes": array(["t" if lane.written else "f" for lane in held]),
+            "writes": array(["t" if lane in sent.written else "f" for lane in sent.lanes]),
             "row_lanes": array(row_lanes),
             "row_ids": array([claim.position for claim in rows]),
             "row_event_ids": array([claim.event_id for claim in rows]),
@@ -232,16 +231,16 @@ class Settlement:
             values["offsets"] = [place.offset for place in places]
         return values
 
-    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> Sent:
+    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:
         """Execute the statement, whose result ``answered`` takes.
 
         ``in_transaction``: more depends on this transaction for lanes that are held, so this must find them at once.
         """
-        asked_at = time.monotonic()
-        query, values = self._statement(lanes, in_transaction=in_transaction)
-        return Sent(self._connection.execute(query, values, prepare=self._prepared), lanes, asked_at)
+        sent = self._new(lanes, in_transaction=in_transaction)
+        sent.cursor.execute(*self._statement(sent), prepare=self._prepared)
+        return sent
 
-    def answered(self, sent: Sent) -> dict[int, OutboxError]:
+    def answered(self, sent: RunningStatement) -> dict[int, OutboxError]:
         """Process the result of ``send``. Returns the lanes that were not held, with the reasons."""
         missing, moved = self._note(sent)
         return self._why_not([*missing, *self._ask(moved)])
@@ -262,16 +261,15 @@ class Settlement:
         failpoint("batch.settling")
         self._behind = self._begin(lanes)
 
-    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> Sent:
-        cursor = self._connection.cursor()
-        query, values = self._statement(lanes)
-        asked_at = time.monotonic()
+    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
+        sent = self._new(lanes, missing=missing)
+        query, values = self._statement(sent)
 
         def execute() -> None:
-            cursor.execute(query, values, prepare=True)
+            sent.cursor.execute(query, values, prepare=True)
 
         self.background.start(execute)
-        return Sent(cursor, lanes, asked_at, missing)
+        return sent
 
     def end(self, deadline: float | None = None) -> None:
         """Wait until what ``begin`` started is done, and remember the lanes that were not held. Safe to call without
@@ -300,7 +298,7 @@ class Settlement:
         self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
         return failed
 
-    def _end(self, behind: Sent, deadline: float | None) -> Sequence[int]:
+    def _end(self, behind: RunningStatement, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
@@ -391,13 +389,14 @@ class Settlement:
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
-    def _statement(
-        self, lanes: Collection[int], *, in_transaction: bool = False
-    ) -> tuple[sql.Composed, dict[str, Any]]:
+    def _new(self, lanes: Collection[int], *, in_transaction: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
+        written = {lane for lane in lanes if self._writes(self.lanes[lane])}
         by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
-        for lane in lanes:
-            self.lanes[lane].by_version = by_version
-        return self.statements.settle_by_version if by_version else self.statements.settle, self.values(lanes)
+        return RunningStatement(self._connection.cursor(), lanes, time.monotonic(), written, by_version, missing)
+
+    def _statement(self, sent: RunningStatement) -> tuple[sql.Composed, dict[str, Any]]:
+        statements = self.statements
+        return statements.settle_by_version if sent.by_version else statements.settle, self._values(sent)
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
@@ -410,14 +409,21 @@ class Settlement:
         return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons for lanes that were not held, after retrying those that were only locked."""
-        failed = self._reasons(missing) if missing else {}
-        busy = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
-        if busy:
-            failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
+        """Return the reasons for lanes that were not held, after retrying those whose rows are only locked.
+
+        They may be locked briefly by the control loop, which renews leases.
+        """
+        failed = self._reasons(missing)
+        for seconds in _LOCKED_SECONDS:
+            locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
+            if not locked:
+                break
+            time.sleep(seconds)
+            others = {lane: error for lane, error in failed.items() if lane not in locked}
+            failed = others | self._reasons(self._ask(locked))
         return failed
 
-    def _note(self, sent: Sent) -> tuple[list[int], list[int]]:
+    def _note(self, sent: RunningStatement) -> tuple[list[int], list[int]]:
         """Record the lanes that were held. Returns those that were not, and those whose rows have moved.
 
         The latter are looked up by their numbers next: a row moves when the control loop renews a lease, for example. A
@@ -428,15 +434,16 @@ class Settlement:
             settled = self.lanes[row[0]]
             settled.version = row[2]
             settled.confirmed = True
-            if settled.written:
+            if row[0] in sent.written:
                 settled.lease.renewed(sent.asked_at)
             self._forget_pending(settled)
         held = {row[0] for row in rows}
         missing = [lane for lane in sent.lanes if lane not in held]
-        moved = [lane for lane in missing if self.lanes[lane].by_version]
-        for lane in moved:
+        if not sent.by_version:
+            return missing, []
+        for lane in missing:
             self.lanes[lane].version = None
-        return [lane for lane in missing if not self.lanes[lane].by_version], moved
+        return [], missing
 
     def _forget_pending(self, settled: SettledLane) -> None:
         pending, settled.pending = settled.pending, NOTHING
@@ -445,19 +452,9 @@ class Settlement:
         if pending:
             self._on_settled(settled.lease.lane, pending)
 
-    def _again(self, busy: Sequence[int]) -> dict[int, OutboxError]:
-        """Retry lanes whose rows were locked, perhaps only briefly by the control loop, which renews leases."""
-        failed: dict[int, OutboxError] = {lane: LaneLocked(lane) for lane in busy}
-        for seconds in _LOCKED_SECONDS:
-            if not busy:
-                break
-            time.sleep(seconds)
-            reasons = self._reasons(self._ask(busy))
-            failed = {lane: error for lane, error in failed.items() if lane not in busy} | reasons
-            busy = [lane for lane, error in reasons.items() if isinstance(error, LaneLocked)]
-        return failed
-
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        if not lanes:
+            return {}
         values = lease_values([self.lanes[lane].lease for lane in lanes])
         rows = self._connection.execute(self.statements.why, values).fetchall()
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
