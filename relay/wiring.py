@@ -111,6 +111,7 @@ def build(settings: Settings) -> Supervisor:
             shutdown_seconds=settings.relay.shutdown_seconds,
             loop=LoopSettings(
                 batch_size=settings.relay.batch_size,
+                delivery_seconds=delivery_seconds(settings),
                 max_idle_seconds=settings.relay.max_idle_seconds,
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
