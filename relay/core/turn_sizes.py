@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from relay.core.lane import Lane
-from relay.core.ports import Batches, BatchRefused, Claim, Failed, DeliveryTimeout, Receipt, Refused
+from relay.core.ports import Batches, BatchRefused, Claim, DeliveryTimeout, Failed, Receipt, Refused
 
 # Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8

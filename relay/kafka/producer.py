@@ -24,8 +24,8 @@ from relay.core.ports import (
     BatchRefused,
     BrokerUnavailable,
     Claim,
-    Kind,
     DeliveryTimeout,
+    Kind,
     Published,
     Refused,
     Result,
@@ -346,7 +346,9 @@ class BatchProducer:
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return the failure if neither an event nor a topic caused it."""
         if self._late:
-            return DeliveryTimeout(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}")
+            return DeliveryTimeout(
+                f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}"
+            )
         failed = [(f"to {self._topic(claim)!r}", error) for claim, error in causes]
         failed += [(f"the marker of lane {lane}", error) for lane, error in self._markers.items()]
         for what, error in failed:

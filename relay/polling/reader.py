@@ -68,11 +68,6 @@ class _Lane:
     late: Sequence[int] = ()
     """Ids below the mark, to be read before anything else."""
 
-    @property
-    def is_without_failures(self) -> bool:
-        """Return whether the lane is known to have no failures."""
-        return self.known and not self.failures and not self.unsure
-
 
 class LaneReader:
     """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``.
@@ -86,6 +81,7 @@ class LaneReader:
         self._session = session
         self._sweep = sweep
         self._kept = kept or KeptMarks()
+        self._mixed = set(self._kept.unanswered)
         self._row_marks = None if kept is None else RowMarks(session, queries)
         self._new: set[int] = set()
         self._server: Server | None = None
@@ -114,9 +110,11 @@ class LaneReader:
     def close(self, in_hand: Batches) -> None:
         """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
         self._sweep.close()
+        states = self._lanes.items()
+        self._kept.unanswered = frozenset(lane for lane, state in states if state.reading_due and state.due_next)
         if self._server is None:
             return
-        for lane, state in self._lanes.items():
+        for lane, state in states:
             mark = unsettled_above(self._marks.above(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
                 late, due_at = [id_ for id_ in (*state.late, *state.found) if id_ <= mark], self._sweep.due_at[lane]
@@ -224,7 +222,7 @@ class LaneReader:
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
-            values["limit"] = self._rows(lane, limits[lane], share)
+            values["limit"] = self._rows(lane, max(limits[lane] - (lane in self._mixed), 1), share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
                 reads.append(Read(due, values, [lane], marks, due=lane, many=many))
@@ -260,11 +258,12 @@ class LaneReader:
         return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
 
     def _worth_reading_ahead(self, batches: Batches, limits: Mapping[int, int]) -> bool:
-        """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
+        """Return whether there is a backlog, and no lane that has failures, or may have some."""
+        states = [self._lanes[lane] for lane in limits]
         return any(
             2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
             for lane, batch in batches.items()
-        ) and all(self._lanes[lane].is_without_failures for lane in limits)
+        ) and all(state.known and not state.failures and not state.unsure for state in states)
 
     # What the results say
 
@@ -292,9 +291,7 @@ class LaneReader:
                     self._lanes[lane].due_next = True
                     self._lanes[lane].reading_due = False
             rows = [row for row in rows if row.lane not in first] if first else rows
-            lowest: dict[int, int] = {}
-            for row in reversed(rows):
-                lowest[row.lane] = row.position
+            lowest = {row.lane: row.position for row in reversed(rows)}
             for lane in read.lanes:
                 # Rows must not wait below the mark for a failure that is not known.
                 complete = plan.looks or not self._lanes[lane].failures
@@ -325,6 +322,9 @@ class LaneReader:
         if read.late is None:
             if lane in first:
                 return ()
+            if read.rows and lane in self._mixed:
+                self._mixed.discard(lane)
+                return read.rows
             state.reading_due = bool(read.rows)
         elif read.rows:
             state.reading_due = False

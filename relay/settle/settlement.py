@@ -389,7 +389,9 @@ class Settlement:
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
-    def _new(self, lanes: Collection[int], *, in_transaction: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
+    def _new(
+        self, lanes: Collection[int], *, in_transaction: bool = False, missing: Sequence[int] = ()
+    ) -> RunningStatement:
         written = {lane for lane in lanes if self._writes(self.lanes[lane])}
         by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
         return RunningStatement(self._connection.cursor(), lanes, time.monotonic(), written, by_version, missing)

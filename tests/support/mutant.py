@@ -14,7 +14,7 @@ from typing import Any
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
-from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, DeliveryTimeout, Receipt, Sent
+from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, DeliveryTimeout, Failed, Fetched, Receipt, Sent
 from relay.core.turn_sizes import TurnSizes
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader

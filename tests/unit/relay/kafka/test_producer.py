@@ -17,7 +17,16 @@ from sender_support import OPTIONS, AllThere, claim, events, soon
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
 from relay.config import load, producer_options
-from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, DeliveryTimeout, Refused, TopicUnusable, Unavailable
+from relay.core.ports import (
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    DeliveryTimeout,
+    IdBusy,
+    Refused,
+    TopicUnusable,
+    Unavailable,
+)
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
 from relay.kafka.producer import BatchProducer
