@@ -76,7 +76,7 @@ class Components:
     next_due: NextDue = field(default_factory=NextDue)
     """Written by the control loop; the task that moves scheduled events reads it."""
     about: Mapping[str, object] = field(default_factory=dict)
-    """What the relay has been told, for the first line of the log."""
+    """The settings that the first line of the log shows."""
 
 
 class _WorkerThread(threading.Thread):
@@ -296,7 +296,7 @@ class Supervisor:
             )
 
     def _note_pauses(self, table: LaneTable) -> None:
-        """Hand the pauses over to the worker's loop. Before lanes are: their first turn must obey."""
+        """Hand over the pauses to the worker's loop, before lanes, so that the first turn obeys them."""
         known = self._components.pauses
         if table.pauses is None or table.pauses == known.now:
             return

@@ -77,7 +77,7 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
 def be_worker(number: int, settings: Settings, stopping: threading.Event) -> None:
     """Make this process one of several workers: with its own name and port, and ending with its parent.
 
-    ``stopping``: it was already told to end. A second signal would abandon the turn in flight.
+    ``stopping``: it is already ending. A second signal would abandon the turn in flight.
     """
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"

@@ -40,7 +40,7 @@ log = structlog.get_logger("relay")
 _LONGEST_SECONDS: Final = 900.0
 # A coordinator looks for expired transactions every ten seconds, and then has to write the markers.
 _GRACE_SECONDS: Final = 15.0
-_SAY_AGAIN_SECONDS: Final = 300.0
+_LOG_AGAIN_SECONDS: Final = 300.0
 _READ_SECONDS: Final = 10.0
 _FORBIDDEN: Final = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED})
 
@@ -133,7 +133,7 @@ class _Standing:
     undecided: Undecided
     seen_at: float
     found: OpenTransaction | None = None
-    said_at: float | None = None
+    logged_at: float | None = None
 
 
 class TransactionWatch:
@@ -162,7 +162,7 @@ class TransactionWatch:
         self._examine([each for each in self._standing.values() if self._is_to_be_examined(each, now)])
         was, self._hanging = self._hanging, [each for each in self._standing.values() if self._hangs(each, now)]
         for each in self._hanging:
-            self._say(each, now)
+            self._log(each, now)
         if was and not self._hanging:
             log.info("no transaction hangs any more")
 
@@ -192,10 +192,10 @@ class TransactionWatch:
         for each, transaction in zip(standing, found, strict=True):
             each.found = transaction
 
-    def _say(self, each: _Standing, now: float) -> None:
-        if each.said_at is not None and now - each.said_at < _SAY_AGAIN_SECONDS:
+    def _log(self, each: _Standing, now: float) -> None:
+        if each.logged_at is not None and now - each.logged_at < _LOG_AGAIN_SECONDS:
             return
-        each.said_at = now
+        each.logged_at = now
         assert each.found is not None
         log.error(
             "a transaction hangs: readers in read_committed wait for its end, and see nothing behind it; "

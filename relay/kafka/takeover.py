@@ -2,11 +2,12 @@
 
 1. The lane was acquired in Postgres: its epoch is ours; its row still names the former holder's transactional ids.
 2. Those ids are fenced (once for all lanes of a former holder), and with them those of the worker that wrote the last
-marker, if it is another one: a failover may have lost an update of the row. They can commit nothing after that. A row
-that names no id was released after its last batch was settled: if the marker is ahead of it, the row is from before the
-marker's writer took the lane, and the writer is fenced too. 3. The lane's marker is read, up to a high watermark that
-is decided. 4. One Postgres transaction checks the epoch again, compares marker and ``last_batch`` (see marker.py),
-settles the rows that the marker names, and writes our own ids into the row. Only then is the lane published.
+   marker, if it is another one: a failover may have lost an update of the row. They can commit nothing after that. A
+   row that names no id was released after its last batch was settled: if the marker is ahead of it, the row is from
+   before the marker's writer took the lane, and the writer is fenced too.
+3. The lane's marker is read, up to a high watermark that is decided.
+4. One Postgres transaction checks the epoch again, compares marker and ``last_batch`` (see marker.py), settles the rows
+   that the marker names, and writes our own ids into the row. Only then is the lane published.
 
 Why it holds: a lane is only ever written under the ids that its row names, and the fence comes after the acquire. A
 former holder that comes back after the fence initializes its ids again, then reads the leases, and finds the lane gone;

@@ -122,10 +122,10 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
 
 
 def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, named: bool) -> None:
-    """Look for the event on Kafka where no table says where it is, or where somebody has named topics.
+    """Search Kafka for the event where no table names its message, or where topics are named.
 
-    named   whether somebody has named the topics: they are read also if nothing says when the event was written, or if
-            one message of it is known, because there may be repeats.
+    named   whether the caller has named the topics: they are read even if the time of writing is unknown, or if one
+            message of the event is known, because there may be repeats.
     """
     found.searched = True
     event = found.event

@@ -5,10 +5,10 @@ session, a long dump) keeps it from removing them; then each read would visit th
 mark, which rises to an id M only when no transaction can still commit an id up to M:
 
 1. M is the last id settled, or the lane's last id while events wait; some seconds pass (``_SETTLE_SECONDS``), in which
-every INSERT that had drawn an id up to M gets its transaction id; then we draw a transaction id X of our own. (A
-snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already be running.)
-2. Once the snapshot's xmin has reached X, all those transactions have ended. 3. A read after that, still from the old
-mark, found nothing to publish up to M.
+   every INSERT that had drawn an id up to M gets its transaction id; then we draw a transaction id X of our own. (A
+   snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already run.)
+2. Once the snapshot's xmin has reached X, all those transactions have ended.
+3. A read after that, still from the old mark, found nothing to publish up to M.
 
 A reader's snapshot has no transaction id and does not hold back the mark; a forgotten writer does, as it must. The row
 of an INSERT that takes longer than the wait in 1 between drawing its id and writing, as in a BEFORE trigger that

@@ -23,7 +23,7 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
                       ELSE octet_length(payload::text) END
                  + coalesce(octet_length(payload_bytes), 0) + coalesce(pg_column_size(headers), 0)"""
 
-# Without the rows of the turn before, which are not settled yet; rows behind its last one need no check against the
+# Without the rows of the previous turn, which are not settled yet; rows behind its last one need no check against the
 # list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
 
@@ -102,7 +102,7 @@ SELECT (SELECT count(*) FROM there), (SELECT max(id) FROM there),
        ARRAY(SELECT id FROM there AS e WHERE true{usable} ORDER BY id LIMIT %(most)s)"""
 
 # All failures of lanes, or those with these ids; see blocked_keys.py. OFFSET and LIMIT prevent the planner from
-# reversing the join; see relay.statements.
+# reversing the join; see settle/statements.py.
 _FAILURES: Final = """
 SELECT l.lane, f.*
   FROM unnest(%(lanes)s::smallint[]) AS l(lane)
@@ -146,7 +146,7 @@ SELECT l.lane, l.low_water_mark, l.mark_failures, (SELECT system_identifier::tex
   FROM {lanes} AS l
  WHERE l.lane = ANY(%(lanes)s::smallint[]) AND l.low_water_mark IS NOT NULL"""
 
-# By id and event id: after a restore another event may have the id. LIMIT and ctid as in relay.statements.
+# By id and event id: after a restore another event may have the id. LIMIT and ctid as in settle/statements.py.
 _SETTLE_MARKER: Final = """
 WITH gone AS (
     DELETE FROM {events} WHERE ctid = ANY(ARRAY(

@@ -1,6 +1,7 @@
-"""The connection of a polling source. It does one thing at a time, possibly in the background:
+"""The connection of a polling source.
 
-the settlement of the turn before (see settlement.py), or the read of the next turn.
+It does one thing at a time, possibly in the background: it settles the previous turn (see settlement.py), or reads the
+next one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Read:
 
 @dataclass(slots=True)
 class TurnPlan:
-    """What a turn reads, and how late the turn before is settled.
+    """What a turn reads, and how late the previous turn is settled.
 
     ``in_hand`` are events that must not be read again: those that are published and not settled, or with ``ahead`` the
     turn that is being published while this one is read. Then it is the next turn only if all of them were published:

@@ -4,13 +4,13 @@ Every read starts from the lowest id that may still be unpublished, not from the
 the rows of a transaction that drew a low id and committed late. Published rows are deleted, so there is no position to
 keep.
 
-A turn reads all lanes, and then settles the turn before, in one statement (settlement.py). Its commit makes the rows
+A turn reads all lanes, and then settles the previous turn, in one statement (settlement.py). Its commit makes the rows
 that were read durable, and its result tells which lanes are still held and may be published. Both are of one session,
 so a crash of the server in between is noticed. Behind a pooler they are one transaction, which is of one session there.
 
 Postgres works while the relay waits for Kafka (background.py). What is read and when it is settled is a ``TurnPlan``:
 
-| the turn before is settled   | this applies                      | and what makes publishing safe                    |
+| the previous turn is settled | this applies                      | and what makes publishing safe                    |
 |------------------------------|-----------------------------------|---------------------------------------------------|
 | first                        | unless one of the others does     | the settling statement, by its result and commit  |
 | first, and the next turn is  | while a backlog is drained        | the same: that statement comes after the read     |
@@ -170,7 +170,7 @@ class PollingSource:
                 assert_never(turn.settling)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled; then the leases are checked and the rows that were read are durable.
+        """Wait until the previous turn is settled; then the leases are checked and the rows that were read are durable.
 
         Returns failures only for lanes with events in this turn; ``settle`` returns those of other lanes.
         """
@@ -254,7 +254,7 @@ class PollingSource:
         return self.reader.plan_turn(limits, self._in_hand(), self._latest_settling(limits))
 
     def _latest_settling(self, lanes: Collection[int]) -> Settling:
-        """Return how late the turn before may be settled when one of these lanes comes next.
+        """Return how late the previous turn may be settled when one of these lanes comes next.
 
         MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
         And not while a lease has to be renewed, which must come before its events are published. BEFORE_COMMIT only
@@ -271,7 +271,7 @@ class PollingSource:
         return Settling.FIRST if renews else Settling.MEANWHILE
 
     def _run(self, limits: Mapping[int, int]) -> _Turn:
-        """Read, and settle the turn before, unless that comes later."""
+        """Read, and settle the previous turn, unless that comes later."""
         plan = self._plan(limits)
         with self.session.one_session(limits):
             turn = self._decided(plan, self.reader.read(plan, limits), limits)
@@ -288,7 +288,7 @@ class PollingSource:
         return replace(turn, read=turn.read if proven else turn.read._replace(batches={}), failed=failed)
 
     def _decided(self, plan: TurnPlan, read: Collected, limits: Mapping[int, int]) -> _Turn:
-        """Decide when to settle the turn before, now that it is known what this one has."""
+        """Decide when to settle the previous turn, now that it is known what this one has."""
         batches = read.batches
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         unsettled = {

@@ -131,6 +131,6 @@ class RowTakeover:
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
                 f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "
-                "or somebody deleted events. See `outbox relay reconcile`"
+                "or events were deleted by hand. See `outbox relay reconcile`"
             )
         self._failures.forget(self._connection, lane, ids)

@@ -1,8 +1,8 @@
 """The single statement with which a worker settles all its lanes. Both sources use it.
 
 In one statement, for every lane of a turn: the lease is checked by its epoch and owner, and renewed when part of its
-time has passed; ``last_batch`` must be what this worker wrote last; the rows published in the turn before are deleted,
-or moved to the archive. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit
+time has passed; ``last_batch`` must be what this worker wrote last; the rows that the previous turn has published are
+deleted, or archived. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit
 = off`` are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane
 whose lease does not match is not in the result: nothing of it was settled.
 
@@ -129,8 +129,9 @@ class SettledLane:
 
 
 class Settling(Enum):
-    """When the turn before is settled. Its result tells which leases are valid, its commit makes durable what was read
-    before it.
+    """When the previous turn is settled.
+
+    The statement's result tells which leases are valid, and its commit makes durable what was read before it.
     """
 
     FIRST = auto()
@@ -468,7 +469,7 @@ class Settlement:
             known.confirmed = False
             reasons[lane] = DatabaseUnavailable(
                 f"lane {lane}: its row has changed (batch {last_batch}, {self.lanes[lane].expected} was expected): "
-                "Postgres has lost a commit, or somebody changed it; the lane is compared with its marker again"
+                "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
             )
         return reasons
 

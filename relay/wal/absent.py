@@ -1,4 +1,4 @@
-"""Lanes that are ours and can't be taken over for long: the others must not wait for them."""
+"""Owned lanes whose take-over keeps failing; the others proceed without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = structlog.get_logger("relay")
 
 
 class AbsentLanes:
-    """Keeps lanes that are ours and can't be taken over (for example with a lost state) from delaying the others.
+    """Keeps owned lanes whose take-over keeps failing (for example with a lost state) from delaying the others.
 
     There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill the
     stream. So such a lane is put into the state ``table``, durably, and its events in the stream are dropped, as in
@@ -58,7 +58,7 @@ class AbsentLanes:
         lane = self._lanes[number]
         if lane.absent:
             return True
-        with unavailable_on_error(f"noting the state of lane {number}"):
+        with unavailable_on_error(f"recording the state of lane {number}"):
             row = self._connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
         # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
         # retried.

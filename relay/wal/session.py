@@ -19,8 +19,8 @@ events is bounded: when the lanes are behind, reading stops, and feedback goes o
 |                                         | table; where it must not, `outbox cdc setup --repair` does the same     |
 | the publication was changed             | stop: what was not published meanwhile is missing. The repair makes     |
 |                                         | both anew, and lanes read the table                                     |
-| another timeline that left ours before  | stop: this server does not have what was published                      |
-| where we were                           |                                                                         |
+| the server's timeline diverged before   | stop: this server does not have what was published                      |
+| our position                            |                                                                         |
 
 Feedback never uses the positions of keepalives. So an idle outbox would retain the WAL of all other writers: when no
 event is in flight, a heartbeat is written (``pg_logical_emit_message``), and its arrival advances the position.

@@ -101,7 +101,7 @@ class StreamSource:
         self._lanes.pop(lane, None)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: a fetch settles the turn before."""
+        """Return no failures: a fetch settles the previous turn."""
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
@@ -241,7 +241,7 @@ class StreamSource:
             lane.orphan = lowest, lsn
             channel.session.confirmed_up_to(lsn)
         elif settled:
-            log.error("the stream has passed an event by; the table is read", lane=lane.lease.lane, id=lowest)
+            log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
             lane.orphan = None
             return True
         return False
