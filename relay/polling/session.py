@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, LiteralString, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import psycopg
@@ -23,7 +23,7 @@ from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
 from relay.settle.settlement import Settlement, Settling, UnsettledBatch
-from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 
 @dataclass(slots=True)
@@ -149,12 +149,6 @@ class Session:
         with unavailable_on_error(doing):
             return settlement.answered(sent).get(lane)
 
-    def number(self, query: LiteralString | sql.Composed) -> int:
-        """Return the only value of a statement."""
-        row = self.connection.execute(query).fetchone()
-        assert row is not None
-        return int(row[0])
-
     def close(self) -> None:
         """Close the connection, interrupting what is in progress."""
         self.ahead = None
@@ -162,23 +156,6 @@ class Session:
         self.connection.close()
 
     # Reading
-
-    @contextmanager
-    def one_session(self, limits: Collection[int]) -> Iterator[None]:
-        """Read and settle in one session of the server, so that a crash in between is noticed.
-
-        This connection is one. Behind a pooler it takes a transaction, which locks the lanes' rows when it settles,
-        just before its commit. Postgres ends it if it idles for longer than the lease.
-        """
-        if not self.pooled:
-            yield
-            return
-        ttl_ms = min((int(self.settlement.lanes[lane].lease.ttl_seconds * 1000) for lane in limits), default=0)
-        # The settling statement and the commit are sent together.
-        with self.connection.pipeline(), self.connection.transaction():
-            self.connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
-            self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-            yield
 
     def read_turn(self, plan: TurnPlan) -> Sequence[Any]:
         """Receive the rows of a turn, in one round trip, unless they are being read. Returns the counted failures."""

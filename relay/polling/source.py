@@ -273,7 +273,7 @@ class PollingSource:
     def _run(self, limits: Mapping[int, int]) -> _Turn:
         """Read, and settle the previous turn, unless that comes later."""
         plan = self._plan(limits)
-        with self.session.one_session(limits):
+        with self.settlement.one_session(limits):
             turn = self._decided(plan, self.reader.read(plan, limits), limits)
             if turn.settling is not Settling.FIRST or not turn.settled or not self._settles_with_read:
                 return turn

@@ -43,7 +43,9 @@ class RowTakeover:
         """Return the number of lanes of the outbox."""
         self._session.free()
         with unavailable_on_error("counting lanes"):
-            return self._session.number(self._queries.lane_count)
+            row = self._connection.execute(self._queries.lane_count).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         """Return this Postgres's identity, and the lanes that have another owner. No identity if all of them have."""

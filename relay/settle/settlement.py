@@ -371,15 +371,17 @@ class Settlement:
         return LaneLost(text)
 
     @contextmanager
-    def _to_the_index(self, lanes: Collection[int]) -> Iterator[None]:
-        """Behind a pooler, set the planner's settings for one statement: in a transaction that is sent as one pipeline.
+    def one_session(self, lanes: Collection[int]) -> Iterator[None]:
+        """Read and settle these lanes in one session of the server, so that a crash in between is noticed.
 
-        It locks the lanes' rows, so Postgres ends the session if it idles in between for longer than the lease.
+        This connection is one. Behind a pooler it takes a transaction, with the planner's settings. It locks the lanes'
+        rows when it settles, just before its commit: both are sent together, and Postgres ends the session if it idles
+        in between for longer than the lease.
         """
         if self._prepared:
             yield
             return
-        ttl_ms = min(int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes)
+        ttl_ms = min((int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes), default=0)
         with self._connection.pipeline(), self._connection.transaction():
             self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
             self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
@@ -405,7 +407,7 @@ class Settlement:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
         not_held: list[int] = []
         while lanes:
-            with self._to_the_index(lanes):
+            with self.one_session(lanes):
                 sent = self.send(lanes)
             missing, lanes = self._note(sent)
             not_held += missing
