@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import structlog
 
 from relay.database import unavailable_on_error
-from relay.polling.source import PollingSource
 from relay.wal.channel import Channel
 from relay.wal.from_table import drop_visible
-from relay.wal.lane import InTable, StreamLane
-from relay.wal.queries import StreamQueries
+from relay.wal.lane import InTable, StreamLanes
 from relay.wal.session import Stream
 
 log = structlog.get_logger("relay")
@@ -26,14 +24,10 @@ class AbsentLanes:
     then the marker settles what its former holder has published, by ids, and everything else is read from the table.
     """
 
-    def __init__(
-        self, lanes: Mapping[int, StreamLane], table: PollingSource, queries: StreamQueries, stream: Stream
-    ) -> None:
+    def __init__(self, lanes: StreamLanes, stream: Stream) -> None:
         self._lanes = lanes
-        self._table = table
-        self._connection = table.connection
-        self._settlement = table.settlement
-        self._queries = queries
+        self._connection = lanes.table.connection
+        self._settlement = lanes.table.settlement
         self._stream = stream
         self.numbers: Collection[int] = ()
         """The lanes that the others must not wait for."""
@@ -59,12 +53,12 @@ class AbsentLanes:
         if lane.absent:
             return True
         with unavailable_on_error(f"recording the state of lane {number}"):
-            row = self._connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
+            row = self._connection.execute(self._lanes.queries.leave_unlocked, lane.key).fetchone()
         # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
         # retried.
         if row is not None:
             lane.absent, lane.state, lane.batch = True, InTable(), ()
             channel.rewind()
-            self._table.reader.read_all_again(number)
+            self._lanes.table.reader.read_all_again(number)
             log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
         return row is not None

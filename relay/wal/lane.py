@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -100,12 +100,14 @@ class Delays:
         return seconds
 
 
-class LaneStates:
-    """Reads and writes the lanes' states in the database. ``table`` reads their rows, on the same connection."""
+class StreamLanes(dict[int, StreamLane]):
+    """The lanes of a source by number, and what its readers share. ``table`` reads rows, on the same connection."""
 
     def __init__(self, table: PollingSource, queries: StreamQueries) -> None:
-        self._table = table
-        self._queries = queries
+        super().__init__()
+        self.table = table
+        self.queries = queries
+        self.delays = Delays()
         self._connection = table.connection
 
     def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
@@ -128,28 +130,27 @@ class LaneStates:
     def _set(self, lane: StreamLane, state: Streaming | InTable) -> None:
         values = {"streaming": isinstance(state, Streaming), **lane.key}
         with unavailable_on_error(f"recording the state of lane {lane.lease.lane}"):
-            row = self._connection.execute(self._queries.set_streaming, values).fetchone()
+            row = self._connection.execute(self.queries.set_streaming, values).fetchone()
         if row is None:
             raise self.lost(lane)
         lane.state = state
 
     def lost(self, lane: StreamLane) -> LaneLost:
         """Return the error for a lane that another relay has taken."""
-        return self._table.settlement.lost(lane.lease.lane)
+        return self.table.settlement.lost(lane.lease.lane)
 
-
-def each(
-    lanes: Mapping[int, StreamLane],
-    numbers: Collection[int],
-    failed: dict[int, OutboxError],
-    step: Callable[[StreamLane, Channel], None],
-) -> list[int]:
-    """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
-    for number in numbers:
-        lane = lanes[number]
-        assert lane.channel is not None
-        try:
-            step(lane, lane.channel)
-        except LaneLost as error:
-            failed[number] = error
-    return [number for number in numbers if number not in failed]
+    def each(
+        self,
+        numbers: Collection[int],
+        failed: dict[int, OutboxError],
+        step: Callable[[StreamLane, Channel], None],
+    ) -> list[int]:
+        """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
+        for number in numbers:
+            lane = self[number]
+            assert lane.channel is not None
+            try:
+                step(lane, lane.channel)
+            except LaneLost as error:
+                failed[number] = error
+        return [number for number in numbers if number not in failed]

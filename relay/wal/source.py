@@ -43,7 +43,7 @@ from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
 from relay.wal.from_table import TableReader
-from relay.wal.lane import CatchingUp, Delays, InTable, LaneStates, Streaming, StreamLane, each
+from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
 
@@ -78,13 +78,10 @@ class StreamSource:
         self.store = self._table.store
         self._connection = self._table.connection
         self._queries = StreamQueries(schema)
-        self._lanes: dict[int, StreamLane] = {}
-        self._delays = Delays()
-        self._states = LaneStates(self._table, self._queries)
-        parts = (self._lanes, self._table, self._queries, self._states, self._delays)
-        self._stream_reader = StreamReader(*parts)
-        self._table_reader = TableReader(*parts)
-        self._absent = AbsentLanes(self._lanes, self._table, self._queries, stream)
+        self._lanes = StreamLanes(self._table, self._queries)
+        self._stream_reader = StreamReader(self._lanes)
+        self._table_reader = TableReader(self._lanes)
+        self._absent = AbsentLanes(self._lanes, stream)
         self._looked_at = 0.0
         self._fetched_at = 0.0
         self._paused: Collection[int] = ()
@@ -121,7 +118,7 @@ class StreamSource:
             return failed
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
-            left = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
+            left = self._lanes.each([lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
             self._absent.see_to(left)
         except Exception:
             self.flush(list(self._lanes))
@@ -168,7 +165,7 @@ class StreamSource:
         # Events of paused lanes are dropped in the next turn.
         if any(not self._lanes[lane].streaming for lane in lanes):
             # Only a read shows what the table has.
-            self._stream.wait([*lanes, *self._paused], self._delays.before_read(seconds))
+            self._stream.wait([*lanes, *self._paused], self._lanes.delays.before_read(seconds))
             return True
         return (
             self._stream.wait([*lanes, *self._paused], seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
@@ -195,7 +192,7 @@ class StreamSource:
             if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane, channel)):
                 self._leave_stream(lane, channel)
 
-        ready = each(self._lanes, ready, failed, leave_where_needed)
+        ready = self._lanes.each(ready, failed, leave_where_needed)
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
@@ -204,7 +201,7 @@ class StreamSource:
         fetched = self._table_reader.read(table, failed) if table else Fetched()
         batches |= fetched.batches
         if batches:
-            self._delays.reset()
+            self._lanes.delays.reset()
         self._absent.see_to(limits.keys() - failed.keys())
         return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
@@ -234,7 +231,7 @@ class StreamSource:
             return False
         lane.swept_at = now
         settled = lane.orphan is not None and channel.session.confirmed_up_to(lane.orphan[1])
-        lowest, lsn = self._states.ask(lane, self._queries.lowest)
+        lowest, lsn = self._lanes.ask(lane, self._queries.lowest)
         if lowest is None:
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
@@ -310,19 +307,19 @@ class StreamSource:
         for number, lane in zip(numbers, lanes, strict=True):
             state = states.get(number)
             if state is None:
-                failed[number] = self._states.lost(lane)
+                failed[number] = self._lanes.lost(lane)
                 continue
             streaming, commit_lsn, failures, timeline = state
             lane.state = Streaming() if streaming else InTable()
             lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
             if lane.streaming and failures:
-                each(self._lanes, [number], failed, self._leave_stream)
+                self._lanes.each([number], failed, self._leave_stream)
         return failed
 
     def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:
         for error in self._table.flush([lane.lease.lane]).values():
             raise error
-        self._states.leave_stream(lane)
+        self._lanes.leave_stream(lane)
         channel.rewind()
         self._table.reader.read_all_again(lane.lease.lane)
 
