@@ -127,7 +127,7 @@ class OpenTransactions:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _OpenPartition:
     """A partition that was undecided at the last look, since ``seen_at`` at the same offset."""
 
     undecided: Undecided
@@ -145,22 +145,25 @@ class TransactionWatch:
     def __init__(self, transactions: OpenTransactions, clock: Callable[[], float] = time.monotonic) -> None:
         self._transactions = transactions
         self._clock = clock
-        self._standing: dict[Partition, _Standing] = {}
-        self._hanging: Sequence[_Standing] = ()
+        self._open: dict[Partition, _OpenPartition] = {}
+        self._hanging: Sequence[_OpenPartition] = ()
 
     def look(self) -> None:
         """Check all partitions, and log hanging transactions every few minutes. Raises BrokerUnavailable."""
         undecided = self._transactions.look()
         now = self._clock()
-        before, self._standing = self._standing, {}
+        before, self._open = self._open, {}
         for found in undecided:
             known = before.get(found.partition)
             if known is None or known.undecided.stable != found.stable:
-                known = _Standing(found, now)
+                known = _OpenPartition(found, now)
             known.undecided = found
-            self._standing[found.partition] = known
-        self._examine([each for each in self._standing.values() if self._is_to_be_examined(each, now)])
-        was, self._hanging = self._hanging, [each for each in self._standing.values() if self._hangs(each, now)]
+            self._open[found.partition] = known
+        due = [each for each in self._open.values() if self._is_to_be_examined(each, now)]
+        examined = self._transactions.examine([each.undecided for each in due])
+        for each, transaction in zip(due, examined, strict=True):
+            each.found = transaction
+        was, self._hanging = self._hanging, [each for each in self._open.values() if self._hangs(each, now)]
         for each in self._hanging:
             self._log(each, now)
         if was and not self._hanging:
@@ -178,21 +181,16 @@ class TransactionWatch:
         now = self._clock()
         return [Wait(Reason.HANGING, [], max(now - each.seen_at for each in hanging))]
 
-    def _is_to_be_examined(self, each: _Standing, now: float) -> bool:
+    def _is_to_be_examined(self, each: _OpenPartition, now: float) -> bool:
         known = each.found is not None and each.found.whose is not Whose.UNKNOWN
         return not known and now - each.seen_at >= self._transactions.limit(Whose.AN_OUTBOX)
 
-    def _hangs(self, each: _Standing, now: float) -> bool:
+    def _hangs(self, each: _OpenPartition, now: float) -> bool:
         if each.found is None or each.found.whose is Whose.ANOTHER:
             return False
         return now - each.seen_at >= self._transactions.limit(each.found.whose)
 
-    def _examine(self, standing: Sequence[_Standing]) -> None:
-        found = self._transactions.examine([each.undecided for each in standing])
-        for each, transaction in zip(standing, found, strict=True):
-            each.found = transaction
-
-    def _log(self, each: _Standing, now: float) -> None:
+    def _log(self, each: _OpenPartition, now: float) -> None:
         if each.logged_at is not None and now - each.logged_at < _LOG_AGAIN_SECONDS:
             return
         each.logged_at = now

@@ -110,9 +110,9 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
             # The topic of an event that left no row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, named=bool(named))
-            places = [(one.topic, one.partition, one.offset) for one in found.messages]
+            refs = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
-            found.groups = consumers.find(connection, schema, event_id, places, topics, hidden)
+            found.groups = consumers.find(connection, schema, event_id, refs, topics, hidden)
             found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     except OutboxError as error:
         found.unseen.append(str(error))

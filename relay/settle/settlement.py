@@ -79,7 +79,7 @@ class UnsettledBatch:
     """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction."""
 
     rows: Sequence[Claim] = ()
-    places: Sequence[Published] = ()
+    published: Sequence[Published] = ()
     batch: int | None = None
 
     @staticmethod
@@ -87,13 +87,13 @@ class UnsettledBatch:
         """Return what has to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
-        return UnsettledBatch([claim for claim, _ in done], [place for _, place in done], receipt.batch)
+        return UnsettledBatch([claim for claim, _ in done], [each for _, each in done], receipt.batch)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
         """Return what has to be settled of two turns, neither of which is in a Kafka transaction."""
         assert self.batch is None
         assert later.batch is None
-        return UnsettledBatch([*self.rows, *later.rows], [*self.places, *later.places])
+        return UnsettledBatch([*self.rows, *later.rows], [*self.published, *later.published])
 
     @property
     def commit_lsn(self) -> int | None:
@@ -226,10 +226,10 @@ class Settlement:
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            places = [place for part in pending for place in part.places]
-            values["topics"] = [place.topic for place in places]
-            values["partitions"] = [place.partition for place in places]
-            values["offsets"] = [place.offset for place in places]
+            published = [each for part in pending for each in part.published]
+            values["topics"] = [each.topic for each in published]
+            values["partitions"] = [each.partition for each in published]
+            values["offsets"] = [each.offset for each in published]
         return values
 
     def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:
