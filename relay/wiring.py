@@ -255,7 +255,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
         )
 
     def new_publisher(source: Source) -> Publisher:
-        # A router of its own: the publisher's learns types in its own time.
+        # Not the publisher's router: each remembers the types that it has seen.
         return TracedPublisher(new_untraced(source), build_router(settings))
 
     def new_untraced(source: Source) -> Publisher:
@@ -279,7 +279,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
 
 def _transactions(settings: Settings) -> TransactionWatch:
     timeout = int(producer_options(settings)["transaction.timeout.ms"]) / 1000
-    # A router of its own: the publisher's learns types in another thread.
+    # Not the publisher's router, which another thread uses.
     may_write = build_router(settings).may_write
     return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
 

@@ -4,10 +4,10 @@
 |-----------------------------|-------------------------------------------------------------------------------|
 | a signal to this process    | goes to every worker: the first one ends the turns in flight, a second one    |
 |                             | leaves them                                                                   |
-| a worker is killed, or ends | its lanes go to the others; the rest is stopped, and this process ends with   |
-|                             | its status: what started us starts all of them again                          |
+| a worker is killed, or ends | its lanes go to the others; the others are stopped, and this process ends     |
+|                             | with its status: its supervisor starts all of them again                      |
 | this process is killed      | the workers end by themselves, each after the turn in flight, as at a signal: |
-|                             | what restarts us would start as many besides them                             |
+|                             | a restart would start as many workers beside them                             |
 """
 
 from __future__ import annotations

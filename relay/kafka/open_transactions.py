@@ -10,7 +10,7 @@ high watermark: when a live transaction ends, the last stable offset moves; it d
 | is an event of an outbox (it has an id), or | the relays' transaction.timeout.ms: their coordinator would have      |
 | in the state topic                          | aborted it                                                            |
 | is another program's                        | the longest time-out that brokers allow by default. The doctor names  |
-|                                             | it; a relay does not, for it may be at work                           |
+|                                             | it; a relay does not, because that program may still be working       |
 | may not be read: READ is not granted        | the same, and a relay names it                                        |
 
 No client library shows who began a transaction (DescribeProducers); its first record does, and also when.
