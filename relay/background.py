@@ -44,12 +44,16 @@ class Background:
         """End the thread. Interrupts work in progress: the connection can only be closed afterwards."""
         work, self._work = self._work, None
         if work is not None and not work.done():
-            # Ends the thread's wait at once, even if the server does not answer.
-            with (
-                contextlib.suppress(OSError, psycopg.Error),
-                socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate,
-            ):
-                duplicate.shutdown(socket.SHUT_RDWR)
+            interrupt(self._connection)
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
+
+
+def interrupt(connection: psycopg.Connection[Any]) -> None:
+    """End another thread's wait on the connection at once, even if the server does not answer."""
+    with (
+        contextlib.suppress(OSError, psycopg.Error),
+        socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
+    ):
+        duplicate.shutdown(socket.SHUT_RDWR)

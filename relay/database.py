@@ -87,7 +87,7 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
     if (error.sqlstate or "")[:2] in _STANDING:
         place = ".".join(name for name in (error.diag.schema_name, error.diag.table_name) if name)
         return StandingError(
-            f"{text}{f' (table {place})' if place else ''}: trying again does not mend it; see `outbox db check` and "
+            f"{text}{f' (table {place})' if place else ''}: retrying will not help; see `outbox db check` and "
             "the server's log"
         )
     return DatabaseUnavailable(text) if isinstance(error, _PASSING) else None

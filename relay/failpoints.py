@@ -51,7 +51,7 @@ NAMES: Final = frozenset(
         "stream.taking_over",
         "stream.started",
         "stream.noted",
-        "stream.told",
+        "stream.confirmed",
         "stream.entered",
         "stream.left",
         # the repair of a lost slot by a relay

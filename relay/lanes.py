@@ -194,15 +194,15 @@ class LaneTable:
             "source": self._source,
             "obeys": sorted(obeys),
         }
-        self._run(_BEAT, values, "saying it is alive")
+        self._run(_BEAT, values, "recording that it is alive")
 
     def forget_dead(self) -> None:
         """Delete the rows of relays that died long ago."""
-        self._run(_FORGET, {}, "forgetting dead relays")
+        self._run(_FORGET, {}, "deleting dead relays")
 
     def leave(self) -> None:
         """Record that this relay is gone."""
-        self._run(_LEAVE, {"me": self._me}, "signing off")
+        self._run(_LEAVE, {"me": self._me}, "recording that it is gone")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
         """Renew these leases. Returns those that are lost, and those whose lanes were switched, to be released in

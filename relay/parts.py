@@ -9,7 +9,7 @@ from outbox._app.settings import client_options
 from relay.config import Settings
 from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
-from relay.settle.retries import FailurePolicy
+from relay.settle.retries import FailurePolicy, Failures
 
 
 def build_router(settings: Settings) -> Router:
@@ -26,10 +26,11 @@ def build_router(settings: Settings) -> Router:
     return Router(routes, settings.topic_template, failures.on_failure, failures.dead_letter_topic)
 
 
-def failure_policy(settings: Settings) -> FailurePolicy:
-    """Return the failure policy for these settings."""
+def build_failures(settings: Settings) -> Failures:
+    """Return what records failures as these settings say."""
     failures = settings.failures
-    return FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
+    policy = FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
+    return Failures(settings.db_schema, policy, build_router(settings))
 
 
 def build_topics(settings: Settings, held: Callable[[], AbstractSet[str]] = frozenset) -> Topics:

@@ -28,7 +28,6 @@ class Meter(Protocol):
         ...
 
     def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        """Record how long a turn took."""
         """Record a turn of this many events, and how many seconds each of its stages took."""
         ...
 

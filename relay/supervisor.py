@@ -296,7 +296,7 @@ class Supervisor:
             )
 
     def _note_pauses(self, table: LaneTable) -> None:
-        """Hand the pauses over to the worker's loop. Before lanes are: their first turn must obey."""
+        """Hand over the pauses to the worker's loop, before lanes, so that the first turn obeys them."""
         known = self._components.pauses
         if table.pauses is None or table.pauses == known.now:
             return

@@ -36,12 +36,11 @@ from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
 from relay.metrics.relay import RelayMetrics, SlotWatch, slot_repairs
 from relay.operations.healing import SlotHealing
-from relay.parts import build_router, build_topics, failure_policy
+from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.reports import LoopReports
-from relay.settle.retries import Failures
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
@@ -111,6 +110,7 @@ def build(settings: Settings) -> Supervisor:
             shutdown_seconds=settings.relay.shutdown_seconds,
             loop=LoopSettings(
                 batch_size=settings.relay.batch_size,
+                delivery_seconds=delivery_seconds(settings),
                 max_idle_seconds=settings.relay.max_idle_seconds,
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
@@ -159,7 +159,7 @@ class _Wal:
         self._connect = connect
         self._name = name
         self._renew_part = renew_part
-        self._failures = Failures(settings.db_schema, failure_policy(settings), build_router(settings))
+        self._failures = build_failures(settings)
         self._stream: Stream | None = None
 
     def begin(self, leases: Sequence[Lease]) -> None:
@@ -200,7 +200,7 @@ def _source(
     settings: Settings, connect: Connector, renew_part: float, topics: Topics
 ) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
-    failures = Failures(settings.db_schema, failure_policy(settings), router)
+    failures = build_failures(settings)
     once = settings.delivery is Delivery.AT_MOST_ONCE
     options: dict[str, Any] = {
         "archive": settings.relay.archive_days > 0,
@@ -255,7 +255,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
         )
 
     def new_publisher(source: Source) -> Publisher:
-        # A router of its own: the publisher's learns types in its own time.
+        # Not the publisher's router: each remembers the types that it has seen.
         return TracedPublisher(new_untraced(source), build_router(settings))
 
     def new_untraced(source: Source) -> Publisher:
@@ -279,7 +279,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
 
 def _transactions(settings: Settings) -> TransactionWatch:
     timeout = int(producer_options(settings)["transaction.timeout.ms"]) / 1000
-    # A router of its own: the publisher's learns types in another thread.
+    # Not the publisher's router, which another thread uses.
     may_write = build_router(settings).may_write
     return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
 

@@ -4,10 +4,10 @@
 |-----------------------------|-------------------------------------------------------------------------------|
 | a signal to this process    | goes to every worker: the first one ends the turns in flight, a second one    |
 |                             | leaves them                                                                   |
-| a worker is killed, or ends | its lanes go to the others; the rest is stopped, and this process ends with   |
-|                             | its status: what started us starts all of them again                          |
+| a worker is killed, or ends | its lanes go to the others; the others are stopped, and this process ends     |
+|                             | with its status: its supervisor starts all of them again                      |
 | this process is killed      | the workers end by themselves, each after the turn in flight, as at a signal: |
-|                             | what restarts us would start as many besides them                             |
+|                             | a restart would start as many workers beside them                             |
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
 def be_worker(number: int, settings: Settings, stopping: threading.Event) -> None:
     """Make this process one of several workers: with its own name and port, and ending with its parent.
 
-    ``stopping``: it was already told to end. A second signal would abandon the turn in flight.
+    ``stopping``: it is already ending. A second signal would abandon the turn in flight.
     """
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"

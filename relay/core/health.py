@@ -43,7 +43,7 @@ from outbox._app.prometheus import Check
 from outbox.errors import SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
-from relay.core.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, StreamLost, UndecidedTransaction
+from relay.core.ports import BrokerUnavailable, DatabaseUnavailable, LaneLocked, StreamLost, UndecidedTransaction
 
 STANDING_LEASES: Final = 3
 """A lane that has waited for this many leases stands still."""
@@ -87,7 +87,7 @@ def reason_of(error: Exception) -> Reason:
             return Reason.STATE_LOST
         case UndecidedTransaction():
             return Reason.UNDECIDED
-        case LaneBusy():
+        case LaneLocked():
             return Reason.LANE_LOCKED
         case BrokerUnavailable():
             return Reason.KAFKA

@@ -1,4 +1,4 @@
-"""A lane as its worker's loop knows it: one record, with a slot for each part. No I/O."""
+"""A lane as its worker's loop knows it. No I/O."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from relay.core.ports import Result
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """The size of a turn in events of one lane, and waits in seconds."""
+    """The size of a turn in events of one lane, the time that publishing may take, and waits, all in seconds."""
 
     batch_size: int = 2000
+    delivery_seconds: float = 0.0
     max_idle_seconds: float = 0.1
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0

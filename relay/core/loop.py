@@ -1,6 +1,6 @@
 """A worker's loop: one turn for all its lanes. Knows neither SQL nor Kafka.
 
-A turn: read the lanes and settle the turn before; publish what was read; record the results. The order of a key holds
+A turn: read the lanes and settle the previous one; publish what was read; record the results. The order of a key holds
 because a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next turn.
 
 | what happens                            | at-least-once                          | exactly-once                      |
@@ -52,10 +52,10 @@ from relay.core.ports import (
     BatchRefused,
     Completed,
     DatabaseUnavailable,
+    DeliveryTimeout,
     Failed,
     Fetched,
     LaneLost,
-    Late,
     Observer,
     Published,
     Publisher,
@@ -180,8 +180,8 @@ class WorkerLoop:
 
         Events that were refused before come last, so that they fail no others, and only if the others are published:
         after a refusal a new producer may fence the relay that has taken a lane meanwhile, and only the next fetch
-        checks the leases. If they time out, they go with the others once: a topic that answers nothing is recognized
-        beside others that answer.
+        checks the leases. If they time out, or their leases may not last, they go with the others once: a topic that
+        answers nothing is recognized beside others that answer.
         """
         seconds = 0.0
         settling = set(fetched.settling)
@@ -196,26 +196,24 @@ class WorkerLoop:
             }
             if not batches:
                 continue
+            left_seconds = min(self._lanes[number].lease.remaining_seconds for number in batches)
+            if again and len(batches) < len(fetched.batches) and left_seconds <= self._settings.delivery_seconds:
+                # The next fetch renews the leases.
+                self._retries_apart = False
+                break
             began = time.monotonic()
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
             seconds += time.monotonic() - began
-            late = isinstance(sent, Failed) and isinstance(sent.error, Late)
+            late = isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
             self._retries_apart = not (again and late)
-            self._conclude(sent, source, batches, fine, settling, narrows=self._retries_apart)
+            self._conclude(sent, source, batches, fine, settling)
             fine, settling = set(), set()
             if publisher is not self._publisher or not isinstance(sent, Completed):
                 break
         return seconds
 
     def _conclude(
-        self,
-        sent: Sent,
-        source: Source,
-        batches: Batches,
-        fine: Collection[int],
-        settling: Collection[int],
-        *,
-        narrows: bool,
+        self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
     ) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
@@ -227,7 +225,7 @@ class WorkerLoop:
                 # Nothing is published. Settling would wait for the statement that has taken too long.
                 raise error
             case Failed(error):
-                self._settle(source, self._sizes.narrowed(batches, sent) if narrows else sent, settling)
+                self._settle(source, self._sizes.narrowed(batches, sent) if self._retries_apart else sent, settling)
                 # What was refused is narrowed down by the next turns, without waiting.
                 if not isinstance(error, BatchRefused):
                     raise error

@@ -28,9 +28,10 @@ class Claim(NamedTuple):
     """One event from a source, with its position there.
 
     A tuple, not a dataclass: a relay creates tens of thousands of these a second.
-    ``position`` is the row's id.
-    ``at`` is its position in the stream, if it came from there. ``lane`` is -1 where it is not needed.
-    ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are the row's.
+
+    ``position`` is the row's id. ``at`` is its position in the stream, if it came from there. ``lane`` is -1 where it
+    is not needed. ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are
+    the row's.
     """
 
     position: int
@@ -89,7 +90,6 @@ def kind_of(claim: Claim) -> Kind:
 Batches = Mapping[int, Sequence[Claim]]
 """The events of one turn by lane, each lane's in the order of publishing."""
 
-
 Confirm = Callable[[float], Mapping[int, OutboxError]]
 """Source.confirm."""
 
@@ -106,8 +106,8 @@ class DatabaseUnavailable(Unavailable):
     """The database is unavailable, slow, or accepts no writes at present."""
 
 
-class Late(BrokerUnavailable):
-    """The batch did not finish in its time. A smaller one will be tried."""
+class DeliveryTimeout(BrokerUnavailable):
+    """The batch was not acknowledged in its time. A smaller one will be tried."""
 
 
 class BatchRefused(BrokerUnavailable):
@@ -160,7 +160,7 @@ class UndecidedTransaction(BrokerUnavailable):
         )
 
 
-class LaneBusy(DatabaseUnavailable):
+class LaneLocked(DatabaseUnavailable):
     """Another session has locked the lane's row. The lane waits, the worker's other lanes go on."""
 
     def __init__(self, lane: int) -> None:
@@ -179,10 +179,10 @@ class Fetched:
 
     ``failed`` are lanes whose events must not be published now: with LaneLost another relay has the lane, with any
     other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
-    (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose turn before is being
-    settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
-    ``Source.confirm`` tells all of that, including whether leases are valid and the events durable; no reader may see
-    them before. ``retried`` are the lanes whose events have been refused before.
+    (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose previous turn is
+    being settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
+    ``Source.confirm`` returns all of that, including whether leases are valid and the events durable; no reader may
+    see them before. ``retried`` are the lanes whose events have been refused before.
     """
 
     batches: Batches = field(default_factory=dict)
@@ -388,7 +388,7 @@ class Observer(Protocol):
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
         """Report how long a turn of this many events took.
 
-        Reading includes settling the turn before, where both are one statement.
+        Reading includes settling the previous turn, where both are one statement.
         """
         ...
 

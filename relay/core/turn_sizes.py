@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from relay.core.lane import Lane
-from relay.core.ports import Batches, BatchRefused, Claim, Failed, Late, Receipt, Refused
+from relay.core.ports import Batches, BatchRefused, Claim, DeliveryTimeout, Failed, Receipt, Refused
 
 # Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8
@@ -86,7 +86,7 @@ class TurnSizes:
     def narrowed(self, batches: Batches, failed: Failed) -> Failed:
         """Halve what was too large, and isolate what was refused. A refused batch of one identifies the event."""
         match failed.error:
-            case Late():
+            case DeliveryTimeout():
                 self._halve(batches)
             case BatchRefused():
                 return self._isolated(batches, failed)

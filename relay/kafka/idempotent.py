@@ -21,9 +21,9 @@ from relay.core.ports import (
     BrokerUnavailable,
     Completed,
     Confirm,
+    DeliveryTimeout,
     Failed,
     Kind,
-    Late,
     Receipt,
     Sent,
     Unavailable,
@@ -126,10 +126,10 @@ class IdempotentPublisher:
         self._cut.add(lane)
         return False
 
-    def _unsent(self, batches: Batches, sender: BatchProducer) -> Late:
+    def _unsent(self, batches: Batches, sender: BatchProducer) -> DeliveryTimeout:
         """Return the failure of a turn of which not all was sent, because too little was left of lanes' leases."""
         unsent = sum(len(batches[lane]) - len(sender.sent[lane]) - len(sender.refused[lane]) for lane in self._cut)
-        return Late(
+        return DeliveryTimeout(
             f"{unsent} events were not sent, and their rows are deleted: less was left of their lanes' leases than the "
             f"{self._delivery_seconds:g} s that Kafka may take. The relay or Postgres stood still, or was slow. If it "
             "comes again, raise OUTBOX_RELAY__LEASE_SECONDS, or lower OUTBOX_RELAY__BATCH_SIZE or delivery.timeout.ms"

@@ -10,7 +10,7 @@ high watermark: when a live transaction ends, the last stable offset moves; it d
 | is an event of an outbox (it has an id), or | the relays' transaction.timeout.ms: their coordinator would have      |
 | in the state topic                          | aborted it                                                            |
 | is another program's                        | the longest time-out that brokers allow by default. The doctor names  |
-|                                             | it; a relay does not, for it may be at work                           |
+|                                             | it; a relay does not, because that program may still be working       |
 | may not be read: READ is not granted        | the same, and a relay names it                                        |
 
 No client library shows who began a transaction (DescribeProducers); its first record does, and also when.
@@ -40,7 +40,7 @@ log = structlog.get_logger("relay")
 _LONGEST_SECONDS: Final = 900.0
 # A coordinator looks for expired transactions every ten seconds, and then has to write the markers.
 _GRACE_SECONDS: Final = 15.0
-_SAY_AGAIN_SECONDS: Final = 300.0
+_LOG_AGAIN_SECONDS: Final = 300.0
 _READ_SECONDS: Final = 10.0
 _FORBIDDEN: Final = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED})
 
@@ -127,13 +127,13 @@ class OpenTransactions:
 
 
 @dataclass(slots=True)
-class _Standing:
+class _OpenPartition:
     """A partition that was undecided at the last look, since ``seen_at`` at the same offset."""
 
     undecided: Undecided
     seen_at: float
     found: OpenTransaction | None = None
-    said_at: float | None = None
+    logged_at: float | None = None
 
 
 class TransactionWatch:
@@ -145,24 +145,27 @@ class TransactionWatch:
     def __init__(self, transactions: OpenTransactions, clock: Callable[[], float] = time.monotonic) -> None:
         self._transactions = transactions
         self._clock = clock
-        self._standing: dict[Partition, _Standing] = {}
-        self._hanging: Sequence[_Standing] = ()
+        self._open: dict[Partition, _OpenPartition] = {}
+        self._hanging: Sequence[_OpenPartition] = ()
 
     def look(self) -> None:
         """Check all partitions, and log hanging transactions every few minutes. Raises BrokerUnavailable."""
         undecided = self._transactions.look()
         now = self._clock()
-        before, self._standing = self._standing, {}
+        before, self._open = self._open, {}
         for found in undecided:
             known = before.get(found.partition)
             if known is None or known.undecided.stable != found.stable:
-                known = _Standing(found, now)
+                known = _OpenPartition(found, now)
             known.undecided = found
-            self._standing[found.partition] = known
-        self._examine([each for each in self._standing.values() if self._is_to_be_examined(each, now)])
-        was, self._hanging = self._hanging, [each for each in self._standing.values() if self._hangs(each, now)]
+            self._open[found.partition] = known
+        due = [each for each in self._open.values() if self._is_to_be_examined(each, now)]
+        examined = self._transactions.examine([each.undecided for each in due])
+        for each, transaction in zip(due, examined, strict=True):
+            each.found = transaction
+        was, self._hanging = self._hanging, [each for each in self._open.values() if self._hangs(each, now)]
         for each in self._hanging:
-            self._say(each, now)
+            self._log(each, now)
         if was and not self._hanging:
             log.info("no transaction hangs any more")
 
@@ -178,24 +181,19 @@ class TransactionWatch:
         now = self._clock()
         return [Wait(Reason.HANGING, [], max(now - each.seen_at for each in hanging))]
 
-    def _is_to_be_examined(self, each: _Standing, now: float) -> bool:
+    def _is_to_be_examined(self, each: _OpenPartition, now: float) -> bool:
         known = each.found is not None and each.found.whose is not Whose.UNKNOWN
         return not known and now - each.seen_at >= self._transactions.limit(Whose.AN_OUTBOX)
 
-    def _hangs(self, each: _Standing, now: float) -> bool:
+    def _hangs(self, each: _OpenPartition, now: float) -> bool:
         if each.found is None or each.found.whose is Whose.ANOTHER:
             return False
         return now - each.seen_at >= self._transactions.limit(each.found.whose)
 
-    def _examine(self, standing: Sequence[_Standing]) -> None:
-        found = self._transactions.examine([each.undecided for each in standing])
-        for each, transaction in zip(standing, found, strict=True):
-            each.found = transaction
-
-    def _say(self, each: _Standing, now: float) -> None:
-        if each.said_at is not None and now - each.said_at < _SAY_AGAIN_SECONDS:
+    def _log(self, each: _OpenPartition, now: float) -> None:
+        if each.logged_at is not None and now - each.logged_at < _LOG_AGAIN_SECONDS:
             return
-        each.said_at = now
+        each.logged_at = now
         assert each.found is not None
         log.error(
             "a transaction hangs: readers in read_committed wait for its end, and see nothing behind it; "

@@ -75,7 +75,7 @@ class PartitionCounts:
                 found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
         except KafkaException as error:
             raise BrokerUnavailable(f"Kafka, counting partitions: {text_of(error)}") from error
-        # What is gone may be made anew, with any number.
+        # A topic that is gone may be created again, with any number.
         self._known = {topic: count for topic, count in self._known.items() if topic in found}
         grown = {topic: change for topic, change in self._grown.items() if topic in found}
         for topic, metadata in found.items():

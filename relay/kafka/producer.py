@@ -24,8 +24,8 @@ from relay.core.ports import (
     BatchRefused,
     BrokerUnavailable,
     Claim,
+    DeliveryTimeout,
     Kind,
-    Late,
     Published,
     Refused,
     Result,
@@ -346,7 +346,9 @@ class BatchProducer:
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return the failure if neither an event nor a topic caused it."""
         if self._late:
-            return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}")
+            return DeliveryTimeout(
+                f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}"
+            )
         failed = [(f"to {self._topic(claim)!r}", error) for claim, error in causes]
         failed += [(f"the marker of lane {lane}", error) for lane, error in self._markers.items()]
         for what, error in failed:
@@ -452,7 +454,7 @@ class BatchProducer:
             raise BrokerUnavailable("Kafka: the queue of messages stays full")
         if time.monotonic() >= deadline:
             self._late = True
-            raise Late("Kafka: the queue of messages stays full")
+            raise DeliveryTimeout("Kafka: the queue of messages stays full")
 
     def _flush(self, seconds: float) -> None:
         try:

@@ -131,7 +131,7 @@ class StateTopic:
         try:
             offsets = Offsets(self._options)
             there = wanted & {partition.number for partition in offsets.partitions({self.name})}
-            low, ends, undecided = self._extents(offsets, there, decided=decided)
+            low, ends, undecided = self._bounds(offsets, there, decided=decided)
             values = self._last_values(consumer, low, ends)
         except KafkaException as error:
             raise BrokerUnavailable(f"Kafka, reading {self.name!r}: {text_of(error)}") from error
@@ -151,7 +151,7 @@ class StateTopic:
                 broken[lane] = StateLost(f"{self.name!r} partition {lane}: {error}")
         return MarkersRead(markers, broken)
 
-    def _extents(
+    def _bounds(
         self, offsets: Offsets, lanes: Collection[int], *, decided: bool
     ) -> tuple[dict[int, int], dict[int, int], list[Undecided]]:
         """Return the first and end offsets of each partition, and the partitions that are not decided in time.

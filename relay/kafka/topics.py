@@ -5,9 +5,9 @@
 | exists                                 | its events are sent                                                        |
 | missing, may be created                | it is created                                                              |
 | missing; WRITE is not granted; refused | unusable: its events stay in the outbox, are left out of the next reads,   |
-|                                        | no attempt of theirs is counted, other topics go on. It is tried again     |
+|                                        | no attempt of theirs is counted, other topics go on. It is retried         |
 |                                        | after a wait that doubles up to a minute                                   |
-| a partition has no leader or not       | stalled: the same, and it is tried again with events only when the         |
+| a partition has no leader or not       | stalled: the same, and it is retried with events only when the             |
 | enough replicas, so that messages stay | metadata shows no reason why it should fail; then in a turn that ends      |
 | without an answer                      | early, or it would take its whole time from other topics each time         |
 | usable again                           | its events are read from the lowest id                                     |
@@ -89,7 +89,7 @@ class Topics:
     """The topics that events go to. Thread-safe.
 
     ``create``: create missing topics, with ``partitions`` and ``replication``; -1 leaves them to the broker.
-    ``clock`` returns seconds, and decides when an unusable topic is tried again. ``held`` returns the topics that
+    ``clock`` returns seconds, and decides when an unusable topic is retried. ``held`` returns the topics that
     operators have paused.
     """
 
@@ -138,7 +138,7 @@ class Topics:
             if topic in self._known:
                 return
             try:
-                # What others have asked before the wait was over says nothing of a topic that is tried again.
+                # An answer from before the end of the wait does not count for a topic that is retried.
                 since = float("-inf") if state is None else state.again_at
                 names = set(self._metadata.topics(_METADATA_SECONDS, since).topics)
             except KafkaException as error:

@@ -3,14 +3,14 @@
 Two producers alternate, each with its own transactional id. A commit is acknowledged when it is decided; its control
 records are written to the partitions after that, and until then the same producer's next transaction gets
 CONCURRENT_TRANSACTIONS and waits 20 ms or more. The other producer's does not. Readers still see the turns in order: in
-every partition a turn's events are behind those of the turn before, and a read_committed reader does not pass an
+every partition a turn's events are behind those of the previous turn, and a read_committed reader does not pass an
 undecided transaction.
 
 | crash point                               | recovery                                                              |
 |-------------------------------------------|-----------------------------------------------------------------------|
 | before the Kafka transaction is begun     | marker = k-1: batch k is read again                                   |
 | while producing                           | init_transactions aborts it; read_committed saw nothing; read again   |
-| all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it                 |
+| all sent, previous turn not settled yet   | the same; the marker is that turn's, which settles it                 |
 | a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
 | Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below                |
 | the broker refuses an event of it         | aborted; once that is acknowledged, its producer is replaced, and the |
@@ -63,10 +63,10 @@ from relay.core.ports import (
     Claim,
     Completed,
     Confirm,
+    DeliveryTimeout,
     Failed,
     IdBusy,
     Kind,
-    Late,
     Receipt,
     Sent,
     TopicUnusable,
@@ -431,7 +431,7 @@ class TransactionalPublisher:
         if code == KafkaError._FENCED:
             return BrokerUnavailable(f"Kafka, {doing}: another relay has taken a lane over ({text_of(error)})")
         if code in {KafkaError._TIMED_OUT, KafkaError._TIMED_OUT_QUEUE}:
-            return Late(f"Kafka, {doing}: {text_of(error)}")
+            return DeliveryTimeout(f"Kafka, {doing}: {text_of(error)}")
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
     def _abort(self, sender: _TransactionalProducer) -> bool:

@@ -110,9 +110,9 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
             # The topic of an event that left no row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, named=bool(named))
-            places = [(one.topic, one.partition, one.offset) for one in found.messages]
+            refs = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
-            found.groups = consumers.find(connection, schema, event_id, places, topics, hidden)
+            found.groups = consumers.find(connection, schema, event_id, refs, topics, hidden)
             found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     except OutboxError as error:
         found.unseen.append(str(error))
@@ -122,10 +122,10 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
 
 
 def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, named: bool) -> None:
-    """Look for the event on Kafka where no table says where it is, or where somebody has named topics.
+    """Search Kafka for the event where no table names its message, or where topics are named.
 
-    named   whether somebody has named the topics: they are read also if nothing says when the event was written, or if
-            one message of it is known, because there may be repeats.
+    named   whether the caller has named the topics: they are read even if the time of writing is unknown, or if one
+            message of the event is known, because there may be repeats.
     """
     found.searched = True
     event = found.event

@@ -50,8 +50,13 @@ class KeptLane:
 
 @dataclass(slots=True)
 class KeptMarks:
-    """The marks that a source leaves to the next one of the same worker. Marks that a source takes are gone from it."""
+    """The marks that a source leaves to the next one of the same worker. Marks that a source takes are gone from it.
+
+    ``unanswered`` are lanes of which due events were read and nothing became known: the next source reads them together
+    with the lane's other events, once. Alone, a topic that does not answer would keep these waiting for good.
+    """
 
     server: Server | None = None
     left_out: frozenset[Kind] = frozenset()
     lanes: dict[int, KeptLane] = field(default_factory=dict)
+    unanswered: frozenset[int] = frozenset()

@@ -6,8 +6,7 @@ mark, which rises to an id M only when no transaction can still commit an id up 
 
 1. M is the last id settled, or the lane's last id while events wait; some seconds pass (``_SETTLE_SECONDS``), in which
    every INSERT that had drawn an id up to M gets its transaction id; then we draw a transaction id X of our own. (A
-   snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already be
-   running.)
+   snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already run.)
 2. Once the snapshot's xmin has reached X, all those transactions have ended.
 3. A read after that, still from the old mark, found nothing to publish up to M.
 

@@ -23,7 +23,7 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
                       ELSE octet_length(payload::text) END
                  + coalesce(octet_length(payload_bytes), 0) + coalesce(pg_column_size(headers), 0)"""
 
-# Without the rows of the turn before, which are not settled yet; rows behind its last one need no check against the
+# Without the rows of the previous turn, which are not settled yet; rows behind its last one need no check against the
 # list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
 

@@ -68,11 +68,6 @@ class _Lane:
     late: Sequence[int] = ()
     """Ids below the mark, to be read before anything else."""
 
-    @property
-    def is_without_failures(self) -> bool:
-        """Return whether the lane is known to have no failures."""
-        return self.known and not self.failures and not self.unsure
-
 
 class LaneReader:
     """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``.
@@ -86,6 +81,7 @@ class LaneReader:
         self._session = session
         self._sweep = sweep
         self._kept = kept or KeptMarks()
+        self._mixed = set(self._kept.unanswered)
         self._row_marks = None if kept is None else RowMarks(session, queries)
         self._new: set[int] = set()
         self._server: Server | None = None
@@ -114,9 +110,11 @@ class LaneReader:
     def close(self, in_hand: Batches) -> None:
         """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
         self._sweep.close()
+        states = self._lanes.items()
+        self._kept.unanswered = frozenset(lane for lane, state in states if state.reading_due and state.due_next)
         if self._server is None:
             return
-        for lane, state in self._lanes.items():
+        for lane, state in states:
             mark = unsettled_above(self._marks.above(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
                 late, due_at = [id_ for id_ in (*state.late, *state.found) if id_ <= mark], self._sweep.due_at[lane]
@@ -164,6 +162,7 @@ class LaneReader:
         """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
         limits = self._turn_limits(limits)
         self.look_first(in_hand)
+        self._begin_sweep(limits)
         return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
 
     def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
@@ -223,7 +222,7 @@ class LaneReader:
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
-            values["limit"] = self._rows(lane, limits[lane], share)
+            values["limit"] = self._rows(lane, max(limits[lane] - (lane in self._mixed), 1), share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
                 reads.append(Read(due, values, [lane], marks, due=lane, many=many))
@@ -234,14 +233,11 @@ class LaneReader:
     def _late_reads(
         self, limits: Mapping[int, int], in_hand: Batches, marks: Marks, common: Mapping[str, Any]
     ) -> list[Read]:
-        """Return the statements that read late events; starts a sweep of the other lanes if it is time."""
-        swept: dict[int, int] = {}
+        """Return the statements that read late events."""
         reads = []
         for lane in limits:
             state = self._lanes[lane]
             if not state.late:
-                if marks.above[lane] > LOWEST and not state.found:
-                    swept[lane] = marks.above[lane]
                 continue
             values = {**common, "lane": lane, "late": array(state.late)}
             values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
@@ -249,8 +245,12 @@ class LaneReader:
             late = set(state.late)
             last = not any(claim.position in late for claim in in_hand.get(lane, ()))
             reads.append(Read(self._queries.read_late, values, [lane], marks, late=lane, last=last))
-        self._sweep.begin(swept, self.left_out)
         return reads
+
+    def _begin_sweep(self, lanes: Collection[int]) -> None:
+        """Start to sweep these lanes if it is time, except those of which the last sweep has found something."""
+        free = [lane for lane in lanes if not (self._lanes[lane].late or self._lanes[lane].found)]
+        self._sweep.begin({lane: mark for lane, mark in self.above(free).items() if mark > LOWEST}, self.left_out)
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
         """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
@@ -258,20 +258,23 @@ class LaneReader:
         return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
 
     def _worth_reading_ahead(self, batches: Batches, limits: Mapping[int, int]) -> bool:
-        """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
+        """Return whether there is a backlog, and no lane that has failures, or may have some."""
+        states = [self._lanes[lane] for lane in limits]
         return any(
             2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
             for lane, batch in batches.items()
-        ) and all(self._lanes[lane].is_without_failures for lane in limits)
+        ) and all(state.known and not state.failures and not state.unsure for state in states)
 
     # What the results say
 
-    def collected(self, plan: TurnPlan, counts: Sequence[Any], limits: Mapping[int, int]) -> Collected:
-        """Return the events that a turn has read, and update the marks. ``limits`` are those of all lanes.
+    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> Collected:
+        """Read a turn, unless it was read ahead, and update the marks. ``limits`` are those of all lanes.
 
-        Without the events of lanes in which a key has been freed: they are read again, from a lower mark. ``counts``
-        are the number of failures of each lane, and the sum of their ids, as they were after the read.
+        Returns the events, without those of lanes in which a key has been freed: they are read again, from a lower
+        mark.
         """
+        # The number of failures of each lane, and the sum of their ids, as they are after the read.
+        counts = self._session.read_turn(plan)
         claims: list[Claim] = []
         first: set[int] = set()
         for read in plan.reads:
@@ -288,9 +291,7 @@ class LaneReader:
                     self._lanes[lane].due_next = True
                     self._lanes[lane].reading_due = False
             rows = [row for row in rows if row.lane not in first] if first else rows
-            lowest: dict[int, int] = {}
-            for row in reversed(rows):
-                lowest[row.lane] = row.position
+            lowest = {row.lane: row.position for row in reversed(rows)}
             for lane in read.lanes:
                 # Rows must not wait below the mark for a failure that is not known.
                 complete = plan.looks or not self._lanes[lane].failures
@@ -301,7 +302,8 @@ class LaneReader:
         batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
         self._note_counts(counts)
         self._note_sizes(batches)
-        return Collected(batches, self._worth_reading_ahead(batches, limits))
+        retried = [lane for lane in batches if self._lanes[lane].reading_due and self._lanes[lane].failures]
+        return Collected(batches, retried, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, claims: Sequence[Claim]) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -320,6 +322,9 @@ class LaneReader:
         if read.late is None:
             if lane in first:
                 return ()
+            if read.rows and lane in self._mixed:
+                self._mixed.discard(lane)
+                return read.rows
             state.reading_due = bool(read.rows)
         elif read.rows:
             state.reading_due = False
@@ -357,10 +362,6 @@ class LaneReader:
         if state.reading_due:
             state.due_next = False
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
-
-    def retried(self, lanes: Collection[int]) -> list[int]:
-        """Return which of these lanes had due events, and nothing else, in the last read."""
-        return [lane for lane in lanes if self._lanes[lane].reading_due and self._lanes[lane].failures]
 
     # Failures
 

@@ -58,7 +58,7 @@ class RowMarks:
         rows = self._execute(self._queries.left_marks, {"lanes": list(failures)})
         for lane in failures:
             self._written.pop(lane, None)
-        return {lane: mark for lane, mark, said, server in rows if said == _digest(server, mark, failures[lane])}
+        return {lane: mark for lane, mark, digest, server in rows if digest == _digest(server, mark, failures[lane])}
 
     @property
     def is_due(self) -> bool:

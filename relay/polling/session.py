@@ -1,6 +1,7 @@
-"""The connection of a polling source. It does one thing at a time, possibly in the background:
+"""The connection of a polling source.
 
-the settlement of the turn before (see settlement.py), or the read of the next turn.
+It does one thing at a time, possibly in the background: it settles the previous turn (see settlement.py), or reads the
+next one.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, LiteralString, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 import psycopg
@@ -22,7 +23,7 @@ from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
 from relay.settle.settlement import Settlement, Settling, UnsettledBatch
-from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX
+from relay.settle.statements import KEEP_TO_THE_INDEX
 
 
 @dataclass(slots=True)
@@ -48,7 +49,7 @@ class Read:
 
 @dataclass(slots=True)
 class TurnPlan:
-    """What a turn reads, and how late the turn before is settled.
+    """What a turn reads, and how late the previous turn is settled.
 
     ``in_hand`` are events that must not be read again: those that are published and not settled, or with ``ahead`` the
     turn that is being published while this one is read. Then it is the next turn only if all of them were published:
@@ -65,9 +66,13 @@ class TurnPlan:
 
 
 class Collected(NamedTuple):
-    """What a turn has. ``backlog``: there are more events, and no failures: the next turn is worth reading ahead."""
+    """What a turn has. ``retried`` are the lanes that have due events, and nothing else.
+
+    ``backlog``: there are more events, and no failures: the next turn is worth reading ahead.
+    """
 
     batches: Batches
+    retried: Collection[int]
     backlog: bool
 
 
@@ -109,29 +114,12 @@ class Session:
             on_settled=on_settled,
         )
         self.ahead: TurnPlan | None = None
-        self._failed_behind: dict[int, OutboxError] = {}
 
     # What is in progress
 
-    def end_settling(self, deadline: float | None = None) -> None:
-        """Wait until the turn before is settled, if that is in progress. Remembers the lanes that have failed."""
-        self._failed_behind |= self.settlement.end(deadline)
-
-    def finish_settling(self) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled, if that is in progress. Returns the lanes for which it has failed."""
-        self.end_settling()
-        failed, self._failed_behind = self._failed_behind, {}
-        return failed
-
-    def failed_of(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Return which of these lanes could not be settled in the background; others are still remembered."""
-        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
-        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
-        return failed
-
     def free(self) -> None:
         """Free the connection. Events that were read ahead are discarded, and read again."""
-        self.end_settling()
+        self.settlement.end()
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
             with unavailable_on_error("reading ahead"):
@@ -161,12 +149,6 @@ class Session:
         with unavailable_on_error(doing):
             return settlement.answered(sent).get(lane)
 
-    def number(self, query: LiteralString | sql.Composed) -> int:
-        """Return the only value of a statement."""
-        row = self.connection.execute(query).fetchone()
-        assert row is not None
-        return int(row[0])
-
     def close(self) -> None:
         """Close the connection, interrupting what is in progress."""
         self.ahead = None
@@ -174,23 +156,6 @@ class Session:
         self.connection.close()
 
     # Reading
-
-    @contextmanager
-    def one_session(self, limits: Collection[int]) -> Iterator[None]:
-        """Read and settle in one session of the server, so that a crash in between is noticed.
-
-        This connection is one. Behind a pooler it takes a transaction, which locks the lanes' rows when it settles,
-        just before its commit. Postgres ends it if it idles for longer than the lease.
-        """
-        if not self.pooled:
-            yield
-            return
-        ttl_ms = min((int(self.settlement.lanes[lane].lease.ttl_seconds * 1000) for lane in limits), default=0)
-        # The settling statement and the commit are sent together.
-        with self.connection.pipeline(), self.connection.transaction():
-            self.connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
-            self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-            yield
 
     def read_turn(self, plan: TurnPlan) -> Sequence[Any]:
         """Receive the rows of a turn, in one round trip, unless they are being read. Returns the counted failures."""

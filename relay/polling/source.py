@@ -4,13 +4,13 @@ Every read starts from the lowest id that may still be unpublished, not from the
 the rows of a transaction that drew a low id and committed late. Published rows are deleted, so there is no position to
 keep.
 
-A turn reads all lanes, and then settles the turn before, in one statement (settlement.py). Its commit makes the rows
+A turn reads all lanes, and then settles the previous turn, in one statement (settlement.py). Its commit makes the rows
 that were read durable, and its result tells which lanes are still held and may be published. Both are of one session,
 so a crash of the server in between is noticed. Behind a pooler they are one transaction, which is of one session there.
 
 Postgres works while the relay waits for Kafka (background.py). What is read and when it is settled is a ``TurnPlan``:
 
-| the turn before is settled   | this applies                      | and what makes publishing safe                    |
+| the previous turn is settled | this applies                      | and what makes publishing safe                    |
 |------------------------------|-----------------------------------|---------------------------------------------------|
 | first                        | unless one of the others does     | the settling statement, by its result and commit  |
 | first, and the next turn is  | while a backlog is drained        | the same: that statement comes after the read     |
@@ -63,17 +63,16 @@ TURN_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What a plan has read, and the lanes of which nothing may be published.
+    """What was read, and the lanes of which nothing may be published.
 
     ``settled`` are the lanes that have been settled, or, unless ``settling`` is FIRST, will be while the turn is
-    published. ``backlog``: there are more events.
+    published.
     """
 
-    batches: Batches
+    read: Collected
     settling: Settling
     settled: Collection[int]
     failed: dict[int, OutboxError] = field(default_factory=dict)
-    backlog: bool = False
 
 
 class PollingSource:
@@ -135,26 +134,26 @@ class PollingSource:
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
-        self.session.end_settling()
+        self.settlement.end()
         self.settlement.drop(lane)
         self.reader.drop(lane)
         self._discard_ahead()
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return the lowest unpublished events of these lanes."""
-        failed = self.session.finish_settling()
+        failed = self.settlement.finish()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
             turn = self._run(limits)
         failed |= turn.failed
-        batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
+        batches = {lane: batch for lane, batch in turn.read.batches.items() if lane not in failed}
+        retried = turn.read.retried
         if batches:
             self._step = _CLIENT_STEP_SECONDS
             failpoint("batch.fetched")
-        retried = self.reader.retried(batches)
         self._unconfirmed = ()
         match turn.settling:
             case Settling.FIRST:
-                if self._overlaps and turn.backlog and not failed:
+                if self._overlaps and turn.read.backlog and not failed:
                     with unavailable_on_error("reading ahead"):
                         # Includes lanes that have joined since.
                         self.session.read_ahead(self.reader.plan_ahead(limits, batches))
@@ -171,12 +170,12 @@ class PollingSource:
                 assert_never(turn.settling)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled; then the leases are checked and the rows that were read are durable.
+        """Wait until the previous turn is settled; then the leases are checked and the rows that were read are durable.
 
         Returns failures only for lanes with events in this turn; ``settle`` returns those of other lanes.
         """
-        self.session.end_settling(deadline)
-        return self.session.failed_of(self._unconfirmed)
+        self.settlement.end(deadline)
+        return self.settlement.take_failed(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds: their topics can't be written to."""
@@ -193,7 +192,7 @@ class PollingSource:
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Remember published events, which the next fetch settles. Refused events are recorded at once."""
-        failed = self.session.finish_settling()
+        failed = self.settlement.finish()
         for lane, receipt in receipts.items():
             refused = refused_of(receipt)
             if len(refused) < len(receipt.results) or receipt.batch is not None:
@@ -210,7 +209,7 @@ class PollingSource:
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes."""
-        failed = self.session.finish_settling()
+        failed = self.settlement.finish()
         unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
         if not unsettled:
             return failed
@@ -224,7 +223,7 @@ class PollingSource:
             return False
         if self.session.ahead is not None:
             return True
-        self.session.end_settling()
+        self.settlement.end()
         if self.reader.may_become_due(lanes) or self._watch_seconds == 0.0:
             stop.wait(min(self._step, seconds))
             self._step = min(self._step * 2, seconds)
@@ -252,16 +251,30 @@ class PollingSource:
             self.session.ahead = None
             return ahead
         self.session.free()
-        settling = self.settlement.latest_settling(limits) if self._overlaps else Settling.FIRST
-        return self.reader.plan_turn(limits, self._in_hand(), settling)
+        return self.reader.plan_turn(limits, self._in_hand(), self._latest_settling(limits))
+
+    def _latest_settling(self, lanes: Collection[int]) -> Settling:
+        """Return how late the previous turn may be settled when one of these lanes comes next.
+
+        MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
+        And not while a lease has to be renewed, which must come before its events are published. BEFORE_COMMIT only
+        with transactions: readers do not see events before the commit.
+        """
+        if not self._overlaps:
+            return Settling.FIRST
+        about = [held for lane, held in self.settlement.lanes.items() if held.pending or lane in lanes]
+        if all(held.own_id is not None for held in about):
+            return Settling.BEFORE_COMMIT
+        if any(held.own_id is not None or held.pending.batch is not None for held in about):
+            return Settling.FIRST
+        renews = any(self.settlement.prolongs(held.lease.lane) for held in about)
+        return Settling.FIRST if renews else Settling.MEANWHILE
 
     def _run(self, limits: Mapping[int, int]) -> _Turn:
-        """Read, and settle the turn before, unless that comes later."""
+        """Read, and settle the previous turn, unless that comes later."""
         plan = self._plan(limits)
-        with self.session.one_session(limits):
-            counts = self.session.read_turn(plan)
-            collected = self.reader.collected(plan, counts, limits)
-            turn = self._decided(plan, collected, limits)
+        with self.settlement.one_session(limits):
+            turn = self._decided(plan, self.reader.read(plan, limits), limits)
             if turn.settling is not Settling.FIRST or not turn.settled or not self._settles_with_read:
                 return turn
             failpoint("batch.settling")
@@ -272,17 +285,17 @@ class PollingSource:
         failpoint("batch.settled")
         # Behind a pooler, a transaction that has locked nothing proves nothing by its commit: these are read again.
         proven = not self.session.pooled or sent.cursor.rowcount
-        return replace(turn, batches=turn.batches if proven else {}, failed=failed)
+        return replace(turn, read=turn.read if proven else turn.read._replace(batches={}), failed=failed)
 
-    def _decided(self, plan: TurnPlan, collected: Collected, limits: Mapping[int, int]) -> _Turn:
-        """Decide when to settle the turn before, now that it is known what this one has."""
-        batches, backlog = collected
+    def _decided(self, plan: TurnPlan, read: Collected, limits: Mapping[int, int]) -> _Turn:
+        """Decide when to settle the previous turn, now that it is known what this one has."""
+        batches = read.batches
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         unsettled = {
             lane for lane in self.settlement.unsettled if lane in limits or self.settlement.lanes[lane].own_id is None
         }
-        first = _Turn(batches, Settling.FIRST, sorted(batches.keys() | unsettled), backlog=backlog)
-        if backlog or not batches:
+        first = _Turn(read, Settling.FIRST, sorted(batches.keys() | unsettled))
+        if read.backlog or not batches:
             return first
         match plan.settling:
             case Settling.FIRST:
@@ -293,7 +306,7 @@ class PollingSource:
                     len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
                 lost = self.settlement.checked(batches.keys()) if small else None
-                return first if lost is None else _Turn(batches, Settling.MEANWHILE, sorted(unsettled), lost)
+                return first if lost is None else _Turn(read, Settling.MEANWHILE, sorted(unsettled), lost)
             case Settling.BEFORE_COMMIT:
                 return replace(first, settling=Settling.BEFORE_COMMIT)
             case _:

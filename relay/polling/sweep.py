@@ -25,8 +25,6 @@ A sweep only names events. The reader checks them, and reads them by their ids b
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,6 +34,7 @@ import psycopg
 import structlog
 
 from outbox.event import DEAD_LETTER
+from relay.background import interrupt
 from relay.core.ports import Kind
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
@@ -103,12 +102,7 @@ class Sweep:
         with self._lock:
             self._stop.set()
             if self._connection is not None:
-                # Ends the thread's wait even if the server does not answer.
-                with (
-                    contextlib.suppress(OSError, psycopg.Error),
-                    socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate,
-                ):
-                    duplicate.shutdown(socket.SHUT_RDWR)
+                interrupt(self._connection)
         # One that still connects to a dead host ends by itself.
         thread.join(1.0)
 

@@ -9,7 +9,7 @@ from psycopg import errors
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import RECREATED, Identity, Marker, StateLost, resume
-from relay.core.ports import LaneBusy
+from relay.core.ports import LaneLocked
 from relay.database import unavailable_on_error
 from relay.polling.queries import Queries
 from relay.polling.session import Session
@@ -43,7 +43,9 @@ class RowTakeover:
         """Return the number of lanes of the outbox."""
         self._session.free()
         with unavailable_on_error("counting lanes"):
-            return self._session.number(self._queries.lane_count)
+            row = self._connection.execute(self._queries.lane_count).fetchone()
+        assert row is not None
+        return int(row[0])
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         """Return this Postgres's identity, and the lanes that have another owner. No identity if all of them have."""
@@ -74,7 +76,7 @@ class RowTakeover:
             try:
                 held = self._connection.execute(self._queries.held, lease_values([lease])).fetchone()
             except errors.LockNotAvailable as error:
-                raise LaneBusy(lane) from error
+                raise LaneLocked(lane) from error
             if held is None:
                 held_lane.pending = NOTHING
                 raise self._settlement.lost(lane)
@@ -131,6 +133,6 @@ class RowTakeover:
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
                 f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "
-                "or somebody deleted events. See `outbox relay reconcile`"
+                "or events were deleted by hand. See `outbox relay reconcile`"
             )
         self._failures.forget(self._connection, lane, ids)

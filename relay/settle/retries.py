@@ -5,7 +5,7 @@ ever dropped.
 
 | state                      | rows                                                   | its key                      |
 |----------------------------|--------------------------------------------------------|------------------------------|
-| refused, to be tried again | in events; in failures, next_attempt_at in the future  | later events wait            |
+| refused, retrying          | in events; in failures, next_attempt_at in the future  | later events wait            |
 | due                        | in events; in failures, next_attempt_at passed         | it goes out, later ones wait |
 | published after retries    | gone from both, in one transaction                     | goes on                      |
 | dead, ``block``            | in dead_letters; in failures, next_attempt_at =        | waits for an operator        |

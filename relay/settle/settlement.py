@@ -1,8 +1,8 @@
 """The single statement with which a worker settles all its lanes. Both sources use it.
 
 In one statement, for every lane of a turn: the lease is checked by its epoch and owner, and renewed when part of its
-time has passed; ``last_batch`` must be what this worker wrote last; the rows published in the turn before are deleted,
-or moved to the archive. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit
+time has passed; ``last_batch`` must be what this worker wrote last; the rows that the previous turn has published are
+deleted, or archived. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit
 = off`` are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane
 whose lease does not match is not in the result: nothing of it was settled.
 
@@ -48,7 +48,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lease import Lease
-from relay.core.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
+from relay.core.ports import Claim, DatabaseUnavailable, LaneLocked, LaneLost, Published, Receipt
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
@@ -57,8 +57,7 @@ RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
 
 # The waits before a lane whose row is locked is given up for this turn.
-_BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
-
+_LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
 
 # How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
 # come: no other session may be writing.
@@ -80,7 +79,7 @@ class UnsettledBatch:
     """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction."""
 
     rows: Sequence[Claim] = ()
-    places: Sequence[Published] = ()
+    published: Sequence[Published] = ()
     batch: int | None = None
 
     @staticmethod
@@ -88,13 +87,13 @@ class UnsettledBatch:
         """Return what has to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
-        return UnsettledBatch([claim for claim, _ in done], [place for _, place in done], receipt.batch)
+        return UnsettledBatch([claim for claim, _ in done], [each for _, each in done], receipt.batch)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
         """Return what has to be settled of two turns, neither of which is in a Kafka transaction."""
         assert self.batch is None
         assert later.batch is None
-        return UnsettledBatch([*self.rows, *later.rows], [*self.places, *later.places])
+        return UnsettledBatch([*self.rows, *later.rows], [*self.published, *later.published])
 
     @property
     def commit_lsn(self) -> int | None:
@@ -125,17 +124,14 @@ class SettledLane:
     """Exactly-once: the id that the lane's row must have, so that the next holder fences this worker."""
     confirmed: bool = False
     """Whether the row was as expected when it was last read: ours, with our id and ``expected``."""
-    written: bool = False
-    """Whether the current statement writes the lane's row, and so renews its lease."""
     version: str | None = None
     """The ctid of the lane's row when it was last settled; it changes when another session writes the row."""
-    by_version: bool = False
-    """Whether the current statement looks up only that version."""
 
 
 class Settling(Enum):
-    """When the turn before is settled. Its result tells which leases are valid, its commit makes durable what was read
-    before it.
+    """When the previous turn is settled.
+
+    The statement's result tells which leases are valid, and its commit makes durable what was read before it.
     """
 
     FIRST = auto()
@@ -146,13 +142,19 @@ class Settling(Enum):
     """While this turn is sent, before its Kafka transaction is committed."""
 
 
-class Sent(NamedTuple):
-    """A settlement in progress. ``missing`` are lanes that were not held by a statement before."""
+class RunningStatement(NamedTuple):
+    """A settlement in progress.
+
+    ``written`` are the lanes whose rows it writes, and so renews their leases. ``by_version``: it looks up only the
+    known versions of the rows. ``missing`` are lanes that were not held by a statement before.
+    """
 
     cursor: psycopg.Cursor[Any]
     lanes: Collection[int]
     asked_at: float
-    missing: Sequence[int] = ()
+    written: Collection[int]
+    by_version: bool
+    missing: Sequence[int]
 
 
 class Settlement:
@@ -176,7 +178,8 @@ class Settlement:
     ) -> None:
         self._connection = connection
         self.background = Background(connection)
-        self._behind: Sent | None = None
+        self._behind: RunningStatement | None = None
+        self._failed_behind: dict[int, OutboxError] = {}
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
         self._on_settled = on_settled
@@ -203,14 +206,12 @@ class Settlement:
         lease = self.lanes[lane].lease
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
-    def values(self, lanes: Collection[int]) -> dict[str, Any]:
-        """Return the statement's parameters for these lanes."""
-        held = [self.lanes[lane] for lane in lanes]
-        for lane in held:
-            lane.written = self._writes(lane)
+    def _values(self, sent: RunningStatement) -> dict[str, Any]:
+        """Return the statement's parameters."""
+        held = [self.lanes[lane] for lane in sent.lanes]
         pending = [lane.pending for lane in held]
         rows = [claim for part in pending for claim in part.rows]
-        row_lanes = [lane for lane, part in zip(lanes, pending, strict=True) for _ in part.rows]
+        row_lanes = [lane for lane, part in zip(sent.lanes, pending, strict=True) for _ in part.rows]
         values: dict[str, Any] = {
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
             **lease_values([lane.lease for lane in held]),
@@ -219,28 +220,28 @@ class Settlement:
             "lsns": array([part.commit_lsn for part in pending]),
             "own_ids": [lane.own_id for lane in held],
             "versions": _versions(held),
-            "writes": array(["t" if lane.written else "f" for lane in held]),
+            "writes": array(["t" if lane in sent.written else "f" for lane in sent.lanes]),
             "row_lanes": array(row_lanes),
             "row_ids": array([claim.position for claim in rows]),
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            places = [place for part in pending for place in part.places]
-            values["topics"] = [place.topic for place in places]
-            values["partitions"] = [place.partition for place in places]
-            values["offsets"] = [place.offset for place in places]
+            published = [each for part in pending for each in part.published]
+            values["topics"] = [each.topic for each in published]
+            values["partitions"] = [each.partition for each in published]
+            values["offsets"] = [each.offset for each in published]
         return values
 
-    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> Sent:
+    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:
         """Execute the statement, whose result ``answered`` takes.
 
         ``in_transaction``: more depends on this transaction for lanes that are held, so this must find them at once.
         """
-        asked_at = time.monotonic()
-        query, values = self._statement(lanes, in_transaction=in_transaction)
-        return Sent(self._connection.execute(query, values, prepare=self._prepared), lanes, asked_at)
+        sent = self._new(lanes, in_transaction=in_transaction)
+        sent.cursor.execute(*self._statement(sent), prepare=self._prepared)
+        return sent
 
-    def answered(self, sent: Sent) -> dict[int, OutboxError]:
+    def answered(self, sent: RunningStatement) -> dict[int, OutboxError]:
         """Process the result of ``send``. Returns the lanes that were not held, with the reasons."""
         missing, moved = self._note(sent)
         return self._why_not([*missing, *self._ask(moved)])
@@ -261,19 +262,18 @@ class Settlement:
         failpoint("batch.settling")
         self._behind = self._begin(lanes)
 
-    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> Sent:
-        cursor = self._connection.cursor()
-        query, values = self._statement(lanes)
-        asked_at = time.monotonic()
+    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
+        sent = self._new(lanes, missing=missing)
+        query, values = self._statement(sent)
 
         def execute() -> None:
-            cursor.execute(query, values, prepare=True)
+            sent.cursor.execute(query, values, prepare=True)
 
         self.background.start(execute)
-        return Sent(cursor, lanes, asked_at, missing)
+        return sent
 
-    def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
-        """Wait until what ``begin`` started is done. Returns the lanes that were not held. Safe to call without
+    def end(self, deadline: float | None = None) -> None:
+        """Wait until what ``begin`` started is done, and remember the lanes that were not held. Safe to call without
         ``begin``.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
@@ -282,13 +282,24 @@ class Settlement:
         while self._behind is not None:
             missing = self._end(self._behind, deadline)
         if missing is None:
-            return {}
+            return
         with unavailable_on_error(f"settling {lanes_text(missing)}"):
-            failed = self._why_not(missing)
+            self._failed_behind |= self._why_not(missing)
         failpoint("batch.settled")
+
+    def finish(self) -> dict[int, OutboxError]:
+        """Wait until what ``begin`` started is done. Returns all lanes that were not held, and forgets them."""
+        self.end()
+        failed, self._failed_behind = self._failed_behind, {}
         return failed
 
-    def _end(self, behind: Sent, deadline: float | None) -> Sequence[int]:
+    def take_failed(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Return which of these lanes were not held, and forget them; ``finish`` returns the others."""
+        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
+        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
+        return failed
+
+    def _end(self, behind: RunningStatement, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
@@ -309,21 +320,6 @@ class Settlement:
             if moved:
                 self._behind = self._begin(moved, missing)
         return missing
-
-    def latest_settling(self, lanes: Collection[int]) -> Settling:
-        """Return how late the turn before may be settled when one of these lanes comes next.
-
-        MEANWHILE only without transactions: the next marker would imply that rows are settled that may still be there.
-        And not while a lease has to be renewed, which must come before its events are published. BEFORE_COMMIT only
-        with transactions: readers do not see events before the commit.
-        """
-        wanted = set(lanes)
-        about = [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
-        if all(held.own_id is not None for held in about):
-            return Settling.BEFORE_COMMIT
-        if any(held.own_id is not None or held.pending.batch is not None for held in about):
-            return Settling.FIRST
-        return Settling.FIRST if any(self.prolongs(held.lease.lane) for held in about) else Settling.MEANWHILE
 
     def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
         """Return the lanes that another relay has taken; None if Postgres may lose what was read before this."""
@@ -375,15 +371,17 @@ class Settlement:
         return LaneLost(text)
 
     @contextmanager
-    def _to_the_index(self, lanes: Collection[int]) -> Iterator[None]:
-        """Behind a pooler, set the planner's settings for one statement: in a transaction that is sent as one pipeline.
+    def one_session(self, lanes: Collection[int]) -> Iterator[None]:
+        """Read and settle these lanes in one session of the server, so that a crash in between is noticed.
 
-        It locks the lanes' rows, so Postgres ends the session if it idles in between for longer than the lease.
+        This connection is one. Behind a pooler it takes a transaction, with the planner's settings. It locks the lanes'
+        rows when it settles, just before its commit: both are sent together, and Postgres ends the session if it idles
+        in between for longer than the lease.
         """
         if self._prepared:
             yield
             return
-        ttl_ms = min(int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes)
+        ttl_ms = min((int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes), default=0)
         with self._connection.pipeline(), self._connection.transaction():
             self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
             self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
@@ -394,33 +392,43 @@ class Settlement:
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
-    def _statement(
-        self, lanes: Collection[int], *, in_transaction: bool = False
-    ) -> tuple[sql.Composed, dict[str, Any]]:
+    def _new(
+        self, lanes: Collection[int], *, in_transaction: bool = False, missing: Sequence[int] = ()
+    ) -> RunningStatement:
+        written = {lane for lane in lanes if self._writes(self.lanes[lane])}
         by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
-        for lane in lanes:
-            self.lanes[lane].by_version = by_version
-        return self.statements.settle_by_version if by_version else self.statements.settle, self.values(lanes)
+        return RunningStatement(self._connection.cursor(), lanes, time.monotonic(), written, by_version, missing)
+
+    def _statement(self, sent: RunningStatement) -> tuple[sql.Composed, dict[str, Any]]:
+        statements = self.statements
+        return statements.settle_by_version if sent.by_version else statements.settle, self._values(sent)
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
         not_held: list[int] = []
         while lanes:
-            with self._to_the_index(lanes):
+            with self.one_session(lanes):
                 sent = self.send(lanes)
             missing, lanes = self._note(sent)
             not_held += missing
         return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons for lanes that were not held, after retrying those that were only locked."""
-        failed = self._reasons(missing) if missing else {}
-        busy = [lane for lane, error in failed.items() if isinstance(error, LaneBusy)]
-        if busy:
-            failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
+        """Return the reasons for lanes that were not held, after retrying those whose rows are only locked.
+
+        They may be locked briefly by the control loop, which renews leases.
+        """
+        failed = self._reasons(missing)
+        for seconds in _LOCKED_SECONDS:
+            locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
+            if not locked:
+                break
+            time.sleep(seconds)
+            others = {lane: error for lane, error in failed.items() if lane not in locked}
+            failed = others | self._reasons(self._ask(locked))
         return failed
 
-    def _note(self, sent: Sent) -> tuple[list[int], list[int]]:
+    def _note(self, sent: RunningStatement) -> tuple[list[int], list[int]]:
         """Record the lanes that were held. Returns those that were not, and those whose rows have moved.
 
         The latter are looked up by their numbers next: a row moves when the control loop renews a lease, for example. A
@@ -431,15 +439,16 @@ class Settlement:
             settled = self.lanes[row[0]]
             settled.version = row[2]
             settled.confirmed = True
-            if settled.written:
+            if row[0] in sent.written:
                 settled.lease.renewed(sent.asked_at)
             self._forget_pending(settled)
         held = {row[0] for row in rows}
         missing = [lane for lane in sent.lanes if lane not in held]
-        moved = [lane for lane in missing if self.lanes[lane].by_version]
-        for lane in moved:
+        if not sent.by_version:
+            return missing, []
+        for lane in missing:
             self.lanes[lane].version = None
-        return [lane for lane in missing if not self.lanes[lane].by_version], moved
+        return [], missing
 
     def _forget_pending(self, settled: SettledLane) -> None:
         pending, settled.pending = settled.pending, NOTHING
@@ -448,31 +457,21 @@ class Settlement:
         if pending:
             self._on_settled(settled.lease.lane, pending)
 
-    def _again(self, busy: Sequence[int]) -> dict[int, OutboxError]:
-        """Retry lanes whose rows were locked, perhaps only briefly by the control loop, which renews leases."""
-        failed: dict[int, OutboxError] = {lane: LaneBusy(lane) for lane in busy}
-        for seconds in _BUSY_SECONDS:
-            if not busy:
-                break
-            time.sleep(seconds)
-            reasons = self._reasons(self._ask(busy))
-            failed = {lane: error for lane, error in failed.items() if lane not in busy} | reasons
-            busy = [lane for lane, error in reasons.items() if isinstance(error, LaneBusy)]
-        return failed
-
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        if not lanes:
+            return {}
         values = lease_values([self.lanes[lane].lease for lane in lanes])
         rows = self._connection.execute(self.statements.why, values).fetchall()
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]
             if known.expected in {None, last_batch} and known.own_id in {None, named}:
-                reasons[lane] = LaneBusy(lane)
+                reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
             reasons[lane] = DatabaseUnavailable(
                 f"lane {lane}: its row has changed (batch {last_batch}, {self.lanes[lane].expected} was expected): "
-                "Postgres has lost a commit, or somebody changed it; the lane is compared with its marker again"
+                "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
             )
         return reasons
 

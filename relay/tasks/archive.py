@@ -97,7 +97,7 @@ def overdue(plan: PrunePlan) -> OperationRefused:
     return OperationRefused(
         f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
         f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
-        "Either the database's clock is wrong, or nobody kept the archive for days, or fewer days are kept than "
+        "Either the database's clock is wrong, or the archive was not maintained for days, or fewer days are kept than "
         "before. See `outbox db prune --dry-run`; when it is right, run `outbox db prune --force`"
     )
 
@@ -112,7 +112,7 @@ class Retention:
         self._parent = sql.Identifier(schema, "published")
         self._default = sql.Identifier(schema, "published_default")
         self._lock = f"outbox archive {schema}"
-        self._said_on: dt.date | None = None
+        self._warned_on: dt.date | None = None
 
     def keep(self) -> None:
         """Do the work that is due, in one relay only. Raises Unavailable when Postgres can't be reached."""
@@ -223,7 +223,7 @@ class Retention:
     def _first_today(self) -> bool:
         """Return whether this is the first complaint of the day, by the relay's own clock."""
         today = dt.datetime.now(dt.UTC).date()
-        first, self._said_on = self._said_on != today, today
+        first, self._warned_on = self._warned_on != today, today
         return first
 
 

@@ -17,8 +17,8 @@ moves; one at a time, by an advisory lock, because two could give later events l
 | the relay is killed after it                | they are events, and are published as such                             |
 | COMMIT succeeds, but its answer is lost     | the next look finds no such rows                                       |
 | two relays look at the same time            | one has the lock; the other moves nothing, and looks again             |
-| an event is cancelled at the same moment    | who has the row first: it is gone, or the cancellation finds none. A   |
-|                                             | row that is locked is passed over, and moved by a later look           |
+| an event is cancelled at the same moment    | the first to lock the row wins. A locked row is skipped, and moved by  |
+|                                             | a later look                                                           |
 | the transaction that schedules commits late | the event is moved then                                                |
 | no relay runs                               | they wait; `outbox status` and `outbox doctor` name them               |
 | the database's clock goes back              | what is moved stays moved; the rest waits for its time                 |

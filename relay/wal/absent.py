@@ -1,24 +1,22 @@
-"""Lanes that are ours and can't be taken over for long: the others must not wait for them."""
+"""Owned lanes whose take-over keeps failing; the others proceed without them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import structlog
 
 from relay.database import unavailable_on_error
-from relay.polling.source import PollingSource
 from relay.wal.channel import Channel
 from relay.wal.from_table import drop_visible
-from relay.wal.lane import InTable, StreamLane
-from relay.wal.queries import StreamQueries
+from relay.wal.lane import InTable, StreamLanes
 from relay.wal.session import Stream
 
 log = structlog.get_logger("relay")
 
 
 class AbsentLanes:
-    """Keeps lanes that are ours and can't be taken over (for example with a lost state) from delaying the others.
+    """Keeps owned lanes whose take-over keeps failing (for example with a lost state) from delaying the others.
 
     There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill the
     stream. So such a lane is put into the state ``table``, durably, and its events in the stream are dropped, as in
@@ -26,14 +24,10 @@ class AbsentLanes:
     then the marker settles what its former holder has published, by ids, and everything else is read from the table.
     """
 
-    def __init__(
-        self, lanes: Mapping[int, StreamLane], table: PollingSource, queries: StreamQueries, stream: Stream
-    ) -> None:
+    def __init__(self, lanes: StreamLanes, stream: Stream) -> None:
         self._lanes = lanes
-        self._table = table
-        self._connection = table.connection
-        self._settlement = table.settlement
-        self._queries = queries
+        self._connection = lanes.table.connection
+        self._settlement = lanes.table.settlement
         self._stream = stream
         self.numbers: Collection[int] = ()
         """The lanes that the others must not wait for."""
@@ -58,13 +52,13 @@ class AbsentLanes:
         lane = self._lanes[number]
         if lane.absent:
             return True
-        with unavailable_on_error(f"noting the state of lane {number}"):
-            row = self._connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
+        with unavailable_on_error(f"recording the state of lane {number}"):
+            row = self._connection.execute(self._lanes.queries.leave_unlocked, lane.key).fetchone()
         # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
         # retried.
         if row is not None:
             lane.absent, lane.state, lane.batch = True, InTable(), ()
             channel.rewind()
-            self._table.reader.read_all_again(number)
+            self._lanes.table.reader.read_all_again(number)
             log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
         return row is not None

@@ -21,13 +21,15 @@ class StreamEvent(NamedTuple):
 
 
 class ChannelSession(Protocol):
-    """The part of a session that its channels use."""
+    """The part of a session that lanes use."""
 
     running: threading.Event
+    """Set while the session reads the stream: no other reader does."""
     error: Exception | None
     read_lsn: int
+    """The position up to which the stream was read and distributed to the channels."""
 
-    def told_up_to(self, lsn: int) -> bool:
+    def confirmed_up_to(self, lsn: int) -> bool:
         """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
         ...
 
@@ -43,7 +45,7 @@ class Channel:
     """
 
     def __init__(self, session: ChannelSession) -> None:
-        self._session = session
+        self.session = session
         self._lock = threading.Lock()
         self._waiting: deque[StreamEvent] = deque()
         self._taken: deque[StreamEvent] = deque()
@@ -51,24 +53,10 @@ class Channel:
         self.put_count = 0
         self.done_count = 0
 
-    @property
-    def running(self) -> bool:
-        """Return whether the session reads the stream: no other reader does any more."""
-        return self._session.running.is_set()
-
-    @property
-    def read_lsn(self) -> int:
-        """The position up to which the stream was read and distributed to the channels."""
-        return self._session.read_lsn
-
-    def settled_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
-        return self._session.told_up_to(lsn)
-
     def check(self) -> None:
         """Raise the error that ended the session, if it has ended."""
-        if self._session.error is not None:
-            raise self._session.error
+        if self.session.error is not None:
+            raise self.session.error
 
     def put(self, events: Sequence[StreamEvent]) -> None:
         """Add events, in order."""
@@ -91,7 +79,7 @@ class Channel:
             if self._settled:
                 events = [event for event in events if event.at not in self._settled]
                 popped = self._pop_settled()
-        self._session.freed(popped)
+        self.session.freed(popped)
         return events
 
     def put_back(self, events: Sequence[StreamEvent]) -> None:
@@ -109,7 +97,7 @@ class Channel:
             self._taken.extend(self._waiting)
             popped = self._pop_settled()
             self._waiting, self._taken = self._taken, deque()
-        self._session.freed(popped)
+        self.session.freed(popped)
 
     def done(self, positions: Sequence[WalPosition]) -> None:
         """Record that the events at these positions are durably settled. Ignores those that were recorded before.
@@ -132,7 +120,7 @@ class Channel:
             else:
                 self._settled.update(positions)
                 popped = self._pop_settled()
-        self._session.freed(popped)
+        self.session.freed(popped)
 
     def _pop_settled(self) -> int:
         taken, settled = self._taken, self._settled

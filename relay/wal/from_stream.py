@@ -13,12 +13,10 @@ from relay.core.ports import Claim
 from relay.core.position import WalPosition
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.polling.source import PollingSource
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import array
 from relay.wal.channel import Channel, StreamEvent
-from relay.wal.lane import LaneStates, Pauses, StreamLane, each
-from relay.wal.queries import StreamQueries
+from relay.wal.lane import StreamLane, StreamLanes
 from relay.wal.slot import Snapshot
 
 _MOST_ROWS: Final = 50_000
@@ -27,21 +25,12 @@ _MOST_ROWS: Final = 50_000
 class StreamReader:
     """Reads turns from the stream."""
 
-    def __init__(
-        self,
-        lanes: Mapping[int, StreamLane],
-        table: PollingSource,
-        queries: StreamQueries,
-        states: LaneStates,
-        pauses: Pauses,
-    ) -> None:
+    def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
-        self._queries = queries
-        self._states = states
-        self._pauses = pauses
-        self._connection = table.connection
-        self._settlement = table.settlement
-        self._turn_bytes = table.turn_bytes
+        self._queries = lanes.queries
+        self._connection = lanes.table.connection
+        self._settlement = lanes.table.settlement
+        self._turn_bytes = lanes.table.turn_bytes
         # Cursors return rows, not claims: the position in the stream is added later.
         self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
         self._first = 0
@@ -61,7 +50,7 @@ class StreamReader:
                 if lane.batch:
                     batches[number] = lane.batch
 
-            each(self._lanes, [number for number in announced if number not in lost], failed, fill)
+            self._lanes.each([number for number in announced if number not in lost], failed, fill)
             for number in lost.keys() & announced.keys():
                 # For example, the lane's row is locked. The announced events come again.
                 channel = self._lanes[number].channel
@@ -164,7 +153,7 @@ class StreamReader:
             if event.id in again[0] or not again[1].sees(event.at.xid):
                 channel.put_back(announced[number:])
                 if not kept:
-                    self._pauses.wait_for_visibility()
+                    self._lanes.delays.await_visibility()
                 break
             gone.append(event.at)
         channel.done(gone)
@@ -185,5 +174,5 @@ class StreamReader:
         ids = array([event.id for event in events])
         row = self._connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
         if row is None:
-            raise self._states.lost(lane)
+            raise self._lanes.lost(lane)
         return set(row[0]), Snapshot(row[1])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, assert_never
 
 import psycopg
 
 from outbox.errors import OutboxError
-from relay.core.ports import Claim
+from relay.core.ports import Claim, Fetched
 from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
-from relay.polling.source import PollingSource
 from relay.settle.settlement import lanes_text
 from relay.wal.channel import Channel
-from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
-from relay.wal.queries import StreamQueries
+from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
 from relay.wal.slot import current_snapshot
 
 _DROPPED_AT_ONCE: Final = 5000
@@ -24,26 +23,17 @@ _DROPPED_AT_ONCE: Final = 5000
 class TableReader:
     """Reads turns from the table. ``leaves_out``: events of some kinds stay there."""
 
-    def __init__(
-        self,
-        lanes: Mapping[int, StreamLane],
-        table: PollingSource,
-        queries: StreamQueries,
-        states: LaneStates,
-        pauses: Pauses,
-    ) -> None:
+    def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
-        self._table = table
-        self._connection = table.connection
-        self._settlement = table.settlement
-        self._queries = queries
-        self._states = states
-        self._pauses = pauses
+        self._table = lanes.table
+        self._connection = lanes.table.connection
+        self._settlement = lanes.table.settlement
+        self._queries = lanes.queries
         self.leaves_out = False
 
-    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
         """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``."""
-        left = each(self._lanes, limits, failed, self._make_room)
+        left = self._lanes.each(limits, failed, self._make_room)
         fetched = self._table.fetch({number: limits[number] for number in left})
         failed |= fetched.failed
         batches = dict(fetched.batches)
@@ -59,8 +49,8 @@ class TableReader:
             if not self._stays(lane, channel, batches.get(number, ()), limits[number]):
                 batches.pop(number, None)
 
-        ours = each(self._lanes, [number for number in left if number not in failed], failed, step)
-        return {number: batch for number, batch in batches.items() if number in set(ours)}
+        ours = self._lanes.each([number for number in left if number not in failed], failed, step)
+        return replace(fetched, batches={number: batch for number, batch in batches.items() if number in set(ours)})
 
     def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
         """Change the lane's state if its rows allow that. Returns whether they may be published."""
@@ -78,10 +68,10 @@ class TableReader:
                 if rows and rows[0].position <= horizon:
                     return True
                 # The rows just read come again from the stream, or after rows that may be below the mark.
-                if self._states.ask(lane, self._queries.any_up_to, id=horizon)[0]:
+                if self._lanes.ask(lane, self._queries.any_up_to, id=horizon)[0]:
                     self._table.reader.read_all_again(number)
                 else:
-                    self._states.enter_stream(lane)
+                    self._lanes.enter_stream(lane)
                 return False
             case Streaming():
                 raise AssertionError("a lane that streams is not read from the table")
@@ -104,7 +94,7 @@ class TableReader:
         if len(rows) >= limit:
             return False
         last = rows[-1].position if rows else LOWEST
-        return bool(len(rows) + self._states.ask(lane, self._queries.more, id=last, most=limit)[0] < limit)
+        return bool(len(rows) + self._lanes.ask(lane, self._queries.more, id=last, most=limit)[0] < limit)
 
     def _catch_up(self, lane: StreamLane, channel: Channel, state: InTable) -> None:
         """Stop dropping, if our session reads the stream and has nearly reached its end.
@@ -112,21 +102,21 @@ class TableReader:
         Our session: an earlier reader may have dropped unpublished events. Nearly its end: while a slot that was not
         read for long catches up, events are published from the table without delay.
         """
-        if not channel.running:
+        if not channel.session.running.is_set():
             return
         target_lsn = state.target_lsn
         if target_lsn is None:
-            target_lsn = self._states.ask(lane, self._queries.lowest)[1]
+            target_lsn = self._lanes.ask(lane, self._queries.lowest)[1]
             lane.state = InTable(target_lsn)
-        if channel.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
-            lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
+        if channel.session.read_lsn >= (target_lsn or 0) and self._lanes.ask(lane, self._queries.old_ended)[0]:
+            lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
         """Drop events whose rows are visible in the table."""
         if drop_visible(self._connection, channel):
-            self._pauses.reset()
+            self._lanes.delays.reset()
         elif channel.waiting:
-            self._pauses.wait_for_visibility()
+            self._lanes.delays.await_visibility()
 
 
 def drop_visible(connection: psycopg.Connection[Any], channel: Channel) -> bool:

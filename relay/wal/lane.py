@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,8 +21,8 @@ from relay.wal.queries import StreamQueries
 
 # Rows are requested by their ids before anything is known about their size.
 _FIRST_ROWS: Final = 64
-_FIRST_PAUSE_SECONDS: Final = 0.005
-_LAST_PAUSE_SECONDS: Final = 0.1
+_FIRST_SECONDS: Final = 0.005
+_LAST_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,35 +78,36 @@ class StreamLane:
         return {"lane": self.lease.lane, **lease_values([self.lease])}
 
 
-class Pauses:
-    """Growing waits: until a row is visible, and between two reads of a table."""
+class Delays:
+    """Delays that double until events come: until a row is visible, and between two reads of a table."""
 
     def __init__(self) -> None:
-        self._visibility = _FIRST_PAUSE_SECONDS
-        self._step = _FIRST_PAUSE_SECONDS
+        self.reset()
 
     def reset(self) -> None:
-        """Start with short waits again, because events have come."""
-        self._visibility = self._step = _FIRST_PAUSE_SECONDS
+        """Start with short delays again, because events have come."""
+        self._visibility = self._read = _FIRST_SECONDS
 
-    def wait_for_visibility(self) -> None:
+    def await_visibility(self) -> None:
         """Sleep. With synchronous replication, rows may stay invisible as long as a standby is unavailable."""
         time.sleep(self._visibility)
-        self._visibility = min(self._visibility * 2, _LAST_PAUSE_SECONDS)
+        self._visibility = min(self._visibility * 2, _LAST_SECONDS)
 
-    def step(self, seconds: float) -> float:
-        """Return how long to wait before a table is read again, at most ``seconds``."""
-        step = min(self._step, seconds)
-        self._step = min(self._step * 2, seconds)
-        return step
+    def before_read(self, most: float) -> float:
+        """Return how many seconds to wait before a table is read again, at most ``most``."""
+        seconds = min(self._read, most)
+        self._read = min(seconds * 2, most)
+        return seconds
 
 
-class LaneStates:
-    """Reads and writes the lanes' states in the database. ``table`` reads their rows, on the same connection."""
+class StreamLanes(dict[int, StreamLane]):
+    """The lanes of a source by number, and what its readers share. ``table`` reads rows, on the same connection."""
 
     def __init__(self, table: PollingSource, queries: StreamQueries) -> None:
-        self._table = table
-        self._queries = queries
+        super().__init__()
+        self.table = table
+        self.queries = queries
+        self.delays = Delays()
         self._connection = table.connection
 
     def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
@@ -116,47 +117,40 @@ class LaneStates:
         assert row is not None
         return row
 
-    def change(self, lane: StreamLane, query: sql.Composed, **values: Any) -> None:
-        """Write to a lane's row. Raises LaneLost."""
-        with unavailable_on_error(f"noting the state of lane {lane.lease.lane}"):
-            row = self._connection.execute(query, {**values, **lane.key}).fetchone()
-        if row is None:
-            raise self.lost(lane)
-
     def enter_stream(self, lane: StreamLane) -> None:
         """Switch the lane to the stream, durably. Raises LaneLost."""
-        self.change(lane, self._queries.set_streaming, streaming=True)
-        lane.state = Streaming()
+        self._set(lane, Streaming())
         failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
         """Switch the lane to the table, durably. Raises LaneLost."""
-        self.change(lane, self._queries.set_streaming, streaming=False)
-        lane.state = InTable()
+        self._set(lane, InTable())
         failpoint("stream.left")
 
-    def flush(self, lane: StreamLane) -> None:
-        """Settle what is pending of a lane. Raises the lane's error."""
-        for error in self._table.flush([lane.lease.lane]).values():
-            raise error
+    def _set(self, lane: StreamLane, state: Streaming | InTable) -> None:
+        values = {"streaming": isinstance(state, Streaming), **lane.key}
+        with unavailable_on_error(f"recording the state of lane {lane.lease.lane}"):
+            row = self._connection.execute(self.queries.set_streaming, values).fetchone()
+        if row is None:
+            raise self.lost(lane)
+        lane.state = state
 
     def lost(self, lane: StreamLane) -> LaneLost:
         """Return the error for a lane that another relay has taken."""
-        return self._table.settlement.lost(lane.lease.lane)
+        return self.table.settlement.lost(lane.lease.lane)
 
-
-def each(
-    lanes: Mapping[int, StreamLane],
-    numbers: Collection[int],
-    failed: dict[int, OutboxError],
-    step: Callable[[StreamLane, Channel], None],
-) -> list[int]:
-    """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
-    for number in numbers:
-        lane = lanes[number]
-        assert lane.channel is not None
-        try:
-            step(lane, lane.channel)
-        except LaneLost as error:
-            failed[number] = error
-    return [number for number in numbers if number not in failed]
+    def each(
+        self,
+        numbers: Collection[int],
+        failed: dict[int, OutboxError],
+        step: Callable[[StreamLane, Channel], None],
+    ) -> list[int]:
+        """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
+        for number in numbers:
+            lane = self[number]
+            assert lane.channel is not None
+            try:
+                step(lane, lane.channel)
+            except LaneLost as error:
+                failed[number] = error
+        return [number for number in numbers if number not in failed]

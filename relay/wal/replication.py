@@ -191,7 +191,7 @@ class Replication:
         result = self._pgconn.get_result()
         if result is not None and result.status == ExecStatus.FATAL_ERROR:
             raise psycopg.errors.error_from_result(result)
-        raise DatabaseUnavailable("Postgres has ended the stream: it is shutting down, or was told to end it")
+        raise DatabaseUnavailable("Postgres has ended the stream: it is shutting down, or an administrator ended it")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

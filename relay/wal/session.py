@@ -55,7 +55,7 @@ _STATUS_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.2
 _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
-_SAY_SECONDS: Final = 60.0
+_LOG_SECONDS: Final = 60.0
 _ENDS: Final = 1000
 Connect = Callable[[], psycopg.Connection[Any]]
 
@@ -171,8 +171,8 @@ class _Session:
         self._events = EventReader(names.schema, len(leases))
         # Ends of transactions, each with the number of events that every channel had received by then.
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
-        self._told = 0
-        self._asked = 0
+        self._confirmed_lsn = 0
+        self._requested_lsn = 0
         self.read_lsn = 0
         self._moved_at = time.monotonic()
 
@@ -230,9 +230,9 @@ class _Session:
         channels = [self._channels[lane] for lane in lanes if lane in self._channels]
         return self.error is not None or any(channel.waiting for channel in channels)
 
-    def told_up_to(self, lsn: int) -> bool:
-        self._asked = max(self._asked, lsn)
-        return self._told >= lsn
+    def confirmed_up_to(self, lsn: int) -> bool:
+        self._requested_lsn = max(self._requested_lsn, lsn)
+        return self._confirmed_lsn >= lsn
 
     def stop(self) -> None:
         """End the session after a last feedback."""
@@ -277,7 +277,7 @@ class _Session:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
-            self._told = state.flushed_lsn or 0
+            self._confirmed_lsn = state.flushed_lsn or 0
             self._events.begin(state.events_oid, lambda: slot.check(slot.look()))
             if state.active_pid is None:
                 try:
@@ -308,7 +308,7 @@ class _Session:
                 raise Unavailable("the stream is closed")
 
     def _stream(self, slot: Slot, replication: Replication) -> None:
-        replication.feedback(self._told)
+        replication.feedback(self._confirmed_lsn)
         due = time.monotonic() + _STATUS_SECONDS
         while not self._stopping.is_set():
             now = time.monotonic()
@@ -326,15 +326,15 @@ class _Session:
                 self._full_since = None
                 return True
             self._room.wait(_WAIT_SECONDS)
-        self._say_what_is_held()
+        self._log_full()
         return False
 
-    def _say_what_is_held(self) -> None:
+    def _log_full(self) -> None:
         """Log the lanes that delay the others, if nothing is settled for long."""
         now = time.monotonic()
         if self._full_since is None or self._held_events != self._full_events:
             self._full_since, self._full_events = now, self._held_events
-        elif now - self._full_since >= _SAY_SECONDS:
+        elif now - self._full_since >= _LOG_SECONDS:
             self._full_since = now
             lanes = [lane for lane, channel in self._channels.items() if channel.put_count > channel.done_count]
             log.warning(
@@ -376,24 +376,24 @@ class _Session:
 
     def _report(self, slot: Slot, replication: Replication) -> None:
         """Record the position up to which every lane has settled everything: first in the table, then on the server."""
-        flushed, at = self._told, None
+        flushed, at = self._confirmed_lsn, None
         done = tuple(channel.done_count for channel in self._channels.values())
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
             flushed, at, _ = self._ends.popleft()
-        if flushed > self._told:
+        if flushed > self._confirmed_lsn:
             slot.note(flushed, at)
             failpoint("stream.noted")
-            self._told = flushed
+            self._confirmed_lsn = flushed
             self._moved_at = time.monotonic()
         else:
             slot.hold()
-        replication.feedback(self._told)
-        failpoint("stream.told")
+        replication.feedback(self._confirmed_lsn)
+        failpoint("stream.confirmed")
 
     def _beat(self, slot: Slot, now: float) -> None:
         if not self._held_events and now - self._moved_at >= self._limits.heartbeat_seconds:
             self._moved_at = now
-            slot.heartbeat(self._told)
-        elif self._told < self._asked <= self.read_lsn and not self._ends:
+            slot.heartbeat(self._confirmed_lsn)
+        elif self._confirmed_lsn < self._requested_lsn <= self.read_lsn and not self._ends:
             # A lane waits for the answer, and nothing else would advance the position.
             slot.heartbeat(0)

@@ -34,7 +34,7 @@ REPAIR: Final = (
 _WAL_REMOVED: Final = "WAL that was not read is dropped (see max_slot_wal_keep_size)"
 # Values of pg_replication_slots.invalidation_reason, since Postgres 17.
 _INVALIDATED: Final = {
-    "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
+    "idle_timeout": "it was not read for longer than idle_replication_slot_timeout",
     "wal_level_insufficient": "wal_level was not logical for a time",
     "rows_removed": "rows of the catalog that it needed are removed (on a standby: see hot_standby_feedback)",
 }
@@ -250,7 +250,7 @@ class Slot:
                 "standby that was behind, or a restore). Look for the server that has; to go on without: "
                 + (RECONCILE if left else REPAIR)
             )
-        with unavailable_on_error("noting the timeline"):
+        with unavailable_on_error("recording the timeline"):
             self._connection.execute(self._timeline, {"timeline": now, **self._bound})
 
     def check_hash(self) -> None:
@@ -276,11 +276,11 @@ class Slot:
         ours.
         """
         values = {"lsn": flushed_lsn, "at": at, **self._bound}
-        with unavailable_on_error("noting how far the stream is used"):
+        with unavailable_on_error("recording the position of the stream"):
             noted = self._connection.execute(self._note, values).fetchone()
         if noted is None:
             self.check(self.look())
-            raise DatabaseUnavailable("the stream's lanes are another relay's now")
+            raise DatabaseUnavailable("another relay holds the stream's lanes now")
 
     def hold(self) -> None:
         """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
@@ -290,11 +290,11 @@ class Slot:
         with unavailable_on_error("looking at the lanes"):
             row = self._connection.execute(self._held, self._bound).fetchone()
         if row is None or not row[0]:
-            raise DatabaseUnavailable("the stream's lanes are another relay's now")
+            raise DatabaseUnavailable("another relay holds the stream's lanes now")
 
-    def heartbeat(self, told_lsn: int) -> None:
+    def heartbeat(self, confirmed_lsn: int) -> None:
         """Write a message that comes back through the stream, if other WAL was written meanwhile."""
-        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": told_lsn, "bytes": IDLE_BYTES}
+        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": confirmed_lsn, "bytes": IDLE_BYTES}
         with unavailable_on_error("writing a heartbeat"):
             self._connection.execute(_HEARTBEAT, values)
 
@@ -333,7 +333,7 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
     if state.wal_status == "lost":
         return f"slot {slot!r} is invalidated: {_INVALIDATED.get(state.invalidation_reason or '', _WAL_REMOVED)}"
     if state.confirmed_lsn is None:
-        # Not read before it is complete: who reads it would be taken for a former reader, and ended.
+        # Not read before it is complete: its reader would be mistaken for a former one, and ended.
         return f"slot {slot!r} is being made, which waits for the transactions that are open"
     if state.system_identifier_now != state.system_identifier:
         return (

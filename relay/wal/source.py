@@ -43,7 +43,7 @@ from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
 from relay.wal.from_table import TableReader
-from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
+from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
 
@@ -51,7 +51,7 @@ log = structlog.get_logger("relay")
 
 _LOOK_SECONDS: Final = 1.0
 _SWEEP_SECONDS: Final = 60.0
-_SAY_SECONDS: Final = 10.0
+_LOG_SECONDS: Final = 10.0
 
 
 class StreamSource:
@@ -78,13 +78,10 @@ class StreamSource:
         self.store = self._table.store
         self._connection = self._table.connection
         self._queries = StreamQueries(schema)
-        self._lanes: dict[int, StreamLane] = {}
-        self._pauses = Pauses()
-        self._states = LaneStates(self._table, self._queries)
-        parts = (self._lanes, self._table, self._queries, self._states, self._pauses)
-        self._stream_reader = StreamReader(*parts)
-        self._table_reader = TableReader(*parts)
-        self._absent = AbsentLanes(self._lanes, self._table, self._queries, stream)
+        self._lanes = StreamLanes(self._table, self._queries)
+        self._stream_reader = StreamReader(self._lanes)
+        self._table_reader = TableReader(self._lanes)
+        self._absent = AbsentLanes(self._lanes, stream)
         self._looked_at = 0.0
         self._fetched_at = 0.0
         self._paused: Collection[int] = ()
@@ -101,7 +98,7 @@ class StreamSource:
         self._lanes.pop(lane, None)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: a fetch settles the turn before."""
+        """Return no failures: a fetch settles the previous turn."""
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
@@ -121,7 +118,7 @@ class StreamSource:
             return failed
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
-            left = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
+            left = self._lanes.each([lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
             self._absent.see_to(left)
         except Exception:
             self.flush(list(self._lanes))
@@ -168,7 +165,7 @@ class StreamSource:
         # Events of paused lanes are dropped in the next turn.
         if any(not self._lanes[lane].streaming for lane in lanes):
             # Only a read shows what the table has.
-            self._stream.wait([*lanes, *self._paused], self._pauses.step(seconds))
+            self._stream.wait([*lanes, *self._paused], self._lanes.delays.before_read(seconds))
             return True
         return (
             self._stream.wait([*lanes, *self._paused], seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
@@ -183,33 +180,36 @@ class StreamSource:
     def _fetch(self, limits: Mapping[int, int]) -> Fetched:
         failed = self._join([lane for lane in limits if self._lanes[lane].channel is None])
         ready = [number for number in limits if number not in failed]
-        known = all(lane.channel is not None and lane.channel.running for lane in map(self._lanes.__getitem__, ready))
+        known = all(
+            lane.channel is not None and lane.channel.session.running.is_set()
+            for lane in map(self._lanes.__getitem__, ready)
+        )
         if not known:
-            self._say_who_is_absent()
+            self._log_absent_lanes()
         troubled = self._troubled([number for number in ready if self._lanes[number].streaming])
 
         def leave_where_needed(lane: StreamLane, channel: Channel) -> None:
             if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane, channel)):
                 self._leave_stream(lane, channel)
 
-        ready = each(self._lanes, ready, failed, leave_where_needed)
+        ready = self._lanes.each(ready, failed, leave_where_needed)
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
             batches |= self._stream_reader.read(streaming, failed)
         table = {number: limits[number] for number in ready if number not in streaming}
-        if table:
-            batches |= self._table_reader.read(table, failed)
+        fetched = self._table_reader.read(table, failed) if table else Fetched()
+        batches |= fetched.batches
         if batches:
-            self._pauses.reset()
+            self._lanes.delays.reset()
         self._absent.see_to(limits.keys() - failed.keys())
-        return Fetched(batches, failed, known or bool(batches), retried=self._table.reader.retried(table))
+        return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
-    def _say_who_is_absent(self) -> None:
+    def _log_absent_lanes(self) -> None:
         """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""
         now = time.monotonic()
         absent = self._stream.absent()
-        if absent and now - self._warned_at >= _SAY_SECONDS:
+        if absent and now - self._warned_at >= _LOG_SECONDS:
             self._warned_at = now
             log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))
 
@@ -230,15 +230,15 @@ class StreamSource:
         if now - lane.swept_at < _SWEEP_SECONDS:
             return False
         lane.swept_at = now
-        settled = lane.orphan is not None and channel.settled_up_to(lane.orphan[1])
-        lowest, lsn = self._states.ask(lane, self._queries.lowest)
+        settled = lane.orphan is not None and channel.session.confirmed_up_to(lane.orphan[1])
+        lowest, lsn = self._lanes.ask(lane, self._queries.lowest)
         if lowest is None:
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
             lane.orphan = lowest, lsn
-            channel.settled_up_to(lsn)
+            channel.session.confirmed_up_to(lsn)
         elif settled:
-            log.error("the stream has passed an event by; the table is read", lane=lane.lease.lane, id=lowest)
+            log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
             lane.orphan = None
             return True
         return False
@@ -307,18 +307,19 @@ class StreamSource:
         for number, lane in zip(numbers, lanes, strict=True):
             state = states.get(number)
             if state is None:
-                failed[number] = self._states.lost(lane)
+                failed[number] = self._lanes.lost(lane)
                 continue
             streaming, commit_lsn, failures, timeline = state
             lane.state = Streaming() if streaming else InTable()
             lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
             if lane.streaming and failures:
-                each(self._lanes, [number], failed, self._leave_stream)
+                self._lanes.each([number], failed, self._leave_stream)
         return failed
 
     def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:
-        self._states.flush(lane)
-        self._states.leave_stream(lane)
+        for error in self._table.flush([lane.lease.lane]).values():
+            raise error
+        self._lanes.leave_stream(lane)
         channel.rewind()
         self._table.reader.read_all_again(lane.lease.lane)
 

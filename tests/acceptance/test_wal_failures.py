@@ -32,7 +32,7 @@ __all__ = [
 
 # What the table's relays are killed at in test_failures.py and test_exactly_once.py is not all repeated here.
 AT_LEAST_ONCE_STEPS = ["stream.started", "batch.half_sent", "batch.acknowledged", "batch.settled", "stream.noted"]
-EXACTLY_ONCE_STEPS = ["takeover.settled", "txn.marker_sent", "txn.committed", "stream.noted", "stream.told"]
+EXACTLY_ONCE_STEPS = ["takeover.settled", "txn.marker_sent", "txn.committed", "stream.noted", "stream.confirmed"]
 KEEPS_TRYING = {
     "failures__max_attempts": 1000,
     "failures__min_backoff_seconds": 0.05,

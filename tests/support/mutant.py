@@ -14,7 +14,7 @@ from typing import Any
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
-from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
+from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, DeliveryTimeout, Failed, Fetched, Receipt, Sent
 from relay.core.turn_sizes import TurnSizes
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader
@@ -125,7 +125,7 @@ def no_halving() -> None:
     real = TurnSizes.narrowed
 
     def narrowed(self: Any, batches: Batches, failed: Failed) -> Failed:
-        return failed if isinstance(failed.error, Late) else real(self, batches, failed)
+        return failed if isinstance(failed.error, DeliveryTimeout) else real(self, batches, failed)
 
     TurnSizes.narrowed = narrowed  # type: ignore[method-assign]
 

@@ -40,7 +40,7 @@ from relay.cli.app import app
 from relay.config import load
 from relay.core.health import WorkerHealth
 from relay.core.lease import Lease
-from relay.core.ports import BrokerUnavailable, LaneBusy
+from relay.core.ports import BrokerUnavailable, LaneLocked
 from relay.operations.trace import Event, MessageRef
 from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
@@ -450,7 +450,7 @@ def test_the_checks_of_a_relay_are_what_is_answered():
     now = 1000.0
     health = WorkerHealth(45.0, lambda: now)
     health.ticked(started=True)
-    health.waits([2], LaneBusy(2))
+    health.waits([2], LaneLocked(2))
     now += 21
     health.upkeep_waits("archive")
     now += 38

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
-from relay.core.ports import PUBLISHED, Claim, Fetched, LaneBusy, Receipt
+from relay.core.ports import PUBLISHED, Claim, Fetched, LaneLocked, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -37,10 +37,10 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
         second = source.fetch(limits)
         assert second.batches == {}
-        assert isinstance(second.failed[1], LaneBusy)
+        assert isinstance(second.failed[1], LaneLocked)
         left = other.execute("SELECT DISTINCT lane FROM outbox.events").fetchall()
         assert left == [(1,)]
-        with pytest.raises(LaneBusy):
+        with pytest.raises(LaneLocked):
             source.store.adopt(leases[1], None, "own")
         assert source.settlement.unsettled == [1]
     third = source.fetch(limits)
@@ -89,7 +89,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
     with other:
         second = turn()
         assert sorted(second.batches) == [0, 2, 3]
-        assert isinstance(second.failed[1], LaneBusy)
+        assert isinstance(second.failed[1], LaneLocked)
     while turn().batches:
         pass
     once.close()

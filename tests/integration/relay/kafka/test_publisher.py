@@ -17,8 +17,8 @@ from relay.core.ports import (
     BrokerUnavailable,
     Claim,
     Completed,
+    DeliveryTimeout,
     Failed,
-    Late,
     Published,
     Receipt,
     Refused,
@@ -190,7 +190,7 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     assert sender.join([Lease(0, 1, 600.0, time.monotonic()), Lease(7, 1, 9.0, time.monotonic())]) == {}
     sent = sender.publish({0: [claim(1, kind)], 7: [claim(2, kind, lane=7), claim(3, kind, lane=7)]})
     assert isinstance(sent, Failed)
-    assert isinstance(sent.error, Late)
+    assert isinstance(sent.error, DeliveryTimeout)
     assert "2 events were not sent" in str(sent.error)
     assert {lane: outcomes(receipt) for lane, receipt in sent.receipts.items()} == {0: {1: Published}, 7: {}}
     sender.close()
@@ -207,7 +207,7 @@ def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_publi
     sender._delivery_seconds = 1.0
     sent = sender.publish({0: [claim(2, "Order"), claim(3, "Order")], 1: [claim(4, "Order", lane=1)]})
     assert {lane: list(receipt.results) for lane, receipt in sent.receipts.items()} == {0: [], 1: []}
-    assert isinstance(sent.error, Late)
+    assert isinstance(sent.error, DeliveryTimeout)
     assert "within 1 s (3 of 3 events" in str(sent.error)
     sender.close()
     cluster.resume_broker(0)

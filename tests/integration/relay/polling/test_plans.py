@@ -183,7 +183,13 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
     claims = published_claims(admin, each)
     for lane, rows in claims.items():
         settlement.lanes[lane].pending = UnsettledBatch.of(Receipt([(claim, PUBLISHED) for claim in rows]))
-    plan = explain(admin, settlement.statements.settle, settlement.values(range(4)), plans=plans, to_the_index=True)
+    plan = explain(
+        admin,
+        settlement.statements.settle,
+        settlement._values(settlement._new(range(4))),
+        plans=plans,
+        to_the_index=True,
+    )
     scans = [node for node in nodes(plan) if node["Node Type"].endswith("Scan") and "Actual Rows" in node]
     assert "Seq Scan" not in {scan["Node Type"] for scan in scans if scan.get("Relation Name") == "events"}, scans
     by_key = [scan for scan in scans if scan.get("Index Name") == "events_pkey"]
@@ -258,7 +264,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
             assert settlement.settle(range(4)) == {}
 
     def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
-        plan = explain(admin, query, values or settlement.values(range(4)), to_the_index=True)
+        plan = explain(admin, query, values or settlement._values(settlement._new(range(4))), to_the_index=True)
         scans = [node for node in nodes(plan) if node.get("Relation Name") == "lanes" and "Scan" in node["Node Type"]]
         assert not [scan for scan in scans if scan["Node Type"] == "Seq Scan"], scans
         return sum(blocks(scan) for scan in scans)

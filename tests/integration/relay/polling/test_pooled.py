@@ -57,8 +57,9 @@ def test_a_transaction_that_has_settled_nothing_proves_nothing(outbox_postgres, 
                 other.rollback()
                 yield 0.0
 
-        monkeypatch.setattr(settlement, "_BUSY_SECONDS", Unlocked())
-        assert pooled.fetch(10) == []
+        with monkeypatch.context() as patch:
+            patch.setattr(settlement, "_LOCKED_SECONDS", Unlocked())
+            assert pooled.fetch(10) == []
     assert fetched(pooled.fetch(10)) == ["a"]
 
 

@@ -13,6 +13,7 @@ from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay.core.ports import Batches, Receipt, Refused
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import TURN_BYTES, PollingSource
 from relay.wal.lane_hash import lane_of
 
@@ -234,3 +235,27 @@ def test_due_events_of_a_turn_that_fails_and_tells_no_more_are_read_again_before
     fetched = source.fetch(worker.limits())
     assert [claim.aggregate_id for claim in fetched.batches[0]] == ["b"]
     assert fetched.retried == []
+
+
+def test_due_events_of_which_nothing_became_known_are_read_once_with_the_others(workers):
+    """Alone, a topic that does not answer can't be told from a slow broker: the lane's other topics would wait too."""
+    worker, kept = workers(1), KeptMarks()
+    worker.insert(1, keys=1)
+    source = worker.source(attempts=5, kept=kept)
+    (refused,) = source.fetch(worker.limits()).batches[0]
+    assert source.settle({0: Receipt([(refused, Refused("bad"))])}) == {}
+    worker.insert(3, first=2)
+    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp()")
+    found = []
+    for _ in range(3):
+        # As the loop does after a turn that was not acknowledged in time.
+        source.close()
+        source = worker.source(attempts=5, kept=kept)
+        found.append(source.fetch(worker.limits()))
+    (lane,) = worker.ids()
+    assert [[claim.position for claim in each.batches[lane]] for each in found] == [
+        [refused.position],
+        worker.ids()[lane],
+        [refused.position],
+    ]
+    assert [list(each.retried) for each in found] == [[lane], [], [lane]]

@@ -11,7 +11,7 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox.errors import OutboxError
-from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent, Unconfirmed
+from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneLocked, LaneLost, Sent, Unconfirmed
 
 __all__ = ["place"]
 
@@ -118,7 +118,7 @@ def test_a_lane_that_is_locked_takes_the_turn_back(place):
     with psycopg.connect(place.tables.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
         sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
-    assert {lane: type(error) for lane, error in sent.lanes.items()} == {3: LaneBusy}
+    assert {lane: type(error) for lane, error in sent.lanes.items()} == {3: LaneLocked}
     assert place.read().total() == first
     worker.publisher = worker.new_publisher()
     assert worker.join() == {}
@@ -134,7 +134,7 @@ def test_a_lane_that_stays_locked_does_not_hold_the_others_up(place):
         sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
         assert sent.lanes.keys() == {3}
         worker.publisher = worker.new_publisher()
-        assert {lane: type(error) for lane, error in worker.join().items()} == {3: LaneBusy}
+        assert {lane: type(error) for lane, error in worker.join().items()} == {3: LaneLocked}
         all_leases = worker.leases
         worker.leases = [lease for lease in all_leases if lease.lane != 3]
         for _ in range(3):
@@ -162,7 +162,7 @@ def test_a_locked_lane_without_new_events_takes_nothing_back(place):
         sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
         assert isinstance(sent, Completed)
         failed = worker.source.settle(sent.receipts)
-        assert {lane: type(error) for lane, error in failed.items()} == {3: LaneBusy}
+        assert {lane: type(error) for lane, error in failed.items()} == {3: LaneLocked}
     worker.drain()
     assert place.read().total() == place.count - gone
 
@@ -188,7 +188,7 @@ def test_the_deadline_holds_for_lanes_whose_leases_were_prolonged_meanwhile(plac
         waited = time.monotonic() - began
         other.rollback()
     assert waited < 8
-    assert worker.source.session.finish_settling() == {}
+    assert worker.source.settlement.finish() == {}
 
 
 def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):
@@ -246,4 +246,4 @@ class Losing:
 
     def __call__(self, deadline: float) -> Mapping[int, OutboxError]:
         assert self.worker.source.confirm(deadline) == {}
-        return {lane: LaneBusy(lane) for lane in self.lanes}
+        return {lane: LaneLocked(lane) for lane in self.lanes}

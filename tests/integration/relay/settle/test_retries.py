@@ -187,12 +187,12 @@ class Watcher:
         (
             "CREATE INDEX mine ON outbox.published_default (headers)",
             "DROP INDEX outbox.mine",
-            r"exceeds btree .*\(table outbox.published_default\): trying again does not mend it",
+            r"exceeds btree .*\(table outbox.published_default\): retrying will not help",
         ),
         (
             "ALTER TABLE outbox.published ADD CONSTRAINT short CHECK (octet_length(headers::text) < 3000)",
             "ALTER TABLE outbox.published DROP CONSTRAINT short",
-            r"violates check constraint .*\(table outbox.published_default\): trying again does not mend it",
+            r"violates check constraint .*\(table outbox.published_default\): retrying will not help",
         ),
         (
             # The role's limit on statements is too short for this one: not told apart from somebody who cancels.

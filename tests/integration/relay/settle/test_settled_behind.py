@@ -17,7 +17,7 @@ from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Refused, Unavailable
+from relay.core.ports import PUBLISHED, Batches, LaneLocked, LaneLost, Receipt, Refused, Unavailable
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -266,7 +266,7 @@ def test_a_lane_that_is_locked_meanwhile_is_settled_with_both_turns_later(box):
         assert sorted(fetched.settling) == [0, 1]
         receipts = published(fetched.batches)
         failed = box.source.settle(receipts)
-        assert {lane: type(error) for lane, error in failed.items()} == {0: LaneBusy}
+        assert {lane: type(error) for lane, error in failed.items()} == {0: LaneLocked}
         assert sorted(claim.lane for claims in fetched.batches.values() for claim in claims) == [0, 0, 1]
         assert box.left() == 4
     # As the loop does it: all that is published of the lane, once more.
@@ -399,7 +399,7 @@ def test_many_lanes_of_which_one_is_lost_one_locked_and_one_refused_while_a_turn
         *fine, last = fetched.batches[refused]
         receipts[refused] = Receipt([*((claim, PUBLISHED) for claim in fine), (last, Refused("too large"))])
         failed = box.source.settle(receipts)
-        assert {lane: type(error) for lane, error in failed.items()} == {lost: LaneLost, locked: LaneBusy}
+        assert {lane: type(error) for lane, error in failed.items()} == {lost: LaneLost, locked: LaneLocked}
         # Of the others the first turn is settled. With what was refused, the second one too.
         assert box.left_by_lane() == dict.fromkeys(others, half) | {lost: 2 * half, locked: 2 * half, refused: 1}
     # As the loop does it: a lane that is lost is dropped, and of one that was locked all is settled once more.

@@ -9,7 +9,7 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from relay.core import loop
-from relay.core.ports import Batches, BatchRefused, LaneBusy, LaneLost, Unavailable
+from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp
 from relay.wal.lane_hash import lane_of
@@ -204,7 +204,7 @@ def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
         box.add(f"{slow}2", f"{quick}1")
         box.read(3)
         box.until(lambda: box.kafka.names(quick), "the other lane")
-        assert any(isinstance(error, LaneBusy) for _, error in box.seen.errors)
+        assert any(isinstance(error, LaneLocked) for _, error in box.seen.errors)
     box.add(f"{slow}3")
     box.until(lambda: len(box.kafka.names(slow)) >= 3, "the events of the lane that was locked")
     assert box.kafka.names(slow) == [f"{slow}1", f"{slow}2", f"{slow}3"]

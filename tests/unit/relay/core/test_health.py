@@ -15,8 +15,8 @@ from relay.core.ports import (
     BatchRefused,
     BrokerUnavailable,
     DatabaseUnavailable,
-    LaneBusy,
-    Late,
+    DeliveryTimeout,
+    LaneLocked,
     StreamLost,
     Unavailable,
     UndecidedTransaction,
@@ -80,7 +80,7 @@ def test_a_line_for_each_check(worker):
 
 def test_the_check_that_fails_names_what_stands_still(worker):
     assert worker.failed() == []
-    worker.health.waits([1], LaneBusy(1))
+    worker.health.waits([1], LaneLocked(1))
     worker.later(STANDING)
     assert worker.failed() == ["[-]lane-1 failed: lane_locked for 30 s"]
     worker.health.goes_on([1])
@@ -162,14 +162,14 @@ def test_a_lane_stands_still_from_its_first_failure_on_whatever_the_reason_is_no
     assert worker.health.waits([1], BrokerUnavailable("away")) == 0.0
     worker.later(STANDING / 2)
     assert worker.waits() == [Wait(Reason.KAFKA, [1], STANDING / 2)]
-    assert worker.health.waits([1], LaneBusy(1)) == STANDING / 2
+    assert worker.health.waits([1], LaneLocked(1)) == STANDING / 2
     assert worker.ready()
     worker.later(STANDING / 2)
     assert worker.waits() == [Wait(Reason.LANE_LOCKED, [1], STANDING)]
     assert not worker.ready()
     worker.health.goes_on([1])
     assert (worker.waits(), worker.ready()) == ([], True)
-    assert worker.health.waits([1], LaneBusy(1)) == 0.0
+    assert worker.health.waits([1], LaneLocked(1)) == 0.0
 
 
 def test_lanes_that_are_not_held_any_more_do_not_count(worker):
@@ -191,7 +191,7 @@ def test_a_lease_that_has_run_out_is_a_wait_since_then(worker):
     worker.leases[1] = Lease(1, 1, 10.0, time.monotonic() - 10.0 - STANDING)
     assert not worker.ready()
     # What the loop knows of it says more.
-    worker.health.waits([1], LaneBusy(1))
+    worker.health.waits([1], LaneLocked(1))
     assert [wait.reason for wait in worker.waits()] == [Reason.LANE_LOCKED]
 
 
@@ -225,8 +225,8 @@ def test_it_is_ready_once_it_has_started_and_for_as_long_as_it_reaches_postgres(
         (StreamLost("x"), "stream_lost"),
         (StateLost("x"), "state_lost"),
         (UndecidedTransaction.at("t", 0, 1, 2, 3.0), "undecided_transaction"),
-        (LaneBusy(1), "lane_locked"),
-        (Late("x"), "kafka_unavailable"),
+        (LaneLocked(1), "lane_locked"),
+        (DeliveryTimeout("x"), "kafka_unavailable"),
         (BatchRefused("x"), "kafka_unavailable"),
         (DatabaseUnavailable("x"), "postgres_unavailable"),
         (StandingError("x"), "postgres_refuses"),

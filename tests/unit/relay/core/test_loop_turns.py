@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,9 +16,9 @@ from relay.core.ports import (
     Batches,
     BatchRefused,
     Completed,
+    DeliveryTimeout,
     Failed,
     LaneLost,
-    Late,
     Receipt,
     Refused,
     Sent,
@@ -336,7 +337,7 @@ def slow(most: int) -> Step:
 
     def publish(batches: Batches) -> Sent:
         if sum(map(len, batches.values())) > most:
-            return Failed(Late("no acknowledgement within 4 s"))
+            return Failed(DeliveryTimeout("no acknowledgement within 4 s"))
         return all_of(batches)
 
     return publish
@@ -408,6 +409,28 @@ def test_a_suspected_lane_without_events_does_not_hold_up_its_group():
     assert 1 in read
 
 
+def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_the_others_next_time(monkeypatch):
+    real = OneSource.fetch
+
+    def fetch(self: OneSource, limits: Any) -> Any:
+        fetched = real(self, limits)
+        return replace(fetched, retried=[0] if 0 in fetched.batches else [])
+
+    monkeypatch.setattr(OneSource, "fetch", fetch)
+    rows = spread(2, 20)
+    world = World(rows, settings=replace(SETTINGS, batch_size=4, delivery_seconds=5.0))
+
+    def slowly(batches: Batches) -> Sent:
+        for lease in world.held.leases:
+            lease._until = time.monotonic() + 4.0
+        return all_of(batches)
+
+    world.broker.script = [slowly]
+    world.run()
+    assert [turn.keys() for turn in world.broker.turns[:2]] == [{1}, {0, 1}]
+    assert in_order(world, rows)
+
+
 def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time(monkeypatch):
     """By itself, a topic that is silent can't be told from a slow broker; and it does not make the turns smaller."""
     rows = spread(2, 60)
@@ -420,7 +443,7 @@ def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time(mon
     monkeypatch.setattr(OneSource, "fetch", fetch)
 
     def publish(batches: Batches) -> Sent:
-        return Failed(Late("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)
+        return Failed(DeliveryTimeout("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)
 
     world = World(rows, settings=replace(SETTINGS, batch_size=16))
     world.broker.script = [publish] * 3

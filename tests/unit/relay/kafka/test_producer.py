@@ -17,7 +17,16 @@ from sender_support import OPTIONS, AllThere, claim, events, soon
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
 from relay.config import load, producer_options
-from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
+from relay.core.ports import (
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    DeliveryTimeout,
+    IdBusy,
+    Refused,
+    TopicUnusable,
+    Unavailable,
+)
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
 from relay.kafka.producer import BatchProducer
@@ -66,7 +75,7 @@ def failure_of(count: int, *, late: bool) -> Unavailable:
 
 def test_what_was_not_acknowledged_is_said_in_a_sentence():
     late = failure_of(0, late=True)
-    assert isinstance(late, Late)
+    assert isinstance(late, DeliveryTimeout)
     assert str(late) == "Kafka: no acknowledgement within 4 s"
     assert str(failure_of(2, late=True)) == "Kafka: no acknowledgement within 4 s (4 of 4 events not acknowledged)"
     dropped = failure_of(2, late=False)

@@ -11,7 +11,7 @@ import pytest
 from sender_support import OPTIONS, AllThere, claim, soon
 
 from relay.config import load, producer_options
-from relay.core.ports import Late, TopicUnusable, Unavailable
+from relay.core.ports import DeliveryTimeout, TopicUnusable, Unavailable
 from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics, Unanswered
@@ -68,13 +68,13 @@ def test_a_topic_of_which_nothing_is_acknowledged_while_others_are_holds_itself_
 def test_a_turn_that_is_merely_late_pauses_no_topic():
     for acknowledged in ([], [1, 4], [1, 2, 3, 6]):
         sender, failure = late_turn(Looked(), acknowledged)
-        assert isinstance(failure, Late)
+        assert isinstance(failure, DeliveryTimeout)
         assert sender.paused() == frozenset()
     # Nobody answers who could say more: the brokers are away.
     topics = Looked()
     topics.lacks = None
     _, failure = late_turn(topics, [1, 2, 3])
-    assert isinstance(failure, Late)
+    assert isinstance(failure, DeliveryTimeout)
     assert topics.paused() == frozenset()
 
 
@@ -121,7 +121,7 @@ def test_a_stalled_topic_is_tried_when_the_metadata_shows_no_reason_against_it_a
     assert topics.reasons().keys() == {"invoice-events"}
     # Once it takes anything, it has as much time as others.
     _, failure = late_turn(topics, [1, 2, 3, 4])
-    assert isinstance(failure, Late)
+    assert isinstance(failure, DeliveryTimeout)
     assert (topics.reasons(), topics.trial_seconds(used)) == ({}, None)
 
 

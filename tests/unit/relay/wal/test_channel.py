@@ -202,7 +202,7 @@ def test_the_lanes_that_the_stream_waits_for_are_named():
 
 def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatch):
     monkeypatch.setattr(stream, "_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(stream, "_SAY_SECONDS", 0.0)
+    monkeypatch.setattr(stream, "_LOG_SECONDS", 0.0)
     session = session_of(3)
     session._limits = StreamLimits(max_events=2)
     hand_on(session, 0, [event(1, 1), event(1, 2)])
