@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -14,8 +13,8 @@ from starlette.routing import Route
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
-from relay.operations.dead_letters import DeadLetters, Selection
-from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of
+from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
+from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
 
 def routes(page: Page) -> list[Route]:
@@ -130,8 +129,7 @@ class _RelaySide:
         with self._page.outbox() as connection:
             counts = DeadLetters(connection, self._page.schema).count(selection, discard=discard)
         done = "discarded for good" if discard else "retried"
-        names = {"dead": "dead letters", "retrying": "retrying events", "without_event": "failures without an event"}
-        found = [f"{count:,} {names[name]} would be {done}" for name, count in counts.items() if count]
+        found = [f"{count:,} {COUNTS[name]} would be {done}" for name, count in counts.items() if count]
         return found or [f"nothing would be {done}"]
 
     def retry(self, selection: Selection) -> str:
@@ -169,7 +167,7 @@ class _ConsumerSide:
         """Show the messages of a group, page by page."""
         chosen, filters = self._filter(request.query_params.get)
         with self._page.consumers.pages() as pages:
-            rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after"), DAMAGED_LINK))
+            rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after")))
         more = None if after is None else urlencode({**filters, "after": after})
         return self._page.render(
             request, "dead_letters_consumer.html", view="dead letters", filters=filters, rows=rows, more=more
@@ -232,18 +230,15 @@ def _locked(event_ids: Sequence[str]) -> str:
 def _number(text: str) -> int:
     number = number_of(text, f"{text[:80]!r} is not the number of a dead letter")
     if number is None:
-        raise ConfigurationError("a dead letter has a number")
+        raise ConfigurationError("give the number of a dead letter")
     return number
 
 
 def _cursor(asked: Mapping[str, str]) -> FailureCursor | None:
-    if not asked.get("at"):
+    at = time_of(asked.get("at"))
+    if at is None:
         return None
-    try:
-        at = dt.datetime.fromisoformat(asked["at"])
-        lane, number = (int(asked.get(name, "")[:20]) for name in ("lane", "id"))
-    except ValueError:
-        raise ConfigurationError(DAMAGED_LINK) from None
-    if at.tzinfo is None or abs(lane) > 32_767 or abs(number) >= 2**63:
+    lane, number = number_of(asked.get("lane")), number_of(asked.get("id"))
+    if lane is None or number is None:
         raise ConfigurationError(DAMAGED_LINK)
     return FailureCursor(at, lane, number)
