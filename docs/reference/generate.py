@@ -137,26 +137,27 @@ def _default(field: FieldInfo) -> str:
 # Commands
 
 
-_MANY: Final = 10
+_MANY: Final = 5
 """An option with the same text in this many commands is described once."""
+_REQUIRED: Final = " [required]"
 
 
 def cli_page() -> str:
     """Return the page of all commands: usage, arguments, options."""
     root = typer.main.get_command(assemble())
     commands = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
-    options = Counter((name, text) for _, _, _, rows in commands for name, text in rows)
+    options = Counter((name, text.removesuffix(_REQUIRED)) for _, _, _, rows in commands for name, text in rows)
     # Of several texts for one name, the most frequent.
     often = {name: text for (name, text), count in reversed(options.most_common()) if count >= _MANY}
-    shared = list(often.items())
+    shared = list(reversed(often.items()))
     return _page(
         "Commands",
         """
         `--help` behind a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
-        "Many commands take these options:",
-        _option_table(shared),
+        "These options are common; the commands below only list their names:",
+        _list(shared),
         *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
     )
 
@@ -180,20 +181,19 @@ def _command(
     parts = [f"## {path}", text]
     if usage != "[OPTIONS]":
         parts.append(f"```text\n{path} {usage}\n```")
-    if own := [row for row in rows if row not in shared]:
-        parts.append(_option_table(own))
-    if others := [f"`{_bare(name)}`" for name, described in rows if (name, described) in shared]:
-        parts.append(f"{'Also takes' if own else 'Takes'} {' and '.join(others)}.")
-    return "\n\n".join(part for part in parts if part)
+    own, others = [], []
+    for name, described in rows:
+        if (name, described.removesuffix(_REQUIRED)) in shared:
+            # Without the type of its value.
+            others.append(f"`{name.partition(' ')[0]}`" + (" (required)" if described.endswith(_REQUIRED) else ""))
+        else:
+            own.append((name, described))
+    parts.append(_list(own) + (f"\n- {', '.join(others)}" if others else ""))
+    return "\n\n".join(part.strip() for part in parts if part)
 
 
-def _option_table(rows: Iterable[tuple[str, str]]) -> str:
-    return _table(["argument, option", ""], [[f"`{name}`", text] for name, text in rows])
-
-
-def _bare(option: str) -> str:
-    """Return an option's name without the type of its value."""
-    return option.partition(" ")[0]
+def _list(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- `{name}`: {text}" for name, text in rows)
 
 
 def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
+    from relay.config import Settings
     from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
 
@@ -104,13 +105,11 @@ def sql(
     from outbox._app import migrate as db
     from outbox.tables import DEFAULT_LANES
 
-    settings = load()
+    name = _schema_of(load(), schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        name = settings.consumer_schema if schema is None else schema
         typer.echo(db.sql(name, start=start, end=end, history=db.CONSUMER))
     else:
-        name = settings.db_schema if schema is None else schema
         typer.echo(db.sql(name, DEFAULT_LANES if lanes is None else _number(lanes), start, end))
 
 
@@ -141,7 +140,7 @@ def prune(
     days: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS."
+            min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS"
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
@@ -208,16 +207,16 @@ def roles(
         typer.Argument(
             metavar="KIND=ROLE...",
             help=(
-                "An existing role and its kind: writer, relay, operator, page, monitor, migrator; in the consumers' "
-                "schema consumer, consumer-operator, consumer-monitor, consumer-migrator, external. A kind may be "
-                "repeated."
+                "A kind and an existing role; a kind may be repeated. Kinds: writer, relay, operator, page, monitor, "
+                "canceller, migrator; in the consumers' schema consumer, consumer-operator, consumer-monitor, "
+                "consumer-page, consumer-migrator, external."
             ),
         ),
     ] = None,
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     wal: Annotated[
-        bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE.")
+        bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE")
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Execute the grants in one transaction, as the tables' owner.")
@@ -233,7 +232,7 @@ def roles(
     statements = list(
         grants(
             chosen,
-            settings.db_schema if schema is None else schema,
+            _schema_of(settings, schema, consumer=False),
             settings.consumer_schema,
             wal=settings.source is SourceKind.WAL if wal is None else wal,
         )
@@ -288,8 +287,13 @@ def _role(item: str) -> tuple[RoleKind, str]:
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:
     settings = load(database_url=database_url)
-    default = settings.consumer_schema if consumer else settings.db_schema
-    return settings.require_database(), default if schema is None else schema
+    return settings.require_database(), _schema_of(settings, schema, consumer)
+
+
+def _schema_of(settings: Settings, schema: str | None, consumer: bool) -> str:
+    if schema is not None:
+        return schema
+    return settings.consumer_schema if consumer else settings.db_schema
 
 
 def _number(lanes: str) -> int:
