@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
 from relay.config import load
 from relay.database import Connector
@@ -55,7 +56,7 @@ def create_page(
     """
     settings = load() if settings is None else settings
     outbox = limited(Connector(settings.require_database(), "outbox web"))
-    sink = limited(Consumers.connector(settings, sink_url))
+    sink = limited(partial(connect, sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
     sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
@@ -88,7 +89,8 @@ def create_page(
 def _latency(side: Consumers) -> Latency | None:
     if not side.exist():
         return None
-    found = side.latencies()
+    with side.pages() as pages:
+        found = pages.latencies()
     return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
 
 

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outbox.consumer.admin import page as consumer_pages
+from outbox.consumer.admin.dead_letters import Selection as MessageSelection
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
@@ -183,19 +185,20 @@ class _ConsumerSide:
         numbers = [_number(text) for text in form.all(self.id_field) if text]
         if numbers:
             what = f"dead letter {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} dead letters"
-            return self._page.consumers.selection(numbers)[0], what
+            return MessageSelection(numbers), what
         chosen, filters = self._filter(form.exact)
         if not filters:
             raise ConfigurationError("give the numbers of dead letters, or a group of them")
-        selection, more = self._page.consumers.selection(chosen)
-        if not selection.ids:
+        with self._page.consumers.pages() as pages:
+            selection = pages.selection(chosen)
+        if not (size := self.size(selection)):
             raise ConfigurationError("no dead letter matches any more")
         what = "messages of " + ", ".join(f"{name} {value}" for name, value in filters.items())
-        return selection, f"the first {len(selection.ids):,} {what}" if more else what
+        return selection, f"the first {size:,} {what}" if size >= consumer_pages.COUNTED else what
 
     def size(self, selection: Any) -> int:
         """Return the number of selected messages."""
-        return len(selection.ids)
+        return len(selection.ids or ())
 
     def count(self, selection: Any, *, discard: bool) -> list[str]:
         """Return what an action would do."""
@@ -214,9 +217,9 @@ class _ConsumerSide:
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
         return f"{len(done.gone)} messages were discarded{freed}"
 
-    def _filter(self, get: Callable[[str], str | None]) -> tuple[Any, dict[str, str]]:
-        values = [get(name) for name in self._FILTERS]
-        return self._page.consumers.filter(*values), _given(dict(zip(self._FILTERS, values, strict=True)))
+    def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
+        values = {name: get(name) for name in self._FILTERS}
+        return consumer_pages.Filter(**values), _given(values)
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
