@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @failing_clearly
 def trace(
-    event_id: Annotated[str | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
+    event_id: Annotated[UUID | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
     aggregate: Annotated[
         str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key.")
     ] = None,
@@ -44,13 +44,9 @@ def trace(
         _list(database_url, aggregate, limit, as_json=as_json)
         return
     assert event_id is not None
-    try:
-        wanted = UUID(event_id)
-    except ValueError:
-        raise ConfigurationError(f"{event_id!r} is not an event id (a UUID)") from None
     from relay.pipeline.trace import find_event
 
-    found = find_event(load(database_url=database_url), wanted, topic or [], seconds, sink_url)
+    found = find_event(load(database_url=database_url), event_id, topic or [], seconds, sink_url)
     if as_json:
         print_json(found.as_dict())
     else:

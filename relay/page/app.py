@@ -21,7 +21,7 @@ from relay.config import load
 from relay.database import Connector
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
-from relay.page.security import Access, Guard, hosts_of
+from relay.page.security import Access, Guard
 from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
 from relay.pipeline.consumers import Consumers
@@ -76,7 +76,7 @@ def create_page(
             Route("/live", _live(sampler)),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
-        middleware=[Middleware(Guard, access=access, hosts=hosts_of(origins), origins=origins, broken=page.broken)],
+        middleware=[Middleware(Guard, access=access, origins=origins, broken=page.broken)],
         exception_handlers={OutboxError: page.failed, 404: page.not_found},
         lifespan=lifespan,
     )
