@@ -272,7 +272,7 @@ def test_a_lane_is_freed_whose_lease_lies_in_the_future(outbox, outbox_relay):
     assert "Lane 3 is free: killed held it until" in done.stdout
     row = outbox.lane(3)
     assert (row["owner"], row["epoch"], row["lease_until"], row["transactional_id"]) == (None, 8, "-infinity", "x")
-    assert "is free already" in outbox.command("relay", "release", "3", "--reason", "again").stdout
+    assert "is already free" in outbox.command("relay", "release", "3", "--reason", "again").stdout
     [(why, details)] = outbox.run("SELECT why, details FROM outbox.audit WHERE what = 'release'")
     assert why == "the clock jumped"
     assert details["owner"] == "killed"
