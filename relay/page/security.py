@@ -195,9 +195,7 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in {"GET", "HEAD", "POST"}:
             return PlainTextResponse("the page answers GET and POST\n", 405, {"Allow": "GET, HEAD, POST"})
-        if "\0" in request.url.path or any(
-            "\0" in text for pair in request.query_params.multi_items() for text in pair
-        ):
+        if "\0" in request.url.path or _has_nul(request.query_params.multi_items()):
             return _without_nul()
         host = request.headers.get("host", "").lower()
         if self._hosts and host not in self._hosts:
