@@ -46,13 +46,13 @@ def setup(
     with _cdc(database_url) as (cdc, settings):
         if repair:
             cdc.repair(reason or "")
-            typer.echo(f"Slot {settings.wal.slot!r} is new.")
+            typer.echo(f"Slot {settings.wal.slot!r} was replaced.")
             typer.echo("Each lane reads the table once before it streams again.")
         elif cdc.setup():
-            typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} are there.")
-            typer.echo("The slot keeps WAL from now on: go on with `outbox relay switch wal`, or `outbox cdc drop`.")
+            typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} were created.")
+            typer.echo("The slot retains WAL from now on: run `outbox relay switch wal`, or `outbox cdc drop`.")
         else:
-            typer.echo(f"Slot {settings.wal.slot!r} was set up already.")
+            typer.echo(f"Slot {settings.wal.slot!r} was already set up.")
 
 
 @app.command()
@@ -89,7 +89,7 @@ def drop(
         if slot != settings.wal.slot:
             raise ConfigurationError(f"the slot is {settings.wal.slot!r}, not {slot!r}: nothing was dropped")
         cdc.drop()
-    typer.echo(f"Slot {slot!r} is gone.")
+    typer.echo(f"Slot {slot!r} was dropped.")
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def prune(
     url, name = _target(database_url, schema, consumer=False)
     keep = load().relay.archive_days if days is None else days
     if days is None and keep == 0:
-        raise ConfigurationError("how many days shall be kept? Set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
     plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
@@ -185,7 +185,7 @@ def prune(
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
     would = "would be " if dry_run else ""
     for day in plan.create:
-        typer.echo(f"partition for {day}: {would}made")
+        typer.echo(f"partition for {day}: {would}created")
     for partition in plan.drop:
         typer.echo(f"partition {partition}: {would}dropped")
     if plan.stray_rows:
@@ -265,7 +265,7 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
         if as_json:
             continue
         for partition in done.made:
-            typer.echo(f"partition {partition}: {would}made")
+            typer.echo(f"partition {partition}: {would}created")
         for partition in done.dropped:
             typer.echo(f"partition {partition}: {would}dropped")
         if done.deleted_rows:

@@ -242,7 +242,7 @@ def switch(
     if switched:
         say(f"Relays with OUTBOX_SOURCE={to} take the lanes as soon as the others have released them.")
     if to is SourceKind.POLLING and slot_there:
-        say(f"The slot {settings.wal.slot!r} still keeps WAL: run `outbox cdc drop`, unless you switch back soon.")
+        say(f"The slot {settings.wal.slot!r} still retains WAL: run `outbox cdc drop`, unless you switch back soon.")
 
 
 for _command in (pauses.pause, pauses.resume, pauses.drain, pauses.wait):

@@ -54,7 +54,7 @@ def replay(
         if dry_run or not found["events"]:
             sent = 0
         else:
-            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them once more?")):
+            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them again?")):
                 raise ConfigurationError("nothing was sent: answer yes, or give --yes")
             sent = archive.send(chosen, reason)
     if as_json:

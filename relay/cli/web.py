@@ -44,6 +44,6 @@ def web(
             from relay.cli.browser import open_in_browser
 
             if not open_in_browser(server.link):
-                typer.echo("there is no browser with windows here: open the link by hand", err=True)
+                typer.echo("no graphical browser was found: open the link by hand", err=True)
 
     server.run(announce)

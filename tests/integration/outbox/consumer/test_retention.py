@@ -354,7 +354,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
 
         text = prune(sink.url, *keep)
         assert text.splitlines() == [
-            *(f"partition {name}: made" for name in sorted(days)),
+            *(f"partition {name}: created" for name in sorted(days)),
             f"partition processed_messages_{old:%Y%m%d}: dropped",
             "2 ids of the default partition: forgotten",
         ]
