@@ -15,7 +15,7 @@ from relay.cli.session import outbox_session
 if TYPE_CHECKING:
     import psycopg
 
-    from relay.core.pauses import Paused, Scope
+    from relay.core.pauses import Scope
     from relay.kafka.routing import Router
     from relay.operations.drain import Drain, DrainProgress
     from relay.operations.pauses import PauseChange
@@ -82,7 +82,8 @@ def resume(
         changes = pauses.resume(connection, schema, scopes_of(lane or (), topic or ()), reason)
         left = read_pauses(connection, schema)
     if as_json:
-        print_json({"ended": [_plain(change) for change in changes if change.changed], "left": list(map(_shown, left))})
+        ended = [_plain(change) for change in changes if change.changed]
+        print_json({"ended": ended, "left": list(map(pauses.details, left))})
         return
     for change in changes:
         if change.before is None:
@@ -200,19 +201,11 @@ def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
 
 
 def _plain(change: PauseChange) -> dict[str, Any]:
+    from relay.operations import pauses
+
     one = change.after or change.before
     assert one is not None
-    return _shown(one) | {"changed": change.changed}
-
-
-def _shown(one: Paused) -> dict[str, Any]:
-    return {
-        "scope": str(one.scope.kind),
-        "name": one.scope.name,
-        "requested_by": one.requested_by,
-        "requested_at": one.requested_at,
-        "reason": one.reason,
-    }
+    return pauses.details(one) | {"changed": change.changed}
 
 
 @contextmanager

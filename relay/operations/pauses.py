@@ -102,7 +102,7 @@ def resume(
             before = known.get(scope)
             if before is not None:
                 connection.execute(sql.SQL(_DELETE).format(**names), {"number": before.number})
-                note(connection, names, "resume", reason, _details(before))
+                note(connection, names, "resume", reason, details(before))
             changes.append(PauseChange(scope, before, None))
     return changes
 
@@ -135,7 +135,8 @@ def _alone(
         yield names, {one.scope: one for one in read_pauses(connection, schema)}
 
 
-def _details(paused: Paused) -> dict[str, Any]:
+def details(paused: Paused) -> dict[str, Any]:
+    """Return a pause for JSON."""
     return {
         "scope": str(paused.scope.kind),
         "name": paused.scope.name,
