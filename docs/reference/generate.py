@@ -1,6 +1,6 @@
 """Write the reference pages of settings, commands, metrics, errors and roles from the code: ``make docs-reference``.
 
-``tests/unit/docs/test_reference.py`` fails while a page in the repository is another than what is written here.
+``tests/unit/docs/test_reference.py`` fails while a page in the repository differs from what this writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GROUP: Final = "g"
 
 
 class Undocumented(Exception):
-    """Something that a page has to show is not described in the code."""
+    """Something that a page must show is not described in the code."""
 
 
 # Settings
@@ -77,9 +77,9 @@ def settings_page() -> str:
         """
         Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
         The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Nested names take two
-        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. A name
-        that is not known is an error (exit status 2) that suggests the nearest one, in the file as well as among the
-        variables that begin with `OUTBOX_`. All times are in seconds.
+        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. An
+        unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2) that
+        suggests the nearest one. All times are in seconds.
 
         `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
 
@@ -89,7 +89,7 @@ def settings_page() -> str:
         *tables,
         "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
         + routes,
-        "## Other variables\n\nThese are no settings, and stand in the environment alone.\n\n" + others,
+        "## Other variables\n\nThese are not settings: only the environment can have them.\n\n" + others,
     )
 
 
@@ -153,7 +153,7 @@ def cli_page() -> str:
     return _page(
         "Commands",
         """
-        `--help` behind a command shows the same. Settings come from [the environment or a file](settings.md); where an
+        `--help` after a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
         "These options are common; the commands below only list their names:",
@@ -229,7 +229,7 @@ def metrics_page() -> str:
         "Metrics",
         """
         A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch and what to wake somebody for: [the
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch, and what to alert on: [the
         relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
         consumers](../operations/dead-letters.md#watch).
         """,
@@ -332,7 +332,7 @@ def errors_page() -> str:
 def _exit_statuses() -> str:
     rows = [
         ["0", "Done, or stopped as asked."],
-        ["1", "It could not go on, or found what it looks for: the line on standard error, or the output, says what."],
+        ["1", "It failed, or found a problem: the line on standard error, or the output, says which."],
         ["2", "Settings or arguments are wrong: a `ConfigurationError`."],
     ]
     return "## Exit statuses\n\n" + _table(["status", ""], rows)
@@ -400,8 +400,8 @@ def roles_page() -> str:
     return _page(
         "Roles",
         """
-        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role. Each has
-        USAGE on the schema besides. [How to use them](../operations/migrations.md#rights) is on another page.
+        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
+        addition to USAGE on the schema. [How to use them](../operations/migrations.md#rights) is on another page.
         """,
         *parts,
     )
