@@ -59,7 +59,6 @@ class _Known:
     """What the checks have read, for those that come after them."""
 
     lanes: dict[SourceKind, list[int]] = field(default_factory=dict)
-    topics: Sequence[str] = ()
     groups: Sequence[consumers.DeclaredGroup] = ()
     reached: bool = False
     """Whether the outbox's database answers."""
@@ -77,9 +76,10 @@ def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None
     yield Check("Postgres", partial(_outbox, settings, known))
     yield Check("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
     lanes = sum(map(len, known.lanes.values()))
+    consumed = sorted({topic for group in known.groups for topic in group.topics})
     yield Check(
         "Kafka",
-        partial(kafka.checks, settings, options, lanes, known.topics),
+        partial(kafka.checks, settings, options, lanes, consumed),
         run,
         do="check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials",
     )
@@ -105,7 +105,6 @@ def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[F
             return
 
         def note_groups() -> Iterator[Finding]:
-            known.topics = consumers.consumed_topics(connection, schema)
             known.groups = consumers.declared_groups(connection, schema)
             yield from ()
 

@@ -415,6 +415,7 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
         )
         return {finding.about: finding for finding in examine(settings)}
 
+    sink.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
     nothing = examined(14)
     assert nothing["remembered ids"].level is Level.OK
     day = 86_400_000
