@@ -20,6 +20,7 @@ from outbox._clients.visible import VisibleTables
 from relay.core.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.database import unavailable_on_error
 from relay.lanes import source_problem
+from relay.settle.settlement import lanes_text
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
 from relay.tasks.scheduled import next_due
 from relay.wal.slot import Slot, SlotNames, find_problem, names_in_checkpoint
@@ -210,13 +211,13 @@ class OutboxState:
         if (other := self._source_problem()) is not None:
             return other
         if waiting := [lane.lane for lane in self.lanes if lane.events and not lane.held and not lane.paused]:
-            return f"events wait in lanes that no relay holds: {_few(waiting)}"
+            return f"events wait in {lanes_text(waiting)}, which no relay holds"
         # A failure or a paused topic explains the age; which events go to a paused topic is not known here.
         explained = self.retrying or self.blocking or any(one.scope.kind is ScopeKind.TOPIC for one in self.pauses)
         if explained or self.oldest_seconds is None or self.oldest_seconds <= standing_seconds:
             return None
         slow = [lane.lane for lane in self.lanes if not lane.paused and (lane.oldest_seconds or 0.0) > standing_seconds]
-        return f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})"
+        return f"the oldest event has waited for {self.oldest_seconds:.0f} s ({lanes_text(slow)})"
 
     def _source_problem(self) -> str | None:
         """Return why no running relay takes any lane: all lanes have the other source."""
@@ -373,8 +374,3 @@ def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotSummary:
         active=state.active_pid is not None,
         problem=None if problem is None else str(problem),
     )
-
-
-def _few(lanes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, lanes[:8]))
-    return shown if len(lanes) <= 8 else f"{shown} and {len(lanes) - 8} more"

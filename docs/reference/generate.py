@@ -1,6 +1,6 @@
 """Write the reference pages of settings, commands, metrics, errors and roles from the code: ``make docs-reference``.
 
-``tests/unit/docs/test_reference.py`` fails while a page in the repository is another than what is written here.
+``tests/unit/docs/test_reference.py`` fails while a page in the repository differs from what this writes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _GROUP: Final = "g"
 
 
 class Undocumented(Exception):
-    """Something that a page has to show is not described in the code."""
+    """Something that a page must show is not described in the code."""
 
 
 # Settings
@@ -77,9 +77,9 @@ def settings_page() -> str:
         """
         Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
         The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Nested names take two
-        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. A name
-        that is not known is an error (exit status 2) that suggests the nearest one, in the file as well as among the
-        variables that begin with `OUTBOX_`. All times are in seconds.
+        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. An
+        unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2) that
+        suggests the nearest one. All times are in seconds.
 
         `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
 
@@ -89,7 +89,7 @@ def settings_page() -> str:
         *tables,
         "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
         + routes,
-        "## Other variables\n\nThese are no settings, and stand in the environment alone.\n\n" + others,
+        "## Other variables\n\nThese are not settings: only the environment can have them.\n\n" + others,
     )
 
 
@@ -137,26 +137,27 @@ def _default(field: FieldInfo) -> str:
 # Commands
 
 
-_MANY: Final = 10
+_MANY: Final = 5
 """An option with the same text in this many commands is described once."""
+_REQUIRED: Final = " [required]"
 
 
 def cli_page() -> str:
     """Return the page of all commands: usage, arguments, options."""
     root = typer.main.get_command(assemble())
     commands = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
-    options = Counter((name, text) for _, _, _, rows in commands for name, text in rows)
+    options = Counter((name, text.removesuffix(_REQUIRED)) for _, _, _, rows in commands for name, text in rows)
     # Of several texts for one name, the most frequent.
     often = {name: text for (name, text), count in reversed(options.most_common()) if count >= _MANY}
-    shared = list(often.items())
+    shared = list(reversed(often.items()))
     return _page(
         "Commands",
         """
-        `--help` behind a command shows the same. Settings come from [the environment or a file](settings.md); where an
+        `--help` after a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
-        "Many commands take these options:",
-        _option_table(shared),
+        "These options are common; the commands below only list their names:",
+        _list(shared),
         *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
     )
 
@@ -180,20 +181,19 @@ def _command(
     parts = [f"## {path}", text]
     if usage != "[OPTIONS]":
         parts.append(f"```text\n{path} {usage}\n```")
-    if own := [row for row in rows if row not in shared]:
-        parts.append(_option_table(own))
-    if others := [f"`{_bare(name)}`" for name, described in rows if (name, described) in shared]:
-        parts.append(f"{'Also takes' if own else 'Takes'} {' and '.join(others)}.")
-    return "\n\n".join(part for part in parts if part)
+    own, others = [], []
+    for name, described in rows:
+        if (name, described.removesuffix(_REQUIRED)) in shared:
+            # Without the type of its value.
+            others.append(f"`{name.partition(' ')[0]}`" + (" (required)" if described.endswith(_REQUIRED) else ""))
+        else:
+            own.append((name, described))
+    parts.append(_list(own) + (f"\n- {', '.join(others)}" if others else ""))
+    return "\n\n".join(part.strip() for part in parts if part)
 
 
-def _option_table(rows: Iterable[tuple[str, str]]) -> str:
-    return _table(["argument, option", ""], [[f"`{name}`", text] for name, text in rows])
-
-
-def _bare(option: str) -> str:
-    """Return an option's name without the type of its value."""
-    return option.partition(" ")[0]
+def _list(rows: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- `{name}`: {text}" for name, text in rows)
 
 
 def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tuple[str, str]]:
@@ -229,7 +229,7 @@ def metrics_page() -> str:
         "Metrics",
         """
         A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch and what to wake somebody for: [the
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch, and what to alert on: [the
         relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
         consumers](../operations/dead-letters.md#watch).
         """,
@@ -332,7 +332,7 @@ def errors_page() -> str:
 def _exit_statuses() -> str:
     rows = [
         ["0", "Done, or stopped as asked."],
-        ["1", "It could not go on, or found what it looks for: the line on standard error, or the output, says what."],
+        ["1", "It failed, or found a problem: the line on standard error, or the output, says which."],
         ["2", "Settings or arguments are wrong: a `ConfigurationError`."],
     ]
     return "## Exit statuses\n\n" + _table(["status", ""], rows)
@@ -400,8 +400,8 @@ def roles_page() -> str:
     return _page(
         "Roles",
         """
-        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role. Each has
-        USAGE on the schema besides. [How to use them](../operations/migrations.md#rights) is on another page.
+        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
+        addition to USAGE on the schema. [How to use them](../operations/migrations.md#rights) is on another page.
         """,
         *parts,
     )

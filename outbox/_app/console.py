@@ -23,6 +23,7 @@ R = TypeVar("R")
 DatabaseUrl = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
 SinkUrl = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")]
 
 
 def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:

@@ -20,12 +20,10 @@ class Format(StrEnum):
 
 @failing_clearly
 def asyncapi(
-    models: Annotated[
-        list[str], typer.Option("--models", help="A module that registers models of events; may be given repeatedly.")
-    ],
+    models: Annotated[list[str], typer.Option("--models", help="A module that registers event models; repeatable.")],
     title: Annotated[str, typer.Option("--title", help="The document's title.")] = "Events",
-    version: Annotated[str, typer.Option("--document-version", help="The document's own version.")] = "1.0.0",
-    form: Annotated[Format, typer.Option("--format", help="yaml or json.")] = Format.YAML,
+    version: Annotated[str, typer.Option("--document-version", help="The document's version.")] = "1.0.0",
+    form: Annotated[Format, typer.Option("--format", help="The document's format.")] = Format.YAML,
 ) -> None:
     """Print an AsyncAPI 3.0 document of the registered events: topics by the settings' routes, headers, keys, payloads.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +11,7 @@ import typer
 from outbox._app.console import (
     AsJson,
     DatabaseUrl,
+    Reason,
     failing_clearly,
     print_json,
     require_reason,
@@ -20,7 +21,7 @@ from outbox._app.console import (
 )
 from outbox._app.text import age_text, bytes_text
 from outbox.errors import ConfigurationError
-from relay.config import load
+from relay.cli.session import outbox_session
 
 if TYPE_CHECKING:
     from relay.config import Settings
@@ -33,7 +34,7 @@ app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is
 @failing_clearly
 def setup(
     repair: Annotated[bool, typer.Option("--repair", help="Replace the slot; each lane reads the table once.")] = False,
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Create the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
@@ -45,13 +46,13 @@ def setup(
     with _cdc(database_url) as (cdc, settings):
         if repair:
             cdc.repair(reason or "")
-            typer.echo(f"Slot {settings.wal.slot!r} is new.")
+            typer.echo(f"Slot {settings.wal.slot!r} was replaced.")
             typer.echo("Each lane reads the table once before it streams again.")
         elif cdc.setup():
-            typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} are there.")
-            typer.echo("The slot keeps WAL from now on: go on with `outbox relay switch wal`, or `outbox cdc drop`.")
+            typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} were created.")
+            typer.echo("The slot retains WAL from now on: run `outbox relay switch wal`, or `outbox cdc drop`.")
         else:
-            typer.echo(f"Slot {settings.wal.slot!r} was set up already.")
+            typer.echo(f"Slot {settings.wal.slot!r} was already set up.")
 
 
 @app.command()
@@ -78,7 +79,9 @@ def status(
 @app.command()
 @failing_clearly
 def drop(
-    slot: Annotated[str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="Its name, typed.")],
+    slot: Annotated[
+        str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="The slot's name, to confirm.")
+    ],
     database_url: DatabaseUrl = None,
 ) -> None:
     """Drop the slot and the publication."""
@@ -86,17 +89,15 @@ def drop(
         if slot != settings.wal.slot:
             raise ConfigurationError(f"the slot is {settings.wal.slot!r}, not {slot!r}: nothing was dropped")
         cdc.drop()
-    typer.echo(f"Slot {slot!r} is gone.")
+    typer.echo(f"Slot {slot!r} was dropped.")
 
 
 @contextmanager
 def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
-    from relay.database import Connector
     from relay.operations.wal_setup import Cdc
     from relay.wal.slot import slot_names
 
-    settings = load(database_url=database_url)
-    with closing(Connector(settings.require_database(), "outbox cdc")()) as connection:
+    with outbox_session(database_url, "cdc") as (connection, settings):
         yield Cdc(connection, slot_names(settings)), settings
 
 

@@ -11,6 +11,7 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
+    from relay.config import Settings
     from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
 
@@ -104,13 +105,11 @@ def sql(
     from outbox._app import migrate as db
     from outbox.tables import DEFAULT_LANES
 
-    settings = load()
+    name = _schema_of(load(), schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        name = settings.consumer_schema if schema is None else schema
         typer.echo(db.sql(name, start=start, end=end, history=db.CONSUMER))
     else:
-        name = settings.db_schema if schema is None else schema
         typer.echo(db.sql(name, DEFAULT_LANES if lanes is None else _number(lanes), start, end))
 
 
@@ -141,7 +140,7 @@ def prune(
     days: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS."
+            min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS"
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
@@ -166,7 +165,7 @@ def prune(
     url, name = _target(database_url, schema, consumer=False)
     keep = load().relay.archive_days if days is None else days
     if days is None and keep == 0:
-        raise ConfigurationError("how many days shall be kept? Set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
     plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
@@ -186,7 +185,7 @@ def prune(
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
     would = "would be " if dry_run else ""
     for day in plan.create:
-        typer.echo(f"partition for {day}: {would}made")
+        typer.echo(f"partition for {day}: {would}created")
     for partition in plan.drop:
         typer.echo(f"partition {partition}: {would}dropped")
     if plan.stray_rows:
@@ -208,16 +207,16 @@ def roles(
         typer.Argument(
             metavar="KIND=ROLE...",
             help=(
-                "An existing role and its kind: writer, relay, operator, page, monitor, migrator; in the consumers' "
-                "schema consumer, consumer-operator, consumer-monitor, consumer-migrator, external. A kind may be "
-                "repeated."
+                "A kind and an existing role; a kind may be repeated. Kinds: writer, relay, operator, page, monitor, "
+                "canceller, migrator; in the consumers' schema consumer, consumer-operator, consumer-monitor, "
+                "consumer-page, consumer-migrator, external."
             ),
         ),
     ] = None,
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     wal: Annotated[
-        bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE.")
+        bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE")
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Execute the grants in one transaction, as the tables' owner.")
@@ -233,7 +232,7 @@ def roles(
     statements = list(
         grants(
             chosen,
-            settings.db_schema if schema is None else schema,
+            _schema_of(settings, schema, consumer=False),
             settings.consumer_schema,
             wal=settings.source is SourceKind.WAL if wal is None else wal,
         )
@@ -266,7 +265,7 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
         if as_json:
             continue
         for partition in done.made:
-            typer.echo(f"partition {partition}: {would}made")
+            typer.echo(f"partition {partition}: {would}created")
         for partition in done.dropped:
             typer.echo(f"partition {partition}: {would}dropped")
         if done.deleted_rows:
@@ -288,8 +287,13 @@ def _role(item: str) -> tuple[RoleKind, str]:
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:
     settings = load(database_url=database_url)
-    default = settings.consumer_schema if consumer else settings.db_schema
-    return settings.require_database(), default if schema is None else schema
+    return settings.require_database(), _schema_of(settings, schema, consumer)
+
+
+def _schema_of(settings: Settings, schema: str | None, consumer: bool) -> str:
+    if schema is not None:
+        return schema
+    return settings.consumer_schema if consumer else settings.db_schema
 
 
 def _number(lanes: str) -> int:

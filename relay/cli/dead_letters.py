@@ -85,7 +85,7 @@ def retry(
 @app.command()
 @failing_clearly
 def discard(
-    reason: Annotated[str, typer.Option("--reason", help="Kept in the audit.")],
+    reason: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     ids: _Ids = None,
     side: _Side = Side.RELAY,
     database_url: DatabaseUrl = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable
+from relay.cli.status import SinkOption
 from relay.config import load
 
 
@@ -14,14 +15,12 @@ from relay.config import load
 def doctor(
     delivery: Annotated[str | None, typer.Option(help="at-most-once, at-least-once or exactly-once")] = None,
     database_url: DatabaseUrl = None,
-    sink_url: Annotated[
-        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
-    ] = None,
+    sink_url: SinkOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the chosen delivery, check Postgres and Kafka for it, and derive what is promised of each lane and group.
+    """Explain the chosen delivery, check Postgres and Kafka for it, and derive the guarantee for each lane and group.
 
-    Exit status 1 for a failure. What this role may not look at is named, and everything else is checked.
+    Checks for which this role lacks a right are named and skipped. Exit status 1 for a failure.
     """
     from rich.console import Console
     from rich.table import Table

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox._app.console import print_json, require_choice, say
 from outbox.errors import ConfigurationError, NotFound
-from relay.config import load
+from relay.cli.session import outbox_session
 
 if TYPE_CHECKING:
     from relay.operations.dead_letters import DeadLetters, Selection
-
-_NAMES: Final = {
-    "dead": "dead letters",
-    "retrying": "retrying events",
-    "without_event": "failures whose event was deleted",
-}
 
 
 class FailedEvents:
@@ -90,11 +84,9 @@ class FailedEvents:
 
     @contextmanager
     def _opened(self) -> Iterator[DeadLetters]:
-        from relay.database import Connector
         from relay.operations.dead_letters import DeadLetters
 
-        settings = load(database_url=self._database_url)
-        with Connector(settings.require_database(), "outbox dead-letters")() as connection:
+        with outbox_session(self._database_url, "dead-letters") as (connection, settings):
             yield DeadLetters(connection, settings.db_schema)
 
     def _selection(self, ids: Sequence[str] | None, everything: bool) -> Selection:
@@ -125,10 +117,12 @@ def _progress(done_word: str, letters: DeadLetters, selection: Selection, *, dis
 
 
 def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> None:
+    from relay.operations.dead_letters import COUNTS
+
     if as_json:
         print_json({"dry_run": True, **counts})
     else:
-        say(f"would be {done_word}: " + ", ".join(f"{count:,} {_NAMES[name]}" for name, count in counts.items()))
+        say(f"would be {done_word}: " + ", ".join(f"{count:,} {COUNTS[name]}" for name, count in counts.items()))
 
 
 def _print_done(

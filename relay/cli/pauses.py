@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say
-from relay.config import load
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, say
+from relay.cli.session import outbox_session
 
 if TYPE_CHECKING:
     import psycopg
 
-    from relay.core.pauses import Paused, Scope
+    from relay.core.pauses import Scope
     from relay.kafka.routing import Router
     from relay.operations.drain import Drain, DrainProgress
     from relay.operations.pauses import PauseChange
@@ -66,7 +66,7 @@ def pause(
 def resume(
     lane: _Lanes = None,
     topic: _Topics = None,
-    reason: _Reason = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
@@ -75,13 +75,15 @@ def resume(
     Waiting events are published in order. Other pauses stay, and are listed.
     """
     from relay.core.pauses import scopes_of
+    from relay.insights import read_pauses
     from relay.operations import pauses
 
     with _opened(database_url) as (connection, schema, _):
         changes = pauses.resume(connection, schema, scopes_of(lane or (), topic or ()), reason)
-        left = pauses.read(connection, schema)
+        left = read_pauses(connection, schema)
     if as_json:
-        print_json({"ended": [_plain(change) for change in changes if change.changed], "left": list(map(_shown, left))})
+        ended = [_plain(change) for change in changes if change.changed]
+        print_json({"ended": ended, "left": list(map(pauses.details, left))})
         return
     for change in changes:
         if change.before is None:
@@ -199,27 +201,17 @@ def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
 
 
 def _plain(change: PauseChange) -> dict[str, Any]:
+    from relay.operations import pauses
+
     one = change.after or change.before
     assert one is not None
-    return _shown(one) | {"changed": change.changed}
-
-
-def _shown(one: Paused) -> dict[str, Any]:
-    return {
-        "scope": str(one.scope.kind),
-        "name": one.scope.name,
-        "requested_by": one.requested_by,
-        "requested_at": one.requested_at,
-        "reason": one.reason,
-    }
+    return pauses.details(one) | {"changed": change.changed}
 
 
 @contextmanager
 def _opened(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str, Router]]:
     """Yield a connection, the outbox's schema, and the routes of its events."""
-    from relay.database import Connector
     from relay.parts import build_router
 
-    settings = load(database_url=database_url)
-    with closing(Connector(settings.require_database(), "outbox relay pause")()) as connection:
+    with outbox_session(database_url, "relay pause") as (connection, settings):
         yield connection, settings.db_schema, build_router(settings)

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
 from outbox.errors import ConfigurationError
 from relay.cli import pauses
+from relay.cli.session import outbox_session
 from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
     from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
-
-
-_Reason = Annotated[str | None, typer.Option("--reason", help="Kept in the audit.")]
 
 
 @app.command()
@@ -107,13 +105,13 @@ def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: f
 def reconcile(
     lane: Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
-    reason: _Reason = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare table, marker and topics (exactly-once), and repair stopped lanes with --apply.
 
-    Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem is left.
+    Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem remains.
     """
     if apply:
         require_reason(reason, "what happened")
@@ -131,7 +129,7 @@ def reconcile(
 @app.command()
 @failing_clearly
 def upgraded(
-    reason: _Reason = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Accept the new system identifier after pg_upgrade (exactly-once), and write new markers.
@@ -204,19 +202,17 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
 @failing_clearly
 def release(
     lane: Annotated[int, typer.Argument(min=0, help="The lane to release.")],
-    reason: _Reason = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """End a lane's lease now, for example after the database's clock jumped back.
 
     A relay that holds the lane loses it, and is fenced by the next holder.
     """
-    from relay.database import Connector
     from relay.operations.release import release_lane
 
     require_reason(reason, "what happened")
-    settings = load(database_url=database_url)
-    with closing(Connector(settings.require_database(), "outbox relay release")()) as connection:
+    with outbox_session(database_url, "relay release") as (connection, settings):
         freed = release_lane(connection, settings.db_schema, lane, reason or "")
     if freed is None:
         say(f"Lane {lane} is already free.")
@@ -228,19 +224,17 @@ def release(
 @failing_clearly
 def switch(
     to: Annotated[SourceKind, typer.Argument(help="The source to read events from.")],
-    reason: _Reason = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Switch the outbox to polling, or to the WAL. Relays and writers may keep running.
 
     Relays of the old source release their lanes and relays of the new one take them: run both until then.
     """
-    from relay.database import Connector
     from relay.operations.wal_setup import Cdc
     from relay.wal.slot import slot_names
 
-    settings = load(database_url=database_url)
-    with closing(Connector(settings.require_database(), "outbox relay switch")()) as connection:
+    with outbox_session(database_url, "relay switch") as (connection, settings):
         cdc = Cdc(connection, slot_names(settings))
         switched = cdc.switch(to, reason)
         slot_there = cdc.status().slot.there
@@ -248,7 +242,7 @@ def switch(
     if switched:
         say(f"Relays with OUTBOX_SOURCE={to} take the lanes as soon as the others have released them.")
     if to is SourceKind.POLLING and slot_there:
-        say(f"The slot {settings.wal.slot!r} still keeps WAL: run `outbox cdc drop`, unless you switch back soon.")
+        say(f"The slot {settings.wal.slot!r} still retains WAL: run `outbox cdc drop`, unless you switch back soon.")
 
 
 for _command in (pauses.pause, pauses.resume, pauses.drain, pauses.wait):

@@ -9,9 +9,9 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, say
 from outbox.errors import ConfigurationError
-from relay.config import load
+from relay.cli.session import outbox_session
 
 
 @failing_clearly
@@ -19,17 +19,16 @@ def replay(
     since: Annotated[dt.datetime | None, typer.Option(help="Published at or after; UTC unless it has a zone.")] = None,
     until: Annotated[dt.datetime | None, typer.Option(help="Published before.")] = None,
     aggregate: Annotated[str | None, typer.Option(help="TYPE or TYPE/ID.")] = None,
-    event_id: Annotated[list[UUID] | None, typer.Option(help="May be repeated.")] = None,
+    event_id: Annotated[list[UUID] | None, typer.Option(help="Only this event; repeatable.")] = None,
     topic: Annotated[str | None, typer.Option(help="Published to this topic.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The whole archive.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    reason: Annotated[str | None, typer.Option(help="Why; it is kept in the audit.")] = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
-    from relay.database import Connector
     from relay.operations.replay import Replay, ReplaySelection
 
     kind, _, key = (aggregate or "").partition("/")
@@ -40,8 +39,7 @@ def replay(
         raise ConfigurationError(
             "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
         )
-    settings = load(database_url=database_url)
-    with Connector(settings.require_database(), "outbox replay")() as connection:
+    with outbox_session(database_url, "replay") as (connection, settings):
         archive = Replay(connection, settings.db_schema)
         found = archive.count(chosen)
         if not as_json and not (found["events"] or found["too_large"]):
@@ -56,7 +54,7 @@ def replay(
         if dry_run or not found["events"]:
             sent = 0
         else:
-            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them once more?")):
+            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them again?")):
                 raise ConfigurationError("nothing was sent: answer yes, or give --yes")
             sent = archive.send(chosen, reason)
     if as_json:

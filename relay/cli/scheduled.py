@@ -10,6 +10,7 @@ import typer
 from outbox._app.console import (
     AsJson,
     DatabaseUrl,
+    Reason,
     failing_clearly,
     print_json,
     require_reason,
@@ -17,7 +18,7 @@ from outbox._app.console import (
     text_table,
 )
 from outbox._app.text import time_text
-from relay.config import load
+from relay.cli.session import outbox_session
 
 app = typer.Typer(no_args_is_help=True, help="Events to be published at a later time.")
 
@@ -31,11 +32,9 @@ def list_events(
     as_json: AsJson = False,
 ) -> None:
     """List scheduled events in the order of their time."""
-    from relay.database import Connector
     from relay.operations.scheduled import list_scheduled
 
-    settings = load(database_url=database_url)
-    with Connector(settings.require_database(), "outbox scheduled")() as connection:
+    with outbox_session(database_url, "scheduled") as (connection, settings):
         rows = list_scheduled(connection, settings.db_schema, aggregate_type, limit)
     if as_json:
         print_json({"scheduled": [dict(row) for row in rows]})
@@ -59,15 +58,13 @@ def list_events(
 @failing_clearly
 def cancel(
     event_id: Annotated[UUID, typer.Argument(help="The event's id.")],
-    reason: Annotated[str | None, typer.Option("--reason", help="Kept in the audit.")] = None,
+    reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Delete a scheduled event, so that it is never published. The audit keeps it."""
-    from relay.database import Connector
     from relay.operations import scheduled
 
     require_reason(reason, "why it is cancelled")
-    settings = load(database_url=database_url)
-    with Connector(settings.require_database(), "outbox scheduled")() as connection:
+    with outbox_session(database_url, "scheduled") as (connection, settings):
         scheduled.cancel(connection, settings.db_schema, event_id, reason or "")
     typer.echo(f"Cancelled: {event_id} will not be published.")

@@ -37,7 +37,7 @@ def status(
 ) -> None:
     """Show the backlog, relays, lanes, the slot, and the lag and dead letters of each consumer group.
 
-    Problems that need attention are listed below; the exit status is 1 then.
+    Lists the problems that need attention; exit status 1 if there are any.
     """
     from relay.pipeline.overview import looking
 
@@ -131,7 +131,7 @@ def _relays(outbox: OutboxState) -> RenderableType:
         return relay.instance, state, relay.source, relay.version, lanes, f"{age_text(relay.heartbeat_seconds)} ago"
 
     heads = ("relay", "state", "source", "version", "lanes", "heartbeat")
-    return text_table(heads, map(cells, outbox.relays)) if outbox.relays else "no relay has run here lately"
+    return text_table(heads, map(cells, outbox.relays)) if outbox.relays else "no relay has run here recently"
 
 
 def _lanes(outbox: OutboxState) -> RenderableType:

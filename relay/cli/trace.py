@@ -10,8 +10,9 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
 from outbox._app.text import time_text
 from outbox.errors import ConfigurationError
+from relay.cli.session import outbox_session
 from relay.cli.status import SinkOption
-from relay.config import Settings, load
+from relay.config import load
 
 if TYPE_CHECKING:
     from relay.pipeline.trace import Found
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @failing_clearly
 def trace(
-    event_id: Annotated[str | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
+    event_id: Annotated[UUID | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
     aggregate: Annotated[
         str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key.")
     ] = None,
@@ -35,22 +36,17 @@ def trace(
 ) -> None:
     """Show where an event is, from its writing to each consumer group, and the time between the steps.
 
-    An event without a row (no archive) is searched for in its topic. Exit status 1 if nothing is known of it.
+    An event without a row (no archive) is searched for in its topic. Exit status 1 if it is unknown.
     """
     if (event_id is None) == (aggregate is None):
         raise ConfigurationError("give an event's id, or --aggregate TYPE/ID")
-    from relay.pipeline.trace import find_event
-
-    settings = load(database_url=database_url)
     if aggregate is not None:
-        _list(settings, aggregate, limit, as_json=as_json)
+        _list(database_url, aggregate, limit, as_json=as_json)
         return
     assert event_id is not None
-    try:
-        wanted = UUID(event_id)
-    except ValueError:
-        raise ConfigurationError(f"{event_id!r} is not an event id (a UUID)") from None
-    found = find_event(settings, wanted, topic or [], seconds, sink_url)
+    from relay.pipeline.trace import find_event
+
+    found = find_event(load(database_url=database_url), event_id, topic or [], seconds, sink_url)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -59,14 +55,13 @@ def trace(
         raise typer.Exit(1)
 
 
-def _list(settings: Settings, aggregate: str, limit: int, *, as_json: bool) -> None:
-    from relay.database import Connector
+def _list(database_url: str | None, aggregate: str, limit: int, *, as_json: bool) -> None:
     from relay.operations.trace import of_key
 
     kind, slash, key = aggregate.partition("/")
     if not (kind and slash and key):
         raise ConfigurationError(f"--aggregate {aggregate}: must be TYPE/ID, such as Order/order-17")
-    with Connector(settings.require_database(), "outbox trace")() as connection:
+    with outbox_session(database_url, "trace") as (connection, settings):
         rows = of_key(connection, settings.db_schema, kind, key, limit)
     if as_json:
         print_json({"events": rows})

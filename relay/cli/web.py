@@ -21,8 +21,8 @@ def web(
 ) -> None:
     """Serve a page that shows the pipeline and lets an operator retry, discard, pause and resume.
 
-    On a loopback address it is for whoever opens the link that is printed, with a token in it. Any other address needs
-    a proxy that authenticates its users and shares a secret with the page; see docs/operations/page.md.
+    On a loopback address, whoever opens the printed link, which contains a token, may use it. Any other address needs a
+    proxy that authenticates its users and shares a secret with the page; see docs/operations/page.md.
     """
     try:
         from relay.page.server import PageServer
@@ -44,6 +44,6 @@ def web(
             from relay.cli.browser import open_in_browser
 
             if not open_in_browser(server.link):
-                typer.echo("there is no browser with windows here: open the link by hand", err=True)
+                typer.echo("no graphical browser was found: open the link by hand", err=True)
 
     server.run(announce)

@@ -33,12 +33,12 @@ class TurnMetrics:
         for result in ("published", "refused", "dead", "lost"):
             self._events.labels(result)
         self._turns = Histogram(
-            "outbox_relay_turn_events", "How many events a turn sent.", buckets=_EVENTS, registry=registry
+            "outbox_relay_turn_events", "Events that a turn sent.", buckets=_EVENTS, registry=registry
         )
         self._stages = Histogram(
             "outbox_relay_turn_seconds",
-            "How long a stage of a turn took: read (with settling the turn before, where both are one statement), "
-            "publish (up to Kafka's acknowledgement, or the commit of its transaction), settle.",
+            "Duration of a stage of a turn: read (with settling the previous turn, if both are one statement), "
+            "publish (until Kafka's acknowledgement, or the commit of its transaction), settle.",
             ["stage"],
             buckets=_SECONDS,
             registry=registry,
@@ -47,11 +47,13 @@ class TurnMetrics:
             self._stages.labels(stage)
         self._lost = Counter(
             "outbox_relay_lanes_lost",
-            "Lanes that were another relay's by the time that a turn of them was settled.",
+            "Lanes that another relay had taken by the time their turn was settled.",
             registry=registry,
         )
         self._last = Gauge(
-            "outbox_relay_last_turn_timestamp_seconds", "When the last turn ended; 0 before.", registry=registry
+            "outbox_relay_last_turn_timestamp_seconds",
+            "When the last turn ended; 0 before the first.",
+            registry=registry,
         )
 
     def events(self, result: str, count: int) -> None:
@@ -79,14 +81,14 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
-            f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, beyond that estimated.",
+            f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, estimated above that.",
             state.backlog,
         )
     if state.counted and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
-            "Age of the event that has waited for longest, outside of paused lanes; 0 without any, and left out while "
-            "counting takes too long.",
+            "Age of the event that has waited longest, except in paused lanes; 0 without any, absent while counting "
+            "takes too long.",
             state.oldest_seconds or 0.0,
         )
     if state.retrying is not None:
@@ -96,11 +98,11 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     if state.blocking is not None:
         yield gauge("dead_letters_blocking", "Dead letters that block later events of their keys.", state.blocking)
     if state.scheduled is not None:
-        yield gauge(
-            "scheduled_events", f"Events that wait for their time, counted up to {insights.COUNTED:,}.", state.scheduled
-        )
+        yield gauge("scheduled_events", f"Scheduled events, counted up to {insights.COUNTED:,}.", state.scheduled)
         overdue = max(-(state.next_due_seconds or 0.0), 0.0)
-        yield gauge("scheduled_overdue_seconds", "How long the first of them has been due; 0 if none is.", overdue)
+        yield gauge(
+            "scheduled_overdue_seconds", "How long the first scheduled event has been overdue; 0 if none is.", overdue
+        )
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
     paused = GaugeMetricFamily(
@@ -111,7 +113,9 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     yield paused
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
-    yield gauge("last_look_timestamp_seconds", "When all this was read from Postgres.", state.at.timestamp())
+    yield gauge(
+        "last_look_timestamp_seconds", "When these metrics of the outbox were read from Postgres.", state.at.timestamp()
+    )
 
 
 class OutboxWatch:
@@ -135,10 +139,6 @@ class OutboxWatch:
             ours = insights.holds_first_lane(connection, self._schema, self._instance)
             self._state = insights.look_at_tables(connection, self._schema) if ours else None
         self._looked = time.monotonic()
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Return nothing, so that registering this collects nothing."""
-        return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics of the last reading; none if it is stale, or if another relay holds the first lane."""

@@ -46,7 +46,7 @@ def slot_metrics(
     )
     yield gauge(
         "retained_wal_over_limit",
-        "1 when that is more than wal.retained_limit_bytes.",
+        "1 when the retained WAL exceeds wal.retained_limit_bytes.",
         state.retained_bytes > limit_bytes,
     )
     yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
@@ -58,7 +58,7 @@ def slot_repairs(registry: CollectorRegistry) -> Counter:
     """Return the counter of the repairs that a relay has done by itself."""
     return Counter(
         "outbox_slot_repairs",
-        "Repairs of a lost slot that this process has done by itself; only with source=wal.",
+        "Repairs of a lost slot by this process; only with source=wal.",
         registry=registry,
     )
 
@@ -107,11 +107,7 @@ class SlotWatch:
         self._state = state
         self._healthy = state is not None and names is not None and find_problem(state, names) is None
         self._looked_at, self._looked = time.time(), time.monotonic()
-        self._tell(self._names.slot if names is None else names.slot)
-
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Return nothing, so that registering this needs no server."""
-        return iter(())
+        self._log_limit(self._names.slot if names is None else names.slot)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return the result of the last look, with its time."""
@@ -120,7 +116,7 @@ class SlotWatch:
         healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
         return slot_metrics(self._state, self._limit, self._looked_at, healthy=healthy)
 
-    def _tell(self, slot: str) -> None:
+    def _log_limit(self, slot: str) -> None:
         retained = 0 if self._state is None else self._state.retained_bytes
         over = retained > self._limit
         if over and not self._over:
@@ -156,10 +152,6 @@ class RelayMetrics:
         self._grown = grown
         registry.register(self)
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Return nothing, so that registering this collects nothing."""
-        return iter(())
-
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the worker's current health, with every reason, also those without a wait."""
         health = self._health()
@@ -170,7 +162,7 @@ class RelayMetrics:
         )
         seconds = GaugeMetricFamily(
             "outbox_relay_lane_wait_seconds",
-            "How long the first of these lanes, or the worker as a whole, has waited: since its first failure.",
+            "How long the first of these lanes, or the whole worker, has waited since its first failure.",
             labels=["reason"],
         )
         waits = {wait.reason: wait for wait in health.waits}
@@ -182,9 +174,9 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long a task besides publishing has been failing: slot (its check), slot_repair (the repair of a lost "
-            "slot), backlog (its count), archive, transactions (the search "
-            "for hanging ones), partitions (the count of topics' partitions).",
+            "How long a task other than publishing has been failing: slot (its check), slot_repair (the repair of a "
+            "lost slot), backlog (its count), archive, transactions (the search for hanging ones), partitions (the "
+            "count of topics' partitions).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():
@@ -192,17 +184,17 @@ class RelayMetrics:
         yield upkeep
         yield GaugeMetricFamily(
             "outbox_relay_lanes_paused",
-            "Lanes of this worker that operators have paused: it holds them and publishes nothing of them.",
+            "Lanes of this worker that operators have paused: it holds them and publishes nothing from them.",
             value=len(health.paused_lanes),
         )
         yield GaugeMetricFamily(
             "outbox_relay_topics_paused",
-            "Topics that operators have paused, as far as this worker obeys; their events wait.",
+            "Paused topics that this worker obeys; their events wait.",
             value=len(health.paused_topics),
         )
         yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
-            "Topics that are missing, may not be written to or take nothing; their events wait.",
+            "Topics that are missing, may not be written to, or accept no messages; their events wait.",
             value=len(self._topics()),
         )
         yield GaugeMetricFamily(
@@ -212,6 +204,6 @@ class RelayMetrics:
         )
         yield GaugeMetricFamily(
             "outbox_relay_topics_grown",
-            "Exactly-once: topics that got more partitions within a day, while this worker ran: keys have moved.",
+            "Exactly-once: topics that got more partitions in the last day, while this worker ran; keys have moved.",
             value=len(self._grown()),
         )

@@ -136,6 +136,13 @@ BATCH: Final = 1000
 """The most failed events that one transaction retries or discards."""
 _QUICK_SECONDS: Final = 0.5
 
+COUNTS: Final = {
+    "dead": "dead letters",
+    "retrying": "retrying events",
+    "without_event": "failures whose event was deleted",
+}
+"""What ``DeadLetters.count`` counts, each with its name for operators."""
+
 _Done = TypeVar("_Done")
 
 

@@ -9,10 +9,11 @@ import datetime as dt
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, LiteralString
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
+from psycopg import sql
 
 from relay.insights import read_rows
 from relay.settle.statements import names_of
@@ -31,31 +32,16 @@ SELECT e.* FROM {lanes} AS l
       ORDER BY e.id DESC LIMIT %(limit)s) AS e
  ORDER BY e.id DESC LIMIT %(limit)s"""
 
-_DEAD: Final = """
-SELECT d.id, d.lane, d.event_id, d.aggregate_type, d.aggregate_id, d.event_type, {created_at} AS created_at,
-       d.dead_at AS moved_at
-  FROM {dead_letters} AS d
- WHERE (%(at)s::timestamptz IS NULL OR (d.dead_at, d.id) < (%(at)s, %(id)s))
-   AND (%(type)s::text IS NULL OR d.aggregate_type = %(type)s)
- ORDER BY d.dead_at DESC, d.id DESC LIMIT %(limit)s"""
-
-_SCHEDULED: Final = """
-SELECT s.id, NULL::smallint AS lane, s.event_id, s.aggregate_type, s.aggregate_id, s.event_type,
-       s.scheduled_at AS created_at, s.not_before AS moved_at
-  FROM {scheduled} AS s
- WHERE (%(at)s::timestamptz IS NULL OR (s.not_before, s.id) < (%(at)s, %(id)s))
-   AND (%(type)s::text IS NULL OR s.aggregate_type = %(type)s)
- ORDER BY s.not_before DESC, s.id DESC LIMIT %(limit)s"""
-
-# One day's partition after the other, newest first: each is sorted as a whole, but not the archive.
-_PUBLISHED: Final = """
-SELECT p.id, p.lane, p.event_id, p.aggregate_type, p.aggregate_id, p.event_type, {created_at} AS created_at,
-       p.published_at AS moved_at
-  FROM {published} AS p
- WHERE (%(at)s::timestamptz IS NULL OR (p.published_at, p.id) < (%(at)s, %(id)s))
-   AND (%(type)s::text IS NULL OR p.aggregate_type = %(type)s)
-   AND p.published_at >= %(since)s
- ORDER BY p.published_at DESC, p.id DESC LIMIT %(limit)s"""
+# By the time at which an event got into its table. Of the archive one day's partition after the other, newest first:
+# each is sorted as a whole, but not the archive.
+_MOVED: Final = """
+SELECT id, {lane} AS lane, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at,
+       {moved_at} AS moved_at
+  FROM {table}
+ WHERE (%(at)s::timestamptz IS NULL OR ({moved_at}, id) < (%(at)s, %(id)s))
+   AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
+   AND (%(since)s::timestamptz IS NULL OR {moved_at} >= %(since)s)
+ ORDER BY {moved_at} DESC, id DESC LIMIT %(limit)s"""
 
 _CONTENTS: Final = """
 SELECT payload::text AS payload, payload_bytes, headers FROM {table} WHERE event_id = %(event_id)s LIMIT 1"""
@@ -74,6 +60,14 @@ class EventState(StrEnum):
     PUBLISHED = "published"
     DEAD = "dead"
     SCHEDULED = "scheduled"
+
+
+_TABLES: Final = {
+    EventState.PUBLISHED: ("published", "published_at"),
+    EventState.DEAD: ("dead_letters", "dead_at"),
+    EventState.SCHEDULED: ("scheduled", "not_before"),
+}
+"""The table of each state but waiting, and its column ``moved_at``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +123,30 @@ class EventSearch:
             "id": None if after is None else after.id,
             "at": None if after is None else after.at,
             "limit": limit + 1,
+            "since": None,
         }
-        query: LiteralString = {
-            EventState.WAITING: _WAITING,
-            EventState.PUBLISHED: _PUBLISHED,
-            EventState.DEAD: _DEAD,
-            EventState.SCHEDULED: _SCHEDULED,
-        }[state]
         doing = "looking through the events"
         if state is EventState.PUBLISHED:
             (row,) = read_rows(self._connection, doing, "SELECT clock_timestamp() AS now", {})
             bound["since"] = row["now"] - dt.timedelta(days=days)
-        rows = read_rows(self._connection, doing, query, self._names, bound)
+        if state is EventState.WAITING:
+            rows = read_rows(self._connection, doing, _WAITING, self._names, bound)
+        else:
+            rows = read_rows(self._connection, doing, _MOVED, self._columns(state), bound)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if rows else None
         found = None
         if more and last is not None:
             found = EventCursor(last["id"], None if state is EventState.WAITING else last["moved_at"])
         return Page(rows, found)
+
+    def _columns(self, state: EventState) -> dict[str, sql.Composable]:
+        """Return the table of a state, and the columns that differ from table to table."""
+        table, moved_at = _TABLES[state]
+        columns = {"lane": sql.Identifier("lane"), "created_at": self._names["created_at"]}
+        if state is EventState.SCHEDULED:
+            columns = {"lane": sql.SQL("NULL::smallint"), "created_at": sql.Identifier("scheduled_at")}
+        return {**columns, "table": self._names[table], "moved_at": sql.Identifier(moved_at)}
 
     def contents(self, event_id: UUID) -> Contents | None:
         """Return what an event says; None if no table has it."""

@@ -33,7 +33,7 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
 
 def taken(lane: int) -> OperationRefused:
     """Return the error for a lane that has another holder."""
-    return OperationRefused(f"lane {lane} was taken by somebody else meanwhile; run this again")
+    return OperationRefused(f"lane {lane} was taken by another process meanwhile; run this again")
 
 
 class Holding:

@@ -22,8 +22,6 @@ from relay.insights import read_lanes, read_pauses
 from relay.operations.audit import note
 from relay.settle.statements import names_of
 
-read = read_pauses
-
 _LOOK_SECONDS: Final = 0.2
 
 # Of two commands at the same time, the second sees what the first has done. Relays and writers do not wait.
@@ -63,7 +61,7 @@ def pause(
     """Pause these scopes. ``what`` names the action in the audit.
 
     ``may_write`` returns whether a route leads to a topic. Raises ConfigurationError for an unknown lane or topic, and
-    changes nothing then; SchemaError and Unavailable as ``read`` does.
+    changes nothing then; SchemaError and Unavailable as ``read_pauses`` does.
     """
     before: dict[Scope, Paused | None] = {}
     with _alone(connection, schema, "setting pauses") as (names, known):
@@ -76,7 +74,7 @@ def pause(
             row = connection.execute(sql.SQL(_INSERT).format(**names), values).fetchone()
             assert row is not None
             note(connection, names, what, reason, {"scope": str(scope.kind), "name": scope.name, "number": row[0]})
-        after = {one.scope: one for one in read(connection, schema)}
+        after = {one.scope: one for one in read_pauses(connection, schema)}
     return [PauseChange(scope, there, after[scope]) for scope, there in before.items()]
 
 
@@ -97,14 +95,14 @@ def require_scopes(
 def resume(
     connection: psycopg.Connection[Any], schema: str, scopes: Sequence[Scope], reason: str | None
 ) -> list[PauseChange]:
-    """End the pauses of exactly these scopes. Raises SchemaError and Unavailable as ``read`` does."""
+    """End the pauses of exactly these scopes. Raises SchemaError and Unavailable as ``read_pauses`` does."""
     changes = []
     with _alone(connection, schema, "ending pauses") as (names, known):
         for scope in scopes:
             before = known.get(scope)
             if before is not None:
                 connection.execute(sql.SQL(_DELETE).format(**names), {"number": before.number})
-                note(connection, names, "resume", reason, _details(before))
+                note(connection, names, "resume", reason, details(before))
             changes.append(PauseChange(scope, before, None))
     return changes
 
@@ -118,7 +116,7 @@ def unconfirmed(
     """
     deadline = time.monotonic() + seconds
     while True:
-        waiting = [one for one in read(connection, schema) if one.number in set(numbers)]
+        waiting = [one for one in read_pauses(connection, schema) if one.number in set(numbers)]
         missing = sorted({instance for one in waiting for instance in one.unconfirmed})
         if not missing or time.monotonic() >= deadline:
             return missing
@@ -134,10 +132,11 @@ def _alone(
     with unavailable_on_error(doing), connection.transaction():
         connection.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_LOCK_SECONDS}s")))
         connection.execute(sql.SQL(_ALONE).format(**names))
-        yield names, {one.scope: one for one in read(connection, schema)}
+        yield names, {one.scope: one for one in read_pauses(connection, schema)}
 
 
-def _details(paused: Paused) -> dict[str, Any]:
+def details(paused: Paused) -> dict[str, Any]:
+    """Return a pause for JSON."""
     return {
         "scope": str(paused.scope.kind),
         "name": paused.scope.name,

@@ -1,6 +1,6 @@
 """Repairs lanes whose marker and table contradict each other, from the contents of their topics.
 
-For a lane that stopped with StateLost, it is unknown which of its rows are on Kafka. The topics tell: every event
+For a lane that stopped with StateLost, it is unknown which of its rows are on Kafka. The topics record it: every event
 carries its id. So the rows of such lanes are looked up in their topics (read_committed, from shortly before the oldest
 row was written, each topic once for all lanes); those found are settled, and a new marker is written. Two cases can't
 be repaired. Events that Kafka has and Postgres has lost: they were published, and their business rows are gone. And
@@ -393,7 +393,7 @@ class Reconciler:
                         f"{_LOCK_SECONDS} s; find it in pg_stat_activity, end it, and run this again"
                     ) from error
             if row is None:
-                raise OperationRefused(f"lane {lane} is gone: somebody has changed the number of lanes; run this again")
+                raise OperationRefused(f"lane {lane} is gone: the number of lanes was changed; run this again")
             holding.add(lane, row[0], [] if row[1] is None else own_ids(row[1]))
 
     def _fence(self, holding: Holding, lanes: Collection[int]) -> None:

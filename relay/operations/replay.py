@@ -26,7 +26,7 @@ _MARK_ROOM: Final = 200
 # replay is in the range.
 _CHOSEN: Final = """
 chosen AS (
-    SELECT DISTINCT ON (event_id) *, (SELECT min(p.id) FROM {published} AS p WHERE p.event_id = a.event_id) AS place,
+    SELECT DISTINCT ON (event_id) *, (SELECT min(p.id) FROM {published} AS p WHERE p.event_id = a.event_id) AS first_id,
            octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)
            + coalesce(octet_length(headers::text), 0) <= %(limit)s AS fits
       FROM {published} AS a
@@ -54,7 +54,7 @@ sent AS (
     SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
            coalesce(headers, '{{}}') || jsonb_build_object(
                %(mark)s::text, to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), created_at, true
-      FROM chosen WHERE fits ORDER BY place RETURNING 1)
+      FROM chosen WHERE fits ORDER BY first_id RETURNING 1)
 SELECT count(*) AS events FROM sent"""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Final, LiteralString
 
 from psycopg import sql
 
@@ -15,30 +15,30 @@ class RoleKind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
-    """A service that writes events, scheduled ones too. It reads none, its own included."""
+    """A service that writes events and schedules them. It can't read any."""
     RELAY = "relay"
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
     OPERATOR = "operator"
-    """Somebody who sees to failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`."""
+    """Handles failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`."""
     PAGE = "page"
-    """A page or a dashboard that shows everything, payloads among it."""
+    """A page or a dashboard that shows everything, including payloads."""
     CONSUMER = "consumer"
-    """A consumer: the rights on its sink's own tables come besides. `atomic="batch"` needs CREATE on the schema."""
+    """A consumer, without the rights on its sink's own tables. `atomic="batch"` needs CREATE on the schema."""
     CONSUMER_OPERATOR = "consumer-operator"
-    """Somebody who sees to consumers: `outbox dead-letters --side consumer`, `outbox offsets`, `outbox external list`,
+    """Handles consumers: `outbox dead-letters --side consumer`, `outbox offsets`, `outbox external list`,
     `retry`, `cancel` and `forget`."""
     CONSUMER_MONITOR = "consumer-monitor"
     """`outbox status` and `outbox trace` on the sink's side. No keys, messages, requests or responses; texts of errors,
     which may quote a value."""
     CONSUMER_PAGE = "consumer-page"
-    """What the operations page shows of the sink's side, keys and messages among it. It changes nothing."""
+    """What the operations page shows of the sink's side, including keys and messages. It changes nothing."""
     EXTERNAL = "external"
-    """`outbox external run` and `settle`: the rights of its own SQL come besides. It can't change what is called."""
+    """`outbox external run` and `settle`, without the rights of its own SQL. It can't change what is called."""
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
     CANCELLER = "canceller"
-    """A service that cancels scheduled events, besides its rights as a writer. It may delete all of them."""
+    """A service that cancels scheduled events, in addition to the rights of a writer. It may delete all of them."""
     MIGRATOR = "migrator"
     """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
     on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
@@ -48,7 +48,7 @@ class RoleKind(StrEnum):
     @property
     def of_sink(self) -> bool:
         """Return whether its rights are those of the consumers' schema, in the sink's database."""
-        return self in _OF_SINK
+        return self is RoleKind.EXTERNAL or self.value.startswith("consumer")
 
     @property
     def default_role(self) -> str:
@@ -56,31 +56,13 @@ class RoleKind(StrEnum):
         return f"outbox_{self.value.replace('-', '_')}"
 
 
-_OF_SINK: Final = frozenset(
-    {
-        RoleKind.CONSUMER,
-        RoleKind.CONSUMER_OPERATOR,
-        RoleKind.CONSUMER_MONITOR,
-        RoleKind.CONSUMER_PAGE,
-        RoleKind.EXTERNAL,
-        RoleKind.CONSUMER_MIGRATOR,
-    }
-)
 _OWNERS: Final = frozenset({RoleKind.MIGRATOR, RoleKind.CONSUMER_MIGRATOR})
-USUAL: Final = tuple(kind for kind in RoleKind if kind not in _OF_SINK | _OWNERS)
+USUAL: Final = tuple(kind for kind in RoleKind if not kind.of_sink and kind not in _OWNERS)
 """The kinds whose rights are printed if none is named."""
 
 
-EVENT_COLUMNS: Final = (
-    "event_id",
-    "aggregate_type",
-    "aggregate_id",
-    "event_type",
-    "payload",
-    "payload_bytes",
-    "headers",
-    "created_at",
-)
+_NAMED: Final = ("event_id", "aggregate_type", "aggregate_id", "event_type")
+EVENT_COLUMNS: Final = (*_NAMED, "payload", "payload_bytes", "headers", "created_at")
 """The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
 TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
@@ -107,13 +89,8 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, DELETE", ("scheduled",)),
     ),
     RoleKind.PAGE: (
-        (
-            "SELECT",
-            (
-                *("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit", "pauses"),
-                "scheduled",
-            ),
-        ),
+        ("SELECT", ("events", "lanes", "relays", "failures", "dead_letters", "published")),
+        ("SELECT", ("streams", "audit", "pauses", "scheduled")),
     ),
     RoleKind.CONSUMER: (
         (
@@ -135,10 +112,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
     ),
     RoleKind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
     RoleKind.CONSUMER_PAGE: (
-        (
-            "SELECT",
-            ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "audit"),
-        ),
+        ("SELECT", ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "audit")),
     ),
     RoleKind.EXTERNAL: (("SELECT", ("reservations",)),),
     RoleKind.MONITOR: (
@@ -148,7 +122,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
     ),
 }
 
-_SEEN: Final = ("lane", "id", "event_id", "aggregate_type", "aggregate_id", "event_type", "created_at")
+_SEEN: Final = ("lane", "id", *_NAMED, "created_at")
 COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
@@ -160,11 +134,7 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
         ("SELECT", "events", (*_SEEN, "from_relay")),
         ("SELECT", "dead_letters", (*_SEEN, "attempts", "last_error", "first_failed_at", "dead_at")),
         ("SELECT", "published", (*_SEEN, "published_at", "topic", "partition", "offset")),
-        (
-            "SELECT",
-            "scheduled",
-            ("id", "event_id", "aggregate_type", "aggregate_id", "event_type", "not_before", "scheduled_at"),
-        ),
+        ("SELECT", "scheduled", (*_SEEN[1:-1], "not_before", "scheduled_at")),
     ),
     # All columns but the contents: message_key, message_value, message_headers; order_key, request, response.
     RoleKind.CONSUMER_MONITOR: (
@@ -236,45 +206,28 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if not role or "\0" in role or _TAG in role or len(role.encode()) > 63:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
     names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+
+    def grant(text: LiteralString, **more: sql.Composable) -> str:
+        return sql.SQL(text).format(**names, **more).as_string()
+
     if kind in _OWNERS:
-        yield sql.SQL("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}").format(**names).as_string()
-        yield (
-            sql.SQL(_OWN)
-            .format(
-                tag=sql.SQL(_TAG),
-                schema_name=sql.Literal(names["schema"].as_string()),
-                role_name=sql.Literal(names["role"].as_string()),
-                **names,
-            )
-            .as_string()
-        )
+        yield grant("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}")
+        literals = {f"{name}_name": sql.Literal(value.as_string()) for name, value in names.items()}
+        yield grant(_OWN, tag=sql.SQL(_TAG), **literals)
         return
-    yield sql.SQL("GRANT USAGE ON SCHEMA {schema} TO {role}").format(**names).as_string()
+    yield grant("GRANT USAGE ON SCHEMA {schema} TO {role}")
     for rights, tables in TABLES.get(kind, ()):
-        yield (
-            sql.SQL("GRANT {rights} ON {tables} TO {role}")
-            .format(
-                rights=sql.SQL(rights),
-                tables=sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables),
-                **names,
-            )
-            .as_string()
-        )
-    for right, table, columns in COLUMNS.get(kind, ()):
-        named = {"right": sql.SQL(right), "table": sql.Identifier(schema, table), **names}
+        named = sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables)
+        yield grant("GRANT {rights} ON {tables} TO {role}", rights=sql.SQL(rights), tables=named)
+    for right, name, columns in COLUMNS.get(kind, ()):
+        table = sql.Identifier(schema, name)
         # A right on the whole table includes every column.
-        yield sql.SQL("REVOKE {right} ON {table} FROM {role}").format(**named).as_string()
-        yield (
-            sql.SQL("GRANT {right} ({columns}) ON {table} TO {role}")
-            .format(columns=sql.SQL(", ").join(map(sql.Identifier, columns)), **named)
-            .as_string()
-        )
+        yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(right), table=table)
+        listed = sql.SQL(", ").join(map(sql.Identifier, columns))
+        yield grant("GRANT {right} ({columns}) ON {table} TO {role}", right=sql.SQL(right), columns=listed, table=table)
     if kind is RoleKind.RELAY and wal:
-        streams = sql.Identifier(schema, "streams")
-        yield sql.SQL("GRANT UPDATE ON {streams} TO {role}").format(streams=streams, **names).as_string()
+        yield grant("GRANT UPDATE ON {streams} TO {role}", streams=sql.Identifier(schema, "streams"))
         # Only for the repair of a lost slot, which the relay does by itself.
         audit = sql.Identifier(schema, "audit")
-        yield (
-            sql.SQL("GRANT INSERT (what, why, details) ON {audit} TO {role}").format(audit=audit, **names).as_string()
-        )
-        yield sql.SQL("ALTER ROLE {role} REPLICATION").format(**names).as_string()
+        yield grant("GRANT INSERT (what, why, details) ON {audit} TO {role}", audit=audit)
+        yield grant("ALTER ROLE {role} REPLICATION")

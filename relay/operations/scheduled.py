@@ -57,6 +57,6 @@ def cancel(connection: psycopg.Connection[Any], schema: str, event_id: UUID, rea
         row = connection.execute(sql.SQL(_CANCEL).format(**names_of(schema)), bound).fetchone()
     if row is None or not row[0]:
         raise NotFound(
-            f"{event_id} is not scheduled: it is on its way by now, or never was. `outbox trace {event_id}` shows "
-            "where it is. Nothing was changed"
+            f"{event_id} is not scheduled: it is already on its way, or was never scheduled. `outbox trace {event_id}` "
+            "shows where it is. Nothing was changed"
         )

@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
 from relay.config import load
 from relay.database import Connector
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
-from relay.page.security import Access, Guard, hosts_of
+from relay.page.security import Access, Guard
 from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
 from relay.pipeline.consumers import Consumers
@@ -55,7 +56,7 @@ def create_page(
     """
     settings = load() if settings is None else settings
     outbox = limited(Connector(settings.require_database(), "outbox web"))
-    sink = limited(Consumers.connector(settings, sink_url))
+    sink = limited(partial(connect, sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
     sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
@@ -75,7 +76,7 @@ def create_page(
             Route("/live", _live(sampler)),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
-        middleware=[Middleware(Guard, access=access, hosts=hosts_of(origins), origins=origins, broken=page.broken)],
+        middleware=[Middleware(Guard, access=access, origins=origins, broken=page.broken)],
         exception_handlers={OutboxError: page.failed, 404: page.not_found},
         lifespan=lifespan,
     )
@@ -88,7 +89,8 @@ def create_page(
 def _latency(side: Consumers) -> Latency | None:
     if not side.exist():
         return None
-    found = side.latencies()
+    with side.pages() as pages:
+        found = pages.latencies()
     return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
 
 

@@ -175,7 +175,7 @@ class Page:
         with self._lock:
             asked, chosen = self._pending.get(key or "", (None, None))
             if asked != _asked(request):
-                raise ConfigurationError("that question is no longer known: begin again")
+                raise ConfigurationError("this confirmation has expired: start again")
             del self._pending[key or ""]
         return chosen
 
@@ -219,7 +219,7 @@ class Page:
     def problems(self, overview: Overview | None) -> list[str]:
         """Return what needs an operator, first of all that the figures are old."""
         if overview is None:
-            return ["the pipeline was not read yet"]
+            return ["the pipeline has not been read yet"]
         seconds = (dt.datetime.now(dt.UTC) - self.sampler.taken()).total_seconds()
         limit = max(_STALE_SECONDS, 3 * self.settings.web.refresh_seconds)
         old = [f"the figures below are {age_text(seconds)} old: no newer ones can be read"] if seconds > limit else []
@@ -241,11 +241,22 @@ def event_id_of(text: str) -> UUID:
         raise ConfigurationError(f"{text!r} is not an event id (a UUID)") from None
 
 
-def number_of(text: str | None, problem: str) -> int | None:
+def number_of(text: str | None, problem: str = DAMAGED_LINK) -> int | None:
     """Return a number that Postgres can compare with an id; None without a text. Raises ConfigurationError."""
     if text and not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise ConfigurationError(problem)
     return int(text) if text else None
+
+
+def time_of(text: str | None) -> dt.datetime | None:
+    """Return the time in a link of ours; None without a text. Raises ConfigurationError."""
+    try:
+        time = dt.datetime.fromisoformat(text) if text else None
+    except ValueError:
+        raise ConfigurationError(DAMAGED_LINK) from None
+    if time is not None and time.tzinfo is None:
+        raise ConfigurationError(DAMAGED_LINK)
+    return time
 
 
 def _asked(request: Request) -> tuple[str, str]:

@@ -143,9 +143,8 @@ class Access:
 class Guard:
     """ASGI middleware: the checks above, and the headers of every answer.
 
-    hosts    the names, with ports where they are not the scheme's, that the page answers for; empty: any, because a
-             host application has checked it.
-    origins  the origins of our own forms; empty: that of the request itself.
+    origins  the page answers for their hosts, and takes forms from them; empty: it answers for any host, because a host
+             application has checked it, and takes forms from the origin of the request itself.
     broken   makes the answer to a request that failed by a mistake of ours.
     """
 
@@ -153,15 +152,14 @@ class Guard:
         self,
         app: ASGIApp,
         access: Access,
-        hosts: Collection[str],
         origins: Collection[str],
         broken: Callable[[Request, Exception], Response],
     ) -> None:
         self._app = app
         self._broken = broken
         self._access = access
-        self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower() for origin in origins)
+        self._hosts = frozenset(urlsplit(origin).netloc for origin in self._origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what may pass, and answer everything else."""
@@ -197,9 +195,7 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in {"GET", "HEAD", "POST"}:
             return PlainTextResponse("the page answers GET and POST\n", 405, {"Allow": "GET, HEAD, POST"})
-        if "\0" in request.url.path or any(
-            "\0" in text for pair in request.query_params.multi_items() for text in pair
-        ):
+        if "\0" in request.url.path or _has_nul(request.query_params.multi_items()):
             return _without_nul()
         host = request.headers.get("host", "").lower()
         if self._hosts and host not in self._hosts:
@@ -302,11 +298,6 @@ def _has_nul(fields: Sequence[tuple[str, str]]) -> bool:
 
 def _without_nul() -> Response:
     return PlainTextResponse("the request has a NUL character in it\n", 400)
-
-
-def hosts_of(origins: Collection[str]) -> list[str]:
-    """Return the values of ``Host`` that requests to these origins have."""
-    return [urlsplit(origin).netloc for origin in origins]
 
 
 async def _body(request: Request) -> bytes | None:

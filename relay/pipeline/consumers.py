@@ -8,15 +8,13 @@ from typing import Any, Final
 from uuid import UUID
 
 import orjson
-import psycopg
 
 from outbox._app.settings import client_options
-from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
+from outbox.consumer.admin.dead_letters import DeadLetters, readable
 from outbox.consumer.admin.offsets import Group, Offsets
-from outbox.consumer.admin.page import COUNTED, ConsumerPages, Filter
+from outbox.consumer.admin.page import ConsumerPages
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
-from outbox.consumer.postgres_errors import connect
 from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.config import Settings
 
@@ -30,12 +28,6 @@ class Consumers:
         self._settings = settings
         self._session = session
         self._kafka: KafkaAdmin | None = None
-
-    @classmethod
-    def connector(cls, settings: Settings, sink_url: str | None) -> Callable[[], psycopg.Connection[Any]]:
-        """Return the function that opens a connection to the sink."""
-        url = sink_url or settings.require_database()
-        return lambda: connect(url, "outbox web")
 
     def exist(self) -> bool:
         """Return whether the database has the consumers' tables. Raises ConsumerUnavailable."""
@@ -59,22 +51,6 @@ class Consumers:
         """Yield the operator's actions on calls to other systems."""
         with self._session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
-
-    @staticmethod
-    def filter(kind: str | None, group: str | None, topic: str | None, cause: str | None) -> Filter:
-        """Return a filter of dead letters; None: any."""
-        return Filter(kind, group, topic, cause)
-
-    def selection(self, chosen: Filter | Sequence[int]) -> tuple[Selection, bool]:
-        """Return the dead letters of a filter, or of these numbers, and whether there are more than are taken at once.
-
-        Raises ConsumerUnavailable and SchemaError.
-        """
-        if not isinstance(chosen, Filter):
-            return Selection(ids=chosen), False
-        with self.pages() as pages:
-            found = pages.selection(chosen)
-        return found, len(found.ids or ()) >= COUNTED
 
     def dead_letter(self, number: int) -> dict[str, Any]:
         """Return a dead letter in a readable form; ``value`` is text. Raises NotFound."""
@@ -111,8 +87,3 @@ class Consumers:
         with self._session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)
         return groups[0], away
-
-    def latencies(self) -> list[float]:
-        """Return seconds from writing to applying of the newest messages, sorted. Raises ConsumerUnavailable."""
-        with self.pages() as pages:
-            return list(pages.latencies())

@@ -14,6 +14,7 @@ from support import Load, wait_until
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay.core.pauses import ALL, Scope, ScopeKind, scopes_of
+from relay.insights import read_pauses
 from relay.kafka.routing import Router
 from relay.operations import pauses
 from relay.operations.drain import Drain, DrainProgress
@@ -146,7 +147,7 @@ class Draining:
 def read(url: str) -> dict[Scope, pauses.Paused]:
     """Return the pauses."""
     with closing(psycopg.connect(url, autocommit=True)) as connection:
-        return {one.scope: one for one in pauses.read(connection, "outbox")}
+        return {one.scope: one for one in read_pauses(connection, "outbox")}
 
 
 def obeyed(url: str, scopes: Collection[Scope], seconds: float = 30.0) -> None:

@@ -13,7 +13,6 @@ from outbox.consumer.statements import statement
 _GROUPS: Final = """
 SELECT grp, strategy, array(SELECT DISTINCT topic FROM {offsets} AS o WHERE o.grp = g.grp ORDER BY topic)
   FROM {groups} AS g ORDER BY grp"""
-_TOPICS: Final = "SELECT DISTINCT topic FROM {offsets} ORDER BY topic"
 _OPEN_LOSSES: Final = """
 SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
 # Counted only up to the number shown as "more than".
@@ -36,11 +35,6 @@ class DeclaredGroup(NamedTuple):
 def declared_groups(connection: psycopg.Connection[Any], schema: str) -> list[DeclaredGroup]:
     """Return the groups whose tables are in this database. Raises psycopg.Error."""
     return [DeclaredGroup(*row) for row in _rows(connection, schema, _GROUPS)]
-
-
-def consumed_topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
-    """Return the topics that groups with tables in this database have read. Raises psycopg.Error."""
-    return [topic for (topic,) in _rows(connection, schema, _TOPICS)]
 
 
 def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> Iterator[Check]:

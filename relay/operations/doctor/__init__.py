@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from outbox._clients.checks import Check, Finding, Level, ok
+from outbox._clients.checks import Check, Finding, Level, ok, warning
 from outbox.consumer.admin import checks as consumers
 from outbox.consumer.admin.status import has_tables
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options
 from relay.database import Connector
-from relay.insights import LaneState, read_lanes
+from relay.insights import OutboxState, look_at_tables
 from relay.operations.doctor import kafka, names, postgres
 from relay.operations.doctor.run import run
 from relay.operations.doctor.transport import check_transport
@@ -59,15 +59,16 @@ class _Known:
     """What the checks have read, for those that come after them."""
 
     lanes: dict[SourceKind, list[int]] = field(default_factory=dict)
-    topics: Sequence[str] = ()
     groups: Sequence[consumers.DeclaredGroup] = ()
     reached: bool = False
     """Whether the outbox's database answers."""
 
-    def note_lanes(self, lanes: Sequence[LaneState]) -> Iterator[Finding]:
-        for one in lanes:
+    def status(self, state: OutboxState) -> Iterator[Finding]:
+        """Keep the lanes, and yield the problems that `outbox status` shows."""
+        for one in state.lanes:
             self.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
-        yield from ()
+        for problem in state.problems():
+            yield warning("status", problem, "see `outbox status`")
 
 
 def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Check]:
@@ -75,9 +76,10 @@ def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None
     yield Check("Postgres", partial(_outbox, settings, known))
     yield Check("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
     lanes = sum(map(len, known.lanes.values()))
+    consumed = sorted({topic for group in known.groups for topic in group.topics})
     yield Check(
         "Kafka",
-        partial(kafka.checks, settings, options, lanes, known.topics),
+        partial(kafka.checks, settings, options, lanes, consumed),
         run,
         do="check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials",
     )
@@ -87,9 +89,10 @@ def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
     with Connector(settings.require_database(), "outbox doctor")() as connection:
         known.reached = True
         yield from run(postgres.checks(connection, settings))
-        yield from run(names.checks(connection, settings.db_schema, "schemas"))
-        lanes = partial(read_lanes, connection, settings.db_schema)
-        yield from run([Check("lanes", lanes, known.note_lanes, f"SELECT on {settings.db_schema}.lanes")])
+        schema = settings.db_schema
+        yield from run(names.checks(connection, schema, "schemas"))
+        look = partial(look_at_tables, connection, schema)
+        yield from run([Check("status", look, known.status, f"SELECT on the tables of {schema}")])
 
 
 def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
@@ -102,7 +105,6 @@ def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[F
             return
 
         def note_groups() -> Iterator[Finding]:
-            known.topics = consumers.consumed_topics(connection, schema)
             known.groups = consumers.declared_groups(connection, schema)
             yield from ()
 

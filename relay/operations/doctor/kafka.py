@@ -206,22 +206,22 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
 def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
     copies = min(len(partition.replicas) for partition in topic.partitions.values())
     required = int(config("min.insync.replicas"))
-    said = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
+    text = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
     if copies == 1 or required == 1:
         yield warning(
             f"topic {name}",
-            f"{said}: an acknowledged event is on one disk only",
+            f"{text}: an acknowledged event is on one disk only",
             "replication factor 3 and min.insync.replicas=2",
             "replication factor 3" if copies == 1 else "min.insync.replicas=2",
         )
     elif required >= copies:
         yield warning(
             f"topic {name}",
-            f"{said}: publishing stops when one broker is down",
+            f"{text}: publishing stops when one broker is down",
             "min.insync.replicas one below the replication factor",
         )
     else:
-        yield ok(f"topic {name}", said)
+        yield ok(f"topic {name}", text)
     if config("unclean.leader.election.enable") == "true":
         yield failure(
             f"topic {name}",

@@ -13,7 +13,7 @@ from psycopg import errors, sql
 from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
 from relay.config import Settings, SourceKind
-from relay.insights import OutboxState, look_at_tables, without_event
+from relay.insights import without_event
 from relay.operations.doctor.run import Rows, asking
 from relay.operations.guarantee import slot_cost
 from relay.operations.wal_setup import Cdc, Status
@@ -25,7 +25,7 @@ _SERVER: Final = (
     "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit')"
 )
 _PUBLISHES_GENERATED: Final = 180000
-_STANDING_IN_THE_WAY: Final = """
+_PUBLICATIONS_OF_DELETES: Final = """
 SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.pubname = p.pubname
  WHERE t.schemaname = %(schema)s AND t.tablename = 'events' AND (p.pubdelete OR p.pubupdate)
    AND NOT 'lane' = ANY(t.attnames)
@@ -46,7 +46,7 @@ _ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
 _WITHOUT_EVENT: Final = "SELECT count(*) FROM {failures} AS f WHERE {without_event}"
 
 # The relay and operators have DELETE; a superuser has every right.
-_POSERS: Final = """
+_MAY_SET_FROM_RELAY: Final = """
 SELECT r.rolname FROM pg_roles AS r
  WHERE NOT r.rolsuper AND r.rolname NOT LIKE 'pg\\_%'
    AND has_column_privilege(r.oid, {events_name}::regclass, 'from_relay', 'INSERT')
@@ -65,7 +65,7 @@ _MAY_COMPARE: Final = "SELECT has_database_privilege(current_database(), 'CREATE
 
 
 def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Check]:
-    """Return the checks of the server's settings, the outbox's tables, ids, source, slot, rights and status."""
+    """Return the checks of the server's settings, the outbox's tables, ids, source, slot and rights."""
     schema = settings.db_schema
     ask = asking(connection, _names(schema))
     yield Check("Postgres", ask(_SERVER), _server)
@@ -73,7 +73,7 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
     if connection.info.server_version >= _PUBLISHES_GENERATED:
-        yield Check("publications", ask(_STANDING_IN_THE_WAY, schema=schema), partial(_publications, schema))
+        yield Check("publications", ask(_PUBLICATIONS_OF_DELETES, schema=schema), partial(_publications, schema))
     names = slot_names(settings)
     yield Check(
         "source", Cdc(connection, names).status, partial(_sources, settings), f"SELECT on {schema}.lanes and streams"
@@ -85,8 +85,7 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
     yield Check(
         "slot, cost", partial(_cost, Slot(connection, names), settings, names.slot), grant=f"SELECT on {schema}.streams"
     )
-    yield Check("rights", ask(_POSERS), partial(_rights, schema))
-    yield Check("status", partial(look_at_tables, connection, schema), _status)
+    yield Check("rights", ask(_MAY_SET_FROM_RELAY), partial(_rights, schema))
     grant = f"SELECT on {schema}.events, failures and dead_letters"
     yield Check("failures without an event", ask(_WITHOUT_EVENT), _without_event, grant)
 
@@ -124,11 +123,6 @@ def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
         yield failure("tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date")
     if not differences:
         yield ok("tables", f"schema {settings.db_schema} matches this version")
-
-
-def _status(state: OutboxState) -> Iterator[Finding]:
-    for problem in state.problems():
-        yield warning("status", problem, "see `outbox status`")
 
 
 def _without_event(rows: Rows) -> Iterator[Finding]:
@@ -217,7 +211,7 @@ def _sources(settings: Settings, status: Status) -> Iterator[Finding]:
         yield warning(
             "source",
             f"the lanes are read from {' and '.join(sources)}, but these settings say {settings.source}: a relay with "
-            "them waits",
+            "these settings waits",
             f"set OUTBOX_SOURCE={sources[0]}, or run `outbox relay switch {settings.source}`",
         )
     about, slot = f"slot {settings.wal.slot}", status.slot

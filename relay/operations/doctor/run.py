@@ -57,13 +57,13 @@ def _findings(check: Check) -> Iterator[Finding]:
             yield from check.judge(check.query())
     except KafkaException as error:
         if denied := _DENIED.get(error.args[0].code()):
-            found = f"these credentials may not read the settings, so they were not looked at ({text_of(error)})"
+            found = f"not checked, because these credentials may not read the settings ({text_of(error)})"
             yield warning(check.about, found, f"{denied}, or run this with other credentials")
         else:
             yield failure(check.about, text_of(error), check.do or "see the brokers' logs")
     except (OutboxError, psycopg.Error) as error:
         if denied := _denied(error):
-            found = f"this role may not look at it, so it was not looked at: {denied}"
+            found = f"not checked, because this role lacks a right: {denied}"
             yield warning(check.about, found, f"{check.grant or 'grant it'}, or run this as the tables' owner")
         else:
             yield failure(check.about, str(error), check.do)

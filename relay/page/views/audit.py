@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from relay.operations.audit import read
-from relay.page.page import DAMAGED_LINK, Page, number_of
+from relay.page.page import Page, number_of
 
 _PAGE = 50
 
@@ -17,7 +17,7 @@ def routes(page: Page) -> list[Route]:
 
     def show(request: Request) -> Response:
         side = "consumer" if request.query_params.get("side") == "consumer" else "relay"
-        before = number_of(request.query_params.get("before"), DAMAGED_LINK)
+        before = number_of(request.query_params.get("before"))
         if side == "relay":
             with page.outbox() as connection:
                 rows = read(connection, page.schema, before=before, limit=_PAGE)

@@ -51,7 +51,7 @@ def _change(page: Page, request: Request, form: Form, what: str) -> Response:
     try:
         message_id = UUID(form.require("message_id", "which call"))
     except ValueError:
-        raise ConfigurationError("that is not a message's id, which is a UUID") from None
+        raise ConfigurationError("that is not a message id (a UUID)") from None
     group, name = form.require("group", "of which group"), form.require("name", "to which system")
     reason = form.require("reason", "why: the audit keeps it") if what == "cancel" else form.get("reason")
     if what == "cancel" and form.get("confirmed") is None:

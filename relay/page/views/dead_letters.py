@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -11,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outbox.consumer.admin import page as consumer_pages
+from outbox.consumer.admin.dead_letters import Selection as MessageSelection
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
-from relay.operations.dead_letters import DeadLetters, Selection
-from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of
+from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
+from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
 
 def routes(page: Page) -> list[Route]:
@@ -130,8 +131,7 @@ class _RelaySide:
         with self._page.outbox() as connection:
             counts = DeadLetters(connection, self._page.schema).count(selection, discard=discard)
         done = "discarded for good" if discard else "retried"
-        names = {"dead": "dead letters", "retrying": "retrying events", "without_event": "failures without an event"}
-        found = [f"{count:,} {names[name]} would be {done}" for name, count in counts.items() if count]
+        found = [f"{count:,} {COUNTS[name]} would be {done}" for name, count in counts.items() if count]
         return found or [f"nothing would be {done}"]
 
     def retry(self, selection: Selection) -> str:
@@ -169,7 +169,7 @@ class _ConsumerSide:
         """Show the messages of a group, page by page."""
         chosen, filters = self._filter(request.query_params.get)
         with self._page.consumers.pages() as pages:
-            rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after"), DAMAGED_LINK))
+            rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after")))
         more = None if after is None else urlencode({**filters, "after": after})
         return self._page.render(
             request, "dead_letters_consumer.html", view="dead letters", filters=filters, rows=rows, more=more
@@ -185,19 +185,20 @@ class _ConsumerSide:
         numbers = [_number(text) for text in form.all(self.id_field) if text]
         if numbers:
             what = f"dead letter {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} dead letters"
-            return self._page.consumers.selection(numbers)[0], what
+            return MessageSelection(numbers), what
         chosen, filters = self._filter(form.exact)
         if not filters:
             raise ConfigurationError("give the numbers of dead letters, or a group of them")
-        selection, more = self._page.consumers.selection(chosen)
-        if not selection.ids:
+        with self._page.consumers.pages() as pages:
+            selection = pages.selection(chosen)
+        if not (size := self.size(selection)):
             raise ConfigurationError("no dead letter matches any more")
         what = "messages of " + ", ".join(f"{name} {value}" for name, value in filters.items())
-        return selection, f"the first {len(selection.ids):,} {what}" if more else what
+        return selection, f"the first {size:,} {what}" if size >= consumer_pages.COUNTED else what
 
     def size(self, selection: Any) -> int:
         """Return the number of selected messages."""
-        return len(selection.ids)
+        return len(selection.ids or ())
 
     def count(self, selection: Any, *, discard: bool) -> list[str]:
         """Return what an action would do."""
@@ -216,9 +217,9 @@ class _ConsumerSide:
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
         return f"{len(done.gone)} messages were discarded{freed}"
 
-    def _filter(self, get: Callable[[str], str | None]) -> tuple[Any, dict[str, str]]:
-        values = [get(name) for name in self._FILTERS]
-        return self._page.consumers.filter(*values), _given(dict(zip(self._FILTERS, values, strict=True)))
+    def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
+        values = {name: get(name) for name in self._FILTERS}
+        return consumer_pages.Filter(**values), _given(values)
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
@@ -232,18 +233,15 @@ def _locked(event_ids: Sequence[str]) -> str:
 def _number(text: str) -> int:
     number = number_of(text, f"{text[:80]!r} is not the number of a dead letter")
     if number is None:
-        raise ConfigurationError("a dead letter has a number")
+        raise ConfigurationError("give the number of a dead letter")
     return number
 
 
 def _cursor(asked: Mapping[str, str]) -> FailureCursor | None:
-    if not asked.get("at"):
+    at = time_of(asked.get("at"))
+    if at is None:
         return None
-    try:
-        at = dt.datetime.fromisoformat(asked["at"])
-        lane, number = (int(asked.get(name, "")[:20]) for name in ("lane", "id"))
-    except ValueError:
-        raise ConfigurationError(DAMAGED_LINK) from None
-    if at.tzinfo is None or abs(lane) > 32_767 or abs(number) >= 2**63:
+    lane, number = number_of(asked.get("lane")), number_of(asked.get("id"))
+    if lane is None or number is None:
         raise ConfigurationError(DAMAGED_LINK)
     return FailureCursor(at, lane, number)

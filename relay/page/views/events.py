@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.routing import Route
 from outbox.errors import ConfigurationError
 from relay.operations.event_search import EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
-from relay.page.page import DAMAGED_LINK, Page, event_id_of
+from relay.page.page import Page, event_id_of, number_of, time_of
 from relay.pipeline.trace import find_event
 
 _KEY_EVENTS = 200
@@ -31,6 +30,7 @@ def routes(page: Page) -> list[Route]:
         values: dict[str, Any] = {"q": wanted, "type": kind or "", "state": state, "states": list(EventState)}
         if wanted and "/" not in wanted:
             return RedirectResponse(f"{request.scope.get('root_path', '')}/events/{event_id_of(wanted)}", 303)
+        number, at = number_of(asked.get("id")), time_of(asked.get("at"))
         with page.outbox() as connection:
             if wanted:
                 aggregate_type, _, key = wanted.partition("/")
@@ -39,7 +39,7 @@ def routes(page: Page) -> list[Route]:
                 rows = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
                 return page.render(request, "events.html", **values, key_rows=rows, rows=[], next=None)
             found = EventSearch(connection, page.schema).page(
-                state, kind, _position(asked.get("id"), asked.get("at")), days=_days(asked.get("days"))
+                state, kind, None if number is None else EventCursor(number, at), days=_days(asked.get("days"))
             )
         return page.render(
             request,
@@ -83,16 +83,3 @@ def _days(text: str | None) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= 3650):
         raise ConfigurationError(f"days must be a whole number from 1 to 3650, not {text[:80]!r}")
     return int(text)
-
-
-def _position(number: str | None, at: str | None) -> EventCursor | None:
-    if not number:
-        return None
-    try:
-        place = int(number[:20])
-        when = None if not at else dt.datetime.fromisoformat(at)
-    except ValueError:
-        raise ConfigurationError(DAMAGED_LINK) from None
-    if not -(2**63) <= place < 2**63 or (when is not None and when.tzinfo is None):
-        raise ConfigurationError(DAMAGED_LINK)
-    return EventCursor(place, when)

@@ -34,7 +34,7 @@ def routes(page: Page) -> list[Route]:
         what = ", ".join(map(str, scopes))
         if form.get("confirmed") is None:
             lines = [
-                "Nothing of it would be published until somebody resumes it.",
+                "Nothing of it is published until an operator resumes it.",
                 f"The reason: {reason}",
             ]
             return page.confirm(request, f"Pause {what}", lines, form, "Pause", scopes)
@@ -61,24 +61,24 @@ def routes(page: Page) -> list[Route]:
 
 
 def _scopes(form: Form) -> list[Scope]:
-    """Return the scopes that a form names: lanes as numbers with commas between, a topic, or everything."""
+    """Return the scopes that a form names: lanes as numbers separated by commas, a topic, or everything."""
     match form.require("scope", "what to pause: everything, lanes or a topic"):
         case "all":
             if form.get("lanes") or form.get("topic"):
                 raise ConfigurationError("everything, or these lanes, or this topic: say which one")
             return [ALL]
         case "lane":
-            lanes = form.require("lanes", "which lanes, as numbers with commas between").replace(",", " ").split()
+            lanes = form.require("lanes", "which lanes, as numbers separated by commas").replace(",", " ").split()
             return [_scope("lane", lane) for lane in dict.fromkeys(lanes)]
         case "topic":
             return [_scope("topic", form.require("topic", "which topic"))]
         case other:
-            raise ConfigurationError(f"{other!r} is no scope: all, lane or topic")
+            raise ConfigurationError(f"{other!r} is not a scope: all, lane or topic")
 
 
 def _scope(kind: str, name: str) -> Scope:
     if kind not in set(ScopeKind):
-        raise ConfigurationError(f"{kind!r} is no scope: {', '.join(ScopeKind)}")
+        raise ConfigurationError(f"{kind!r} is not a scope: {', '.join(ScopeKind)}")
     if kind == ScopeKind.LANE and not (name.isascii() and name.isdecimal() and len(name) <= 5 and int(name) < 32_768):
         raise ConfigurationError(f"{name[:80]!r} is not the number of a lane")
     return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)

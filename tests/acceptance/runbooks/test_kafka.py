@@ -41,7 +41,7 @@ def test_a_lane_whose_lease_lies_in_the_future(operator, orders, address):
     wait_until(lambda: look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], what="the other lanes")
     alarmed(address, "OutboxBacklogOld")
     shown = operator.look("outbox status").text
-    assert re.search(r"the oldest event has waited for \d+ s \(lanes 2\)", shown)
+    assert re.search(r"the oldest event has waited for \d+ s \(lane 2\)", shown)
     assert re.search(r"^2 +\d+ +\d+ s +long-gone", shown, re.MULTILINE)
     assert not re.search(r"^long-gone", shown, re.MULTILINE)
     assert "[-]" not in operator.look("curl -s", RELAY=address).text

@@ -14,6 +14,7 @@ from outbox.consumer.model import LossKind
 from outbox.errors import OutboxError
 from relay.cli.app import app
 from relay.config import Settings
+from relay.operations.roles import RoleKind
 
 
 @pytest.mark.parametrize("name", generator.PAGES)
@@ -26,6 +27,12 @@ def test_help_fills_the_width_of_the_terminal():
     """A line end of a docstring is none in the terminal: typer would keep it in all paragraphs but the first."""
     shown = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, ["relay", "pause", "--help"]).output
     assert "Exit status 1 if a running relay does not confirm in time; the pause stays." in shown
+
+
+def test_the_help_of_roles_names_every_kind():
+    shown = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, ["db", "roles", "--help"]).output
+    named = re.search(r"Kinds: ([^.]+)\.", shown)
+    assert sorted(re.findall(r"[\w-]+", named[1].replace("in the consumers' schema", ""))) == sorted(RoleKind)
 
 
 def test_every_setting_is_on_its_page():

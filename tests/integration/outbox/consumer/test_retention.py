@@ -354,7 +354,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
 
         text = prune(sink.url, *keep)
         assert text.splitlines() == [
-            *(f"partition {name}: made" for name in sorted(days)),
+            *(f"partition {name}: created" for name in sorted(days)),
             f"partition processed_messages_{old:%Y%m%d}: dropped",
             "2 ids of the default partition: forgotten",
         ]
@@ -415,6 +415,7 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
         )
         return {finding.about: finding for finding in examine(settings)}
 
+    sink.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
     nothing = examined(14)
     assert nothing["remembered ids"].level is Level.OK
     day = 86_400_000

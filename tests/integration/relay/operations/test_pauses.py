@@ -153,7 +153,7 @@ def test_the_status_says_paused_and_not_that_nobody_publishes(url, outbox_postgr
         connection.execute("ALTER TABLE outbox.events DISABLE TRIGGER ALL")
         connection.execute("UPDATE outbox.events SET created_at = now() - interval '1 hour'")
         before = look_at_tables(connection, "outbox").problems()
-        assert before == ["events wait in lanes that no relay holds: 0, 1, 2, 3"]
+        assert before == ["events wait in lanes 0, 1, 2, 3, which no relay holds"]
         pause(url, ALL, reason="ledger", wait=False)
         state = look_at_tables(connection, "outbox")
         (problem,) = state.problems()

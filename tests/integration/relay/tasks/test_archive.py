@@ -166,7 +166,7 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(archive):
     }
     text = prune(archive, "--dry-run", "--days", "7")
     assert f"partition {old}: would be dropped" in text
-    assert f"partition for {archive.today}: would be made" in text
+    assert f"partition for {archive.today}: would be created" in text
     assert archive.partitions() == before
     done = json.loads(prune(archive, "--json", OUTBOX_RELAY__ARCHIVE_DAYS="7"))
     assert done == plan | {"dry_run": False}
@@ -174,7 +174,7 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(archive):
 
 
 def test_prune_wants_to_know_how_many_days_and_zero_keeps_today(archive):
-    assert "how many days shall be kept" in prune(archive, status=2)
+    assert "no number of days to keep" in prune(archive, status=2)
     archive.fill(0)
     archive.fill(-1)
     prune(archive, "--days", "0")

@@ -27,7 +27,7 @@ STATE = OutboxState(
 
 
 def test_old_events_that_nothing_explains():
-    assert STATE.problems() == ["the oldest event has waited for 4000 s (lanes 0)"]
+    assert STATE.problems() == ["the oldest event has waited for 4000 s (lane 0)"]
     assert replace(STATE, oldest_seconds=1.0).problems() == []
 
 
@@ -54,6 +54,6 @@ def test_relays_of_the_other_source_are_why_no_relay_holds_the_lanes():
     # A relay of the lanes' source will take them.
     other = replace(STATE.relays[0], instance="b", source="wal")
     assert replace(waiting, relays=[*STATE.relays, other]).problems() == [
-        "events wait in lanes that no relay holds: 0, 1, 2, 3"
+        "events wait in lanes 0, 1, 2, 3, which no relay holds"
     ]
     assert replace(waiting, relays=[*STATE.relays, replace(other, alive=False)]).problems() == [said]
