@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery"})
+"""The options of a client that are callbacks whose errors arrive where it is polled."""
 
 
 def raising(callback: Callable[..., None]) -> Callable[..., None]:
@@ -25,13 +28,14 @@ def raising(callback: Callable[..., None]) -> Callable[..., None]:
 
 
 def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a callback for librdkafka that does not keep its object alive.
+    """Return a callback for librdkafka that is ``raising``, and does not keep its object alive.
 
     The producer refers to its callbacks, and the object to the producer: only Python's garbage collector would free
     such a cycle, and with it librdkafka's threads and connections.
     """
     reference = weakref.WeakMethod(method)
 
+    @raising
     def call(*values: Any) -> None:
         alive = reference()
         if alive is not None:

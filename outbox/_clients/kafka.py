@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._clients import credentials
+from outbox._clients.callbacks import CALLBACKS, raising
 from outbox._clients.kafka_rules import require_verification
 from outbox._clients.variables import variable
 from outbox.errors import ConfigurationError
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options for librdkafka, with the callback for tokens where the client needs it.
 
+    The errors of callbacks that a service gives arrive in its consumer or transformer: see ``callbacks.raising``.
+
     Raises ConfigurationError for an option that would send credentials and events to a server that is not verified.
     """
     require_verification(options)
-    return {**options, **credentials.token_callback(options)}
+    given = {name: raising(options[name]) for name in CALLBACKS & options.keys() if callable(options[name])}
+    return {**options, **given, **credentials.token_callback(options)}
 
 
 _UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')

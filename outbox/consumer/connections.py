@@ -1,8 +1,9 @@
 """Connections to the sink's database: how they are opened, and which stay open between transactions.
 
-``connect`` opens sessions of commands and checks. ``transaction`` and ``read`` use sessions that this process keeps,
-one for each address and application name: the driver has one, and so has each Python worker. While in use, a session
-belongs to one thread; a second use at the same time opens another session, which is closed at its end.
+``connect`` opens sessions of commands and checks. ``OwnSession`` is the session of an object that one thread uses: a
+member of the inbox, a caller of External, the lock monitor. ``transaction`` and ``read`` use sessions that this process
+keeps, one for each address and application name: the driver has one, and so has each Python worker. While in use, a
+session belongs to one thread; a second use at the same time opens another session, which is closed at its end.
 
 | what has happened to a kept session        | what follows                                                            |
 |--------------------------------------------|-------------------------------------------------------------------------|
@@ -226,16 +227,48 @@ def close_all() -> None:
     _here().close()
 
 
-class Age:
-    """The age of a session, also for sessions that are kept elsewhere."""
+class OwnSession:
+    """One session, for one thread: opened at its first use, and replaced when it has ended or is MAX_AGE_SECONDS old.
 
-    def __init__(self) -> None:
-        self._opened = _clock()
+    connect  opens a session; ``prepare`` sets what its user needs.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], psycopg.Connection[Any]],
+        prepare: Callable[[psycopg.Connection[Any]], None] = lambda _: None,
+    ) -> None:
+        self._connect = connect
+        self._prepare = prepare
+        self._connection: psycopg.Connection[Any] | None = None
+        self._opened = 0.0
 
     @property
-    def over(self) -> bool:
-        """Return whether it is old enough to be replaced."""
-        return _clock() - self._opened >= MAX_AGE_SECONDS
+    def ended(self) -> bool:
+        """Return whether the next use opens another session, because there is none."""
+        return self._connection is None or self._connection.closed
+
+    def connected(self) -> psycopg.Connection[Any]:
+        """Return the connection. To be called outside of a transaction. Raises what opening a session raises."""
+        if _is_old(self._opened):
+            self.close()
+        if self._connection is None or self._connection.closed:
+            # Counted from before the server has the session.
+            self._opened = _clock()
+            self._connection = self._connect()
+            self._prepare(self._connection)
+        return self._connection
+
+    def close(self) -> None:
+        """Close the session. The next use opens another one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _is_old(opened: float) -> bool:
+    """Return whether a session is so old that its server may no longer be the primary."""
+    return _clock() - opened >= MAX_AGE_SECONDS
 
 
 class _Returned:
@@ -261,7 +294,7 @@ class _Session:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._libpq = connection.pgconn
-        self._age = Age()
+        self._opened = _clock()
         self._pooled: bool | None = None
         connection.pgconn = _RETURNED
 
@@ -273,7 +306,7 @@ class _Session:
     @property
     def old(self) -> bool:
         """The session is so old that its server may no longer be the primary."""
-        return self._age.over
+        return _is_old(self._opened)
 
     @property
     def usable(self) -> bool:

@@ -45,7 +45,7 @@ UPDATE {offsets} AS o SET generation = %(generation)s
 RETURNING o.topic, o.part, o.topic_id, o.next_offset, o.leader_epoch, o.epoch_offset"""
 CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
 """SQL: waits for transactions that are about to commit, and shuts out all that come later."""
-# The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
+# The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it forever.
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
@@ -95,7 +95,7 @@ class GroupStore:
     def claim(
         self,
         connection: psycopg.Connection[Any],
-        places: Collection[Partition],
+        partitions: Collection[Partition],
         starts: Mapping[Partition, tuple[str, int]],
         strategy: str | None = None,
     ) -> dict[Partition, ClaimedOffset]:
@@ -108,10 +108,13 @@ class GroupStore:
         topics = sorted({topic for topic, _ in starts})
         known = {topic for (topic,) in self._run(connection, _KNOWN, topics=topics)}
         # All partitions of a new topic at once: another member would take the rest for added ones.
-        added = [(place, id_, 0 if place[0] in known else start) for place, (id_, start) in sorted(starts.items())]
-        new = [one for one in added if one[0] in places or one[0][0] not in known]
+        added = [
+            ((topic, part), id_, 0 if topic in known else start)
+            for (topic, part), (id_, start) in sorted(starts.items())
+        ]
+        new = [one for one in added if one[0] in partitions or one[0][0] not in known]
         self.add(connection, new, generation)
-        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
         rows = self._run(connection, _CLAIM, **wanted, generation=generation)
         return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
@@ -133,25 +136,25 @@ class GroupStore:
         }
         self._run(connection, _ADD, **values, generation=generation)
 
-    def fence(self, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset) -> None:
+    def fence(self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset) -> None:
         """Lock a partition's row until the transaction ends.
 
         Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
         """
-        row = self._run(connection, _FENCE, topic=place[0], part=place[1], idle=self._idle).fetchone()
+        row = self._run(connection, _FENCE, topic=partition[0], part=partition[1], idle=self._idle).fetchone()
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
             now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
             raise Fenced(
-                f"group {self.name} was taken over from generation {here.generation}: {place[0]}-{place[1]} at offset "
-                f"{here.next_offset}, {now}"
+                f"group {self.name} was taken over from generation {here.generation}: {partition[0]}-{partition[1]} at "
+                f"offset {here.next_offset}, {now}"
             )
         if row[1] > here.next_offset:
-            raise OffsetMoved(place, row[1])
+            raise OffsetMoved(partition, row[1])
 
     def move(
         self,
         connection: psycopg.Connection[Any],
-        place: Partition,
+        partition: Partition,
         end: int | None,
         *,
         reached: int | None = None,
@@ -171,8 +174,8 @@ class GroupStore:
         dead          messages that become dead letters.
         """
         values = {
-            "topic": place[0],
-            "part": place[1],
+            "topic": partition[0],
+            "part": partition[1],
             "end": end,
             "reached": reached,
             "log_end": log_end,

@@ -19,5 +19,5 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
     if is_refusal(error):
         return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
     if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
-        return CorruptRecords(text)
+        return CorruptRecords(f"{text}. Nothing was skipped")
     return ConsumerUnavailable(text)

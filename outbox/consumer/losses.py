@@ -29,34 +29,41 @@ DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
         WHERE l.detail <> excluded.detail"""
 
 
+def kind_of(here: StoredOffset, there: OffsetBounds | None, topic_id: str | None) -> LossKind | None:
+    """Return what a group has lost behind a position; None for nothing. ``topic_id``: None if the topic is gone."""
+    if here.topic_id != topic_id:
+        return LossKind.RECREATED
+    if there is None:
+        return None
+    if here.next_offset < there.first:
+        return LossKind.RETENTION
+    return LossKind.CUT if here.next_offset > there.end else None
+
+
 def find_losses(
     stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
     """Return what the group can no longer read of its known partitions, sorted by partition."""
     losses = []
     for (topic, part), here in sorted(stored.items()):
-        there = bounds.get((topic, part))
+        there, topic_id = bounds.get((topic, part)), topic_ids.get(topic)
+        kind = kind_of(here, there, topic_id)
         first, end = here.next_offset, None
-        if topic not in topic_ids:
-            kind = LossKind.RECREATED
-            text = f"the topic is gone from Kafka; what it held from offset {here.next_offset} on can't be read now"
-        elif here.topic_id != topic_ids[topic]:
-            kind = LossKind.RECREATED
+        if kind is None:
+            continue
+        if topic_id is None:
+            text = f"the topic is gone from Kafka; what it held from offset {first} on can't be read now"
+        elif kind == LossKind.RECREATED or there is None:
             text = (
                 f"the topic was deleted or created again since the group read it (its id was {here.topic_id}, now "
-                f"{topic_ids[topic]}): offset {here.next_offset} means nothing there, and what else the old one held "
-                "is unknown"
+                f"{topic_id}): offset {first} means nothing there, and what else the old one held is unknown"
             )
-        elif there is None:
-            continue
-        elif here.next_offset < there.first:
-            kind, end = LossKind.RETENTION, there.first
-            text = f"retention removed messages {here.next_offset} to {there.first - 1} before the group read them"
-        elif here.next_offset > there.end:
-            kind, first, end = LossKind.CUT, there.end, here.next_offset
-            text = f"the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it was cut"
+        elif kind == LossKind.RETENTION:
+            end = there.first
+            text = f"retention removed messages {first} to {end - 1} before the group read them"
         else:
-            continue
+            first, end = there.end, here.next_offset
+            text = f"the group has read up to {end}, but Kafka's log ends at {first}: it was cut"
         losses.append(Loss(topic, part, here.topic_id, first, end, kind, f"{topic}-{part}: {text}"))
     return losses
 

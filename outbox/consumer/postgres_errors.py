@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import errors
+from psycopg.pq import TransactionStatus
 
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
@@ -47,6 +48,13 @@ _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 _STAYING: Final = ("54", "3B")
 # Connections, a server that stops or starts, one that lacks resources, one that is read-only.
 _AWAY: Final = ("08", "53", "57P", "25006")
+
+
+def spoilt(connection: psycopg.Connection[Any]) -> str | None:
+    """Return why the COMMIT of this open transaction would be a ROLLBACK, without an error; None if it would not."""
+    if connection.info.transaction_status is TransactionStatus.INTRANS:
+        return None
+    return "an error of the database was caught, or the transaction was ended: nothing can be committed"
 
 
 def connect(

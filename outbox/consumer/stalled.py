@@ -41,29 +41,29 @@ class Watch:
         self._lock = threading.Lock()
         self._stalled: dict[Partition, StalledPartition] = {}
 
-    def waits(self, place: Partition, offset: int | None) -> None:
+    def waits(self, partition: Partition, offset: int | None) -> None:
         """Note that messages wait in a partition, the first of them at an offset."""
         with self._lock:
-            known = self._stalled.get(place)
+            known = self._stalled.get(partition)
             if known is None or known.offset != offset:
-                self._stalled[place] = StalledPartition(*place, offset, dt.datetime.now(dt.UTC), _UNKNOWN)
+                self._stalled[partition] = StalledPartition(*partition, offset, dt.datetime.now(dt.UTC), _UNKNOWN)
 
-    def moved(self, places: Collection[Partition]) -> None:
+    def moved(self, partitions: Collection[Partition]) -> None:
         """Note that nothing waits in these partitions, or that they are another member's."""
         with self._lock:
-            for place in places:
-                self._stalled.pop(place, None)
+            for partition in partitions:
+                self._stalled.pop(partition, None)
 
-    def keep(self, places: Collection[Partition]) -> None:
+    def keep(self, partitions: Collection[Partition]) -> None:
         """Forget all partitions but these."""
         with self._lock:
-            self._stalled = {place: one for place, one in self._stalled.items() if place in places}
+            self._stalled = {partition: one for partition, one in self._stalled.items() if partition in partitions}
 
-    def failed(self, places: Collection[Partition] | None, why: str) -> None:
+    def failed(self, partitions: Collection[Partition] | None, why: str) -> None:
         """Note an error that keeps these partitions from moving; None: all in which messages wait."""
         with self._lock:
-            for place in self._stalled.keys() & (self._stalled.keys() if places is None else set(places)):
-                self._stalled[place] = replace(self._stalled[place], why=why)
+            for partition in self._stalled.keys() & (self._stalled.keys() if partitions is None else set(partitions)):
+                self._stalled[partition] = replace(self._stalled[partition], why=why)
 
     def stalled(self, seconds: float) -> list[StalledPartition]:
         """Return the partitions that stand for at least so long."""

@@ -38,7 +38,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from outbox._clients.backoff import FIRST, doubled, jittered
-from outbox.consumer.connections import Age, process_name
+from outbox.consumer.connections import OwnSession, process_name
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
@@ -103,13 +103,11 @@ class Caller:
         self, external: External, connect: Connect, report: Report | None = None, patience: float | None = 60.0
     ) -> None:
         self._external = external
-        self._connect = connect
+        self._session = OwnSession(connect, _autocommitting)
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
         self._reservations = Reservations(external.schema, external.group, external.name, external.rules)
         self._worker = process_name()
-        self._connection: psycopg.Connection[Any] | None = None
-        self._age = Age()
         self._running: dict[tuple[UUID, int], _Attempt] = {}
         self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._unsettled: list[_Answered] = []
@@ -135,7 +133,7 @@ class Caller:
                     self._wait_for_answer(stop, wait)
                 self._finish()
         finally:
-            self._disconnect()
+            self._session.close()
         return self.counts
 
     def settle_by_hand(self, message_id: UUID, *, confirmed: bool, why: str) -> None:
@@ -152,15 +150,15 @@ class Caller:
         try:
             with clear_errors("settling by hand"):
                 self._reservations.settle_by_hand(
-                    self._connected(), message_id, confirmed=confirmed, why=why, effect_of=effect
+                    self._session.connected(), message_id, confirmed=confirmed, why=why, effect_of=effect
                 )
         finally:
-            self._disconnect()
+            self._session.close()
 
     def _round(self, until: Until, poll: float) -> float | None:
         """Settle answers and claim more calls. Returns the seconds until the next round; None at the end."""
         self._settle()
-        connection = self._connected()
+        connection = self._session.connected()
         free = self._external.workers - len(self._running)
         claims: list[ClaimedCall] = []
         if free > 0:
@@ -289,7 +287,7 @@ class Caller:
         while self._unsettled:
             answered = self._unsettled[0]
             transition, failed = self._reservations.settle(
-                self._connected(),
+                self._session.connected(),
                 answered.claim,
                 answered.step,
                 answered.answer,
@@ -339,21 +337,6 @@ class Caller:
                     {"message_id": str(attempt.claim.message_id), "attempt": attempt.claim.attempt},
                 )
 
-    def _connected(self) -> psycopg.Connection[Any]:
-        if self._age.over:
-            # The server may no longer be the primary; see connections.
-            self._disconnect()
-        if self._connection is None or self._connection.closed:
-            self._connection = self._connect()
-            self._connection.autocommit = True
-            self._age = Age()
-        return self._connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
     def _database_answered(self) -> None:
         self._patience.renew()
         self._tries = 0
@@ -368,7 +351,7 @@ class Caller:
                 f"{self._external.name}: gave up after {self._patience.seconds:g} s without the database; nothing is "
                 f"lost, run it again. Last error: {self._last_error}"
             ) from error
-        self._disconnect()
+        self._session.close()
         pause = min(jittered(doubled(self._tries, FIRST, _LONGEST_PAUSE)), self._patience.left)
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
@@ -389,6 +372,10 @@ def effect_of(effect: Effect | None, claim: ClaimedCall, response: object) -> Sq
         cursor.execute(text, values)
 
     return run
+
+
+def _autocommitting(opened: psycopg.Connection[Any]) -> None:
+    opened.autocommit = True
 
 
 def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:

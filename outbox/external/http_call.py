@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from outbox.consumer.errors import JobError
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
@@ -84,27 +84,30 @@ class HttpCall:
         headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
         if content is not None:
             headers = {"Content-Type": "application/json", **headers}
+        host, path = target.hostname or "", (target.path or "/") + (f"?{target.query}" if target.query else "")
+        # Without the query, which may contain a secret.
+        shown = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
         connection: http.client.HTTPConnection
         if target.scheme == "https":
             tls = self.tls or ssl.create_default_context()
-            connection = http.client.HTTPSConnection(target.host, target.port, timeout=call.timeout, context=tls)
+            connection = http.client.HTTPSConnection(host, target.port, timeout=call.timeout, context=tls)
         else:
-            connection = http.client.HTTPConnection(target.host, target.port, timeout=call.timeout)
+            connection = http.client.HTTPConnection(host, target.port, timeout=call.timeout)
         try:
             try:
                 connection.connect()
             except OSError as error:
-                raise TryLater(f"{target.shown}: nothing was sent: {_describe(error)}") from error
+                raise TryLater(f"{shown}: nothing was sent: {_describe(error)}") from error
             with _ended_at(connection.sock, deadline) as ended:
                 try:
-                    connection.request(self.method, target.path, content, headers)
+                    connection.request(self.method, path, content, headers)
                     response = connection.getresponse()
                     read = response.read(_LONGEST_BODY)
                 except (OSError, http.client.HTTPException) as error:
-                    raise OutcomeUnknown(f"{target.shown}: no answer: {_describe(error)}") from error
+                    raise OutcomeUnknown(f"{shown}: no answer: {_describe(error)}") from error
             if ended.is_set() or (response.length and len(read) < _LONGEST_BODY):
-                raise OutcomeUnknown(f"{target.shown}: the answer ended after {len(read)} bytes")
+                raise OutcomeUnknown(f"{shown}: the answer ended after {len(read)} bytes")
             return response.status, _json(read), _retry_after(response.headers)
         finally:
             connection.close()
@@ -160,15 +163,15 @@ def _is_host(host: str) -> bool:
         return False
 
 
-def _allowed(url: str, hosts: Collection[str]) -> _Target:
+def _allowed(url: str, hosts: Collection[str]) -> SplitResult:
     """Return the request's target. Raises JobError for a host that is not among those named."""
     target = _target(url)
     port = target.port or {"https": 443, "http": 80}[target.scheme]
     for host in hosts:
         named = urlsplit(f"//{host}")
-        if named.hostname == target.host and named.port in {None, port}:
+        if named.hostname == target.hostname and named.port in {None, port}:
             return target
-    raise JobError(f"url: {target.host}:{port} is not among its hosts: {', '.join(sorted(hosts))}")
+    raise JobError(f"url: {target.hostname}:{port} is not among its hosts: {', '.join(sorted(hosts))}")
 
 
 def _require_verifying(tls: ssl.SSLContext | None) -> None:
@@ -179,26 +182,16 @@ def _require_verifying(tls: ssl.SSLContext | None) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    scheme: str
-    host: str
-    port: int | None
-    path: str
-    shown: str
-
-
-def _target(url: str) -> _Target:
+def _target(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
-        port = parts.port
+        # Reading the port checks it.
+        usable = parts.scheme in {"http", "https"} and parts.hostname and "@" not in parts.netloc and parts.port != 0
     except ValueError as error:
         raise JobError(f"url: {error}") from error
-    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+    if not usable:
         raise JobError("url: must be http:// or https:// with a host, and credentials belong into headers")
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    # Without the query, which may contain a secret.
-    return _Target(parts.scheme, parts.hostname, port, path, f"{parts.scheme}://{parts.netloc}{parts.path}")
+    return parts
 
 
 @contextmanager

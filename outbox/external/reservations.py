@@ -20,6 +20,7 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.errors import ConsumerError, storable
+from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound
 from outbox.external.state_machine import (
@@ -268,9 +269,6 @@ class Reservations:
                     _do(connection, effect, path)
         except _EffectFailed as error:
             failed = str(error)
-        except psycopg.errors.IntegrityError as error:
-            # A deferred constraint fails at COMMIT.
-            failed = _describe(error)
         if failed is None:
             return transition, None
         with pinned_transaction(connection):
@@ -340,8 +338,8 @@ class Reservations:
             if transition is not None and failed is not None:
                 transition = effect_failed(state, transition, failed, self._rules, chance)
             if transition is not None:
-                learnt = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
-                self._write(cursor, row, transition, _json(answer.response) if learnt else None)
+                done = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
+                self._write(cursor, row, transition, _json(answer.response) if done else None)
         return transition
 
     def _write(
@@ -438,13 +436,20 @@ def _values(chosen: Chosen) -> dict[str, object]:
 
 
 def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> None:
-    """Run a user's SQL with this search path, until the transaction ends. Raises _EffectFailed, or the error itself if
-    the connection is closed.
+    """Run a user's SQL with this search path, until the transaction ends.
+
+    Raises _EffectFailed, also for what would make COMMIT fail, or a ROLLBACK of it: a deferred constraint or trigger,
+    and an error that the user's function has caught. Raises the error itself if the connection is closed.
     """
     try:
         restore_path(connection, path)
         with connection.cursor() as cursor:
             effect(cursor)
+        if (text := spoilt(connection)) is not None:
+            raise _EffectFailed(text)
+        connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
+    except _EffectFailed:
+        raise
     except Exception as error:
         if connection.closed:
             raise

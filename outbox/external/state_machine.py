@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The change of a row. ``wait``: seconds from now, None: unchanged. ``fresh_budget``: attempts are counted anew."""
+    """The change of a row. ``wait``: seconds from now, None: unchanged. ``fresh_budget``: attempts count from 0."""
 
     state: State
     unsure: bool

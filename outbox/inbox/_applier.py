@@ -16,7 +16,6 @@ from typing import Any, Final
 from uuid import UUID
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import doubled, jittered
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
@@ -24,6 +23,7 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, Strikes
@@ -44,7 +44,7 @@ AWAY: Final = (0.1, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``Consumer`` describes, checked. ``bury``: messages that fail become dead letters."""
+    """The checked arguments of ``Consumer``. ``bury``: messages that fail become dead letters."""
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
@@ -91,10 +91,10 @@ class MessageFailed(Exception):
 
 
 class _Outcome(Enum):
-    """What follows from a transaction that names no failed message."""
+    """The outcome of a transaction in which no message is at fault."""
 
     COMMITTED = "committed"
-    MOVED = "the position was moved by an earlier COMMIT: go on at once"
+    MOVED = "an earlier COMMIT, whose answer was lost, has moved the position: claim it again at once"
     WAIT = "not before the partition is due"
 
 
@@ -120,7 +120,7 @@ class Applier:
         self._reclaim_seconds = reclaim_seconds
 
     def apply(self, part: Assigned) -> bool:
-        """Apply the next messages of a partition in one transaction. Returns whether to go on at once."""
+        """Apply the next messages of a partition in one transaction. Returns whether to continue at once."""
         batch = part.next_batch(self._settings.batch)
         handled = 0
 
@@ -157,7 +157,7 @@ class Applier:
         end = part.end
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._group.move(connection, part.place, end, log_end=end)
+            self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
         match self._attempt(part, Strikes(), step, self._wait):
@@ -172,7 +172,7 @@ class Applier:
 
         def step(connection: psycopg.Connection[Any]) -> None:
             nonlocal found
-            found = self._letters.next(connection, part.place)
+            found = self._letters.next(connection, part.partition)
             if found is not None:
                 self._apply_letter(connection, part, found)
 
@@ -189,17 +189,23 @@ class Applier:
             case error:
                 if found is None:
                     raise error
-                # At COMMIT.
+                # It failed at COMMIT.
                 return self._letter_failed(part, MessageFailed.by(found, error))
 
-    def interrupted(self, error: BaseException, doing: str, places: Collection[Partition] = ()) -> None:
-        """Note an error that is no message's fault, and keeps these partitions from moving."""
+    def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
+        """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
-        self._watch.failed(places, why)
+        self._watch.failed(partitions, why)
         if isinstance(error, psycopg.Error):
             # The session's server may not be the primary any more.
             self._session.close()
+
+    def postpone(self, part: Assigned, error: BaseException, doing: str) -> None:
+        """Record such an error of one partition, which is retried after a pause."""
+        part.interrupted += 1
+        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
+        self.interrupted(error, doing, [part.partition])
 
     def _attempt(
         self,
@@ -217,15 +223,16 @@ class Applier:
         found: MessageFailed | psycopg.Error
         try:
             with self._session.transaction() as connection:
-                self._group.fence(connection, part.place, part.position)
+                self._group.fence(connection, part.partition, part.position)
                 confirmed = True
                 step(connection)
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
             part.lose(time.monotonic() + self._reclaim_seconds)
             return _Outcome.WAIT
-        except OffsetMoved as moved:
-            part.moved(moved.next_offset)
+        except OffsetMoved:
+            # What it committed besides, as the key of a dead letter, is read with the claim.
+            part.lose(0.0)
             return _Outcome.MOVED
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
@@ -247,9 +254,9 @@ class Applier:
         dead = sum(behind)
         new, today = self._group.move(
             connection,
-            part.place,
+            part.partition,
             batch[-1].offset() + 1,
-            log_end=self._log_end(part.place),
+            log_end=self._log_end(part.partition),
             leader_epoch=_kafka.epoch_of(batch[-1]),
             ids=[one for one in ids if one is not None],
             applied=0 if self._settings.dedup else len(batch) - dead,
@@ -279,7 +286,7 @@ class Applier:
         id_ = self._id(message)
         new, today = self._group.move(
             connection,
-            part.place,
+            part.partition,
             None,
             ids=[] if id_ is None else [id_],
             applied=0 if self._settings.dedup else 1,
@@ -311,31 +318,28 @@ class Applier:
             self._handler(connection, message)
         except Exception as error:
             raise MessageFailed.by(message, error) from error
-        if connection.info.transaction_status is not TransactionStatus.INTRANS:
-            # COMMIT would be a ROLLBACK, without an error.
-            text = "the handler has caught an error of the database, or ended the transaction: nothing can be committed"
+        if (text := spoilt(connection)) is not None:
             raise MessageFailed(message, "failed", text, again=True)
 
     def _failed(self, part: Assigned, failed: MessageFailed) -> bool:
-        """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
+        """Handle a message that can't be applied. Raises HandlerFailed. Returns whether to continue at once."""
         message, text = failed.message, failed.why.error
         part.suspect = message.offset()
         if message is not part.queue[0]:
-            # Those before it first.
+            # The messages before it come first.
             return True
         part.attempts += 1
-        topic, number = part.place
-        about = f"{topic}-{number} offset {message.offset()}"
+        about = f"{part.name} offset {message.offset()}"
         if failed.again and part.attempts < self._settings.attempts:
             part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self._settings.wait))
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
-            self._watch.failed([part.place], f"offset {message.offset()} failed: {text}")
+            self._watch.failed([part.partition], f"offset {message.offset()} failed: {text}")
             return False
         part.deaths += 1
         too_many = self._settings.bury and part.deaths > self._settings.most_dead
         if too_many or not self._settings.bury:
             why = f"as the {part.deaths - 1} before it: " if too_many else ""
-            raise HandlerFailed(topic, number, message.offset(), part.attempts, why + text) from failed.__cause__
+            raise HandlerFailed(*part.partition, message.offset(), part.attempts, why + text) from failed.__cause__
         _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
         return self._bury(part, message, failed.why)
 
@@ -348,9 +352,9 @@ class Applier:
             self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
             self._group.move(
                 connection,
-                part.place,
+                part.partition,
                 message.offset() + 1,
-                log_end=self._log_end(part.place),
+                log_end=self._log_end(part.partition),
                 leader_epoch=_kafka.epoch_of(message),
                 dead=1,
             )
@@ -370,7 +374,7 @@ class Applier:
                 part.deaths -= 1
                 if part.strikes.too_many(error):
                     text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
-                    raise HandlerFailed(*part.place, message.offset(), part.attempts, text) from error
+                    raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
                 self._wait(part, error)
                 return False
 
@@ -393,9 +397,7 @@ class Applier:
                 raise error
 
     def _wait(self, part: Assigned, error: BaseException) -> None:
-        part.interrupted += 1
-        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-        self.interrupted(error, f"applying {part.place[0]}-{part.place[1]}", [part.place])
+        self.postpone(part, error, f"applying {part.name}")
 
     def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:  # noqa: ARG002
         """The next upkeep retries it: the partition's messages do not wait for that."""

@@ -14,7 +14,7 @@ from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.inbox._message import KafkaMessage
 
 MOST_STRIKES: Final = 5
-"""How often in a row a transaction may be interrupted although Postgres is there, until that is its message's fault."""
+"""The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""
 # The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
 _EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
 
@@ -44,7 +44,7 @@ class Assigned:
     suspect       the offset of a message that failed: those before it are applied first, and then it alone.
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.
     attempts      how often the first message of the queue has failed.
-    interrupted   how often in a row a transaction was interrupted by what is no message's fault.
+    interrupted   how often in a row a transaction was interrupted by a cause that is no message's fault.
     strikes       how often in a row a transaction was interrupted after it had found its claim in Postgres.
     letter_strikes  the same of dead letters that are retried.
     deaths        how many messages in a row became dead letters.
@@ -55,7 +55,7 @@ class Assigned:
     released      how far the keys of its dead letters were looked at; see Letters.release.
     """
 
-    place: Partition
+    partition: Partition
     position: ClaimedOffset | None
     dead_keys: set[bytes]
     fetched: int
@@ -74,6 +74,11 @@ class Assigned:
     shown: int = -1
     released: bytes = b""
     paused: bool = False
+
+    @property
+    def name(self) -> str:
+        """The partition as texts name it."""
+        return f"{self.partition[0]}-{self.partition[1]}"
 
     def add(self, message: KafkaMessage) -> None:
         """Put a fetched message into the queue. While the partition is not claimed, and for an old one, do nothing."""

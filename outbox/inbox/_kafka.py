@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from confluent_kafka import KafkaError
 
+from outbox._clients.callbacks import CALLBACKS
 from outbox._clients.kafka import complete
-from outbox.consumer.errors import ConsumerError
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.losses import find_losses, find_regrown
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
@@ -33,9 +35,9 @@ _OURS: Final[Mapping[str, Any]] = {
     # Behind a transaction's marker there may be no message that would move the position.
     "enable.partition.eof": True,
 }
-_CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit", "logger", "statistics.interval.ms"})
+# What a service gives to its consumer alone.
+_CONSUMERS: Final = CALLBACKS | {"logger", "statistics.interval.ms"}
 
-UNREADABLE: Final = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})  # noqa: SLF001
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 
 
@@ -56,7 +58,7 @@ class Admin:
     """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        own = {name: value for name, value in options.items() if name not in _CALLBACKS}
+        own = {name: value for name, value in options.items() if name not in _CONSUMERS}
         self._admin = KafkaAdmin(own, seconds=_SECONDS)
 
     def look(self, topics: Iterable[str]) -> tuple[Mapping[str, str], Mapping[Partition, OffsetBounds]]:
@@ -85,6 +87,14 @@ def _failing(doing: str) -> Iterator[None]:
         raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
     except ConsumerError as error:
         raise KafkaFailed(f"Kafka, {doing}: {error}") from error
+
+
+def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
+    """Return the error that ends the consumer; None for an error behind which librdkafka goes on by itself."""
+    found = of_kafka(error, about)
+    if not isinstance(found, ConsumerUnavailable):
+        return KafkaFailed(str(found))
+    return KafkaFailed(f"{found}. Nothing was skipped") if error.fatal() else None
 
 
 def epoch_of(message: KafkaMessage) -> int | None:

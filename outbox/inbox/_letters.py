@@ -53,7 +53,7 @@ WITH RECURSIVE found AS (
     ({first}) UNION ALL SELECT following.* FROM found CROSS JOIN LATERAL ({following}) AS following),
 letter AS (SELECT * FROM found LIMIT %(most)s)
 SELECT hash, ({earlier}) IS NULL FROM letter"""
-# Messages that were put behind a dead letter while that was being retried or discarded: they would wait for ever.
+# Messages that were put behind a dead letter while that was being retried or discarded: they would wait forever.
 _RELEASE: Final = """
 UPDATE {dead_letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
@@ -64,8 +64,8 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-# The planner may have statistics of a time when there were no letters. And which transactions run: of those before the
-# first number all have ended, and none has begun with the second one.
+# The planner may have statistics of a time when there were no letters. The two numbers: all transactions before the
+# first one have ended, and none from the second one on has begun.
 _LOOK: Final = """
 SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapshot_xmax(snapshot)::text::bigint,
        pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
@@ -135,35 +135,35 @@ class Letters(DeadLetterStore):
         """Return those of a topic's keys that have no dead letter any more."""
         return set(keys) - {bytes(key) for (key,) in self._ask(connection, _KEPT, topic=topic, keys=list(keys))}
 
-    def places(
-        self, connection: psycopg.Connection[Any], places: Collection[Partition]
+    def with_letters(
+        self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
     ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
-        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
         rows = self._ask(connection, _ANY, **wanted).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
-    def release(self, connection: psycopg.Connection[Any], place: Partition, after: bytes) -> tuple[bool, bytes]:
+    def release(self, connection: psycopg.Connection[Any], partition: Partition, after: bytes) -> tuple[bool, bytes]:
         """Mark for a retry what waits behind no dead letter any more, of the next LOOKED_AT keys of a partition.
 
         after  where the last call ended, b"" at first.
 
         Returns whether there was any, and where the next call begins.
         """
-        values: dict[str, Any] = {"topic": place[0], "part": place[1]}
+        values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
         rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
         if hashes:
             self._ask(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
-    def next(self, connection: psycopg.Connection[Any], place: Partition) -> RetriedMessage | None:
+    def next(self, connection: psycopg.Connection[Any], partition: Partition) -> RetriedMessage | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""
-        row = self._ask(connection, _WAITING, topic=place[0], part=place[1]).fetchone()
+        row = self._ask(connection, _WAITING, topic=partition[0], part=partition[1]).fetchone()
         if row is None:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
-        return RetriedMessage(RetryRecord(number, (*place, offset), key, value, headers, time, reason, blocked))
+        return RetriedMessage(RetryRecord(number, (*partition, offset), key, value, headers, time, reason, blocked))
 
     def _ask(
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object

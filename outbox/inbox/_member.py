@@ -15,25 +15,27 @@ has stored for the group.
 |---------------------------------------------|----------------------------------------------------------------------|
 | killed before COMMIT                        | rolled back with the position; the next member begins there          |
 | killed after COMMIT                         | the position has moved; nothing is applied again                     |
-| the answer to COMMIT is lost                | the row shows whether it moved: what was applied is dropped          |
+| the answer to COMMIT is lost                | the row shows whether it moved: then it is claimed again, and the    |
+|                                             | keys that have dead letters are read again with it                   |
 | rebalance between two transactions          | what was fetched is forgotten; the next member claims, and fences    |
 | rebalance during a transaction              | the claim waits for its end, and begins behind it                    |
 | sleep beyond the session's time-out, outside| others have claimed: its next transaction finds another generation,  |
-|   a transaction                             | changes nothing, and Kafka tells it that the partitions are lost     |
+|   a transaction                             | changes nothing, and Kafka reports its partitions as lost            |
 | … inside a transaction                      | Postgres ends it after ``idle_seconds``, and frees the row           |
-| a sleeper claims before Kafka tells it      | the rightful member is fenced, claims again, and fences the sleeper  |
-| Postgres away, without disk, memory or      | nothing is applied; tried again with backoff, and Kafka polled on    |
+| a sleeper claims before Kafka reports that  | the rightful member is fenced, claims again, and fences the sleeper  |
+| Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
+| … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
 |   transaction, as by transaction_timeout    | message: see below                                                   |
-| the handler fails                           | tried again; then HandlerFailed, or a dead letter with all that      |
-|                                             | comes later of its key behind it                                     |
+| the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
+|                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
 """
 
@@ -94,7 +96,7 @@ class Member:
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
         self._described: Mapping[str, Future[Any]] = {}
         options = settings.options
-        # By then Kafka has told a member that slept that its partitions are lost.
+        # By then Kafka has reported the loss of its partitions to a member that slept.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
         self._incremental = "cooperative" in str(strategy) or str(protocol).lower() == "consumer"
@@ -104,12 +106,12 @@ class Member:
             settings, self._session, handler, watch, log_end=self._log_end, reclaim_seconds=reclaim_seconds
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
-        # A broker that refuses the client sends no message: librdkafka would try for ever.
-        self._refusal: KafkaError | None = None
+        # A broker that refuses the client sends no message: librdkafka would retry forever.
+        self._refusal: KafkaFailed | None = None
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> None:
-        """Consume until it is to stop."""
+        """Consume until ``stopping`` is set."""
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -119,7 +121,7 @@ class Member:
         while not self._stopping.is_set():
             self._fetch()
             if self._refusal is not None:
-                raise _refused(self._refusal)
+                raise self._refusal
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
                 self._note(part)
@@ -136,11 +138,11 @@ class Member:
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
         if part.position is None:
-            self._watch.waits(part.place, None)
+            self._watch.waits(part.partition, None)
         elif part.queue or part.cut_off:
-            self._watch.waits(part.place, part.position.next_offset)
+            self._watch.waits(part.partition, part.position.next_offset)
         else:
-            self._watch.moved([part.place])
+            self._watch.moved([part.partition])
 
     def close(self) -> None:
         """Leave the group, and close the session."""
@@ -157,7 +159,7 @@ class Member:
         taken = size = 0
         while message is not None:
             error = message.error()
-            # Its methods may return None, says its type; not for messages of a broker.
+            # Its type says that its methods may return None; they don't for messages of a broker.
             received = cast("KafkaMessage", message)
             part = self._parts.get((received.topic(), received.partition()))
             if error is not None:
@@ -170,10 +172,10 @@ class Member:
         for part in self._parts.values():
             # A partition whose messages fail must not be read into memory as a whole.
             if not part.paused and (len(part.queue) >= _MOST_QUEUED or part.size >= _MOST_QUEUED_BYTES):
-                self._kafka.pause([TopicPartition(*part.place)])
+                self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
             elif part.paused and len(part.queue) < _TAKEN and part.size < _TAKEN_BYTES:
-                self._kafka.resume([TopicPartition(*part.place)])
+                self._kafka.resume([TopicPartition(*part.partition)])
                 part.paused = False
 
     def _idle_seconds(self) -> float:
@@ -189,62 +191,63 @@ class Member:
         elif code in _kafka.OUT_OF_RANGE:
             if part is not None:
                 part.cut_off = True
-        elif is_refusal(error):
-            raise _refused(error)
-        elif code in _kafka.UNREADABLE or error.fatal():
-            raise KafkaFailed(f"Kafka, {message.topic()}-{message.partition()}: {error.str()}. Nothing was skipped")
+        elif (failed := _kafka.failure(error, f"Kafka, {part.name}" if part is not None else "Kafka")) is not None:
+            raise failed
         else:
             # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
             _logger.warning("kafka: %s", error.str())
 
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
-            self._refusal = error
+            self._refusal = _kafka.failure(error)
         if given := self._settings.options.get("error_cb"):
             given(error)
 
-    def _assigned(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:
+    def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
-        places = [(one.topic, one.partition) for one in partitions]
+        partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] = {}
-        for place in places:
-            self._watch.waits(place, None)
+        for partition in partitions:
+            self._watch.waits(partition, None)
         attempt = 0
-        while places and not claimed and not self._stopping.is_set():
+        while partitions and not claimed and not self._stopping.is_set():
             try:
-                claimed = self._claim(places)
+                claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
                 attempt += 1
                 if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
                     raise
-                self._applier.interrupted(error, "claiming partitions", places)
+                self._applier.interrupted(error, "claiming partitions", partitions)
                 self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
-        for place, (position, keys) in claimed.items():
-            self._parts[place] = Assigned(place, position, keys, position.next_offset)
-        found = [TopicPartition(*place, position.next_offset) for place, (position, _) in claimed.items()]
+        for partition, (position, keys) in claimed.items():
+            self._parts[partition] = Assigned(partition, position, keys, position.next_offset)
+        found = [TopicPartition(*partition, position.next_offset) for partition, (position, _) in claimed.items()]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
 
-    def _revoked(self, kafka: Any, partitions: Sequence[TopicPartition]) -> None:  # noqa: ARG002
+    def _revoked(self, kafka: Any, revoked: Sequence[TopicPartition]) -> None:  # noqa: ARG002
         """Forget what was fetched of partitions that are another member's from now on."""
-        for one in partitions:
+        for one in revoked:
             self._parts.pop((one.topic, one.partition), None)
-        self._watch.moved([(one.topic, one.partition) for one in partitions])
+        self._watch.moved([(one.topic, one.partition) for one in revoked])
 
-    def _claim(self, places: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
-        topics = {topic for topic, _ in places}
+    def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
+        topics = {topic for topic, _ in partitions}
         ids, bounds = self._admin.look(topics)
-        starts = {place: (ids[place[0]], at.end if self._settings.at_end else at.first) for place, at in bounds.items()}
-        if missing := [place for place in places if place not in starts]:
+        starts = {
+            (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
+            for (topic, part), at in bounds.items()
+        }
+        if missing := [partition for partition in partitions if partition not in starts]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._session.transaction() as connection:
-            positions = self._group.claim(connection, places, starts, self._settings.strategy)
+            positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
             letters = self._waiting.read(connection, topics)
         self._waiting.claimed(*letters)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
-        return {place: (position, self._waiting.keys[place[0]]) for place, position in positions.items()}
+        return {partition: (position, self._waiting.keys[partition[0]]) for partition, position in positions.items()}
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
@@ -257,7 +260,7 @@ class Member:
     # Messages
 
     def _work(self, part: Assigned, until: float) -> None:
-        """Apply what a partition has, for a while: Kafka wants to be polled."""
+        """Apply the messages of a partition, and stop in time for the next poll."""
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
                 self._claim_again(part)
@@ -274,12 +277,10 @@ class Member:
     def _claim_again(self, part: Assigned) -> None:
         """Claim a partition that another claim has taken although Kafka still assigns it to this member."""
         try:
-            [(position, keys)] = self._claim([part.place]).values()
-            self._kafka.seek(TopicPartition(*part.place, position.next_offset))
+            [(position, keys)] = self._claim([part.partition]).values()
+            self._kafka.seek(TopicPartition(*part.partition, position.next_offset))
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
-            part.interrupted += 1
-            part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-            self._applier.interrupted(error, f"claiming {part.place[0]}-{part.place[1]} again", [part.place])
+            self._applier.postpone(part, error, f"claiming {part.name} again")
             return
         part.claimed(position, keys)
 
@@ -296,40 +297,36 @@ class Member:
         self._show_positions()
 
     def _show_positions(self) -> None:
-        """Show Kafka's own tools how far the group is. Nothing reads it back, so a failure is no matter."""
+        """Show Kafka's own tools how far the group is. Nothing reads it back, so a failure does not matter."""
         found = []
         for part in self._parts.values():
             if part.position is not None and part.position.next_offset != part.shown:
                 part.shown = part.position.next_offset
-                found.append(TopicPartition(*part.place, part.shown))
+                found.append(TopicPartition(*part.partition, part.shown))
         if found:
             with suppress(KafkaException):
                 self._kafka.commit(offsets=found, asynchronous=True)
 
-    def _log_end(self, place: Partition) -> int | None:
+    def _log_end(self, partition: Partition) -> int | None:
         try:
-            known = self._kafka.get_watermark_offsets(TopicPartition(*place), cached=True)
+            known = self._kafka.get_watermark_offsets(TopicPartition(*partition), cached=True)
         except KafkaException:
             return None
         return known[1] if known[1] >= 0 else None
 
     def _check_topics(self) -> None:
-        """Look from time to time whether the topics are those that the group has read. Does not wait for Kafka."""
+        """Check from time to time that the topics are those that the group has read. Does not wait for Kafka."""
         if self._described and all(future.done() for future in self._described.values()):
             described, self._described = self._described, {}
             ids = {name: str(future.result().topic_id) for name, future in described.items() if not future.exception()}
             other = {
-                part.place: part.position
+                part.partition: part.position
                 for part in self._parts.values()
                 if part.position is not None
-                and ids.get(part.place[0], part.position.topic_id) != part.position.topic_id
+                and ids.get(part.partition[0], part.position.topic_id) != part.position.topic_id
             }
             if other:
                 self._check_positions(other)
         elif not self._described and self._parts and time.monotonic() >= self._topics_at:
             self._described = self._admin.describe({topic for topic, _ in self._parts})
             self._topics_at = time.monotonic() + _TOPIC_SECONDS
-
-
-def _refused(error: KafkaError) -> KafkaFailed:
-    return KafkaFailed(f"Kafka: {error.str()}; look at the credentials and the ACLs. Nothing was skipped")

@@ -30,6 +30,7 @@ from sqlalchemy.orm import Session
 
 from outbox import _statements, _targets
 from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.tables import DEFAULT_SCHEMA, ConsumerTables, consumer_tables
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import MessageTooOld
 from outbox.inbox.ids import message_id
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
 
-DEFAULT_SCHEMA: Final = "consumer"
 _UNBOUND: Final = "the message's id would be committed apart from its effect"
 _OWNER: Final = "outbox.inbox.once"
 _STRATEGY: Final = "Dedup"
@@ -170,7 +170,8 @@ def _insert(schema: str) -> sa.Select[Any]:
     The row says whether the id's day is over. Only then may its ids have been forgotten, and what the consumer has
     forgotten is read by a statement of its own: this one may have waited, and would read what was true before.
     """
-    processed, groups = _processed(schema), _groups(schema)
+    tables = _tables(schema)
+    processed, groups = tables.processed_messages, tables.groups
     # Qualified: see _statements.
     now = sa.func.pg_catalog.timezone(sa.literal_column("'UTC'"), sa.func.pg_catalog.clock_timestamp())
     grp, today = _bound("grp", sa.Text()), sa.cast(now, sa.Date())
@@ -196,7 +197,7 @@ def _insert(schema: str) -> sa.Select[Any]:
 
 @cache
 def _forgotten(schema: str) -> sa.Select[Any]:
-    groups = _groups(schema)
+    groups = _tables(schema).groups
     return sa.select(groups.c.forgotten_before).where(groups.c.grp == _bound("grp", sa.Text()))
 
 
@@ -204,11 +205,6 @@ def _bound(name: str, kind: sa.types.TypeEngine[Any]) -> sa.ColumnElement[Any]:
     return sa.cast(sa.bindparam(name, type_=kind), kind)
 
 
-def _processed(schema: str) -> sa.Table:
-    columns = sa.Column("grp", sa.Text), sa.Column("day", sa.Date), sa.Column("message_id", pg.UUID)
-    return sa.Table("processed_messages", sa.MetaData(), *columns, schema=schema)
-
-
-def _groups(schema: str) -> sa.Table:
-    columns = [sa.Column(name, sa.Text) for name in ("grp", "owner", "strategy")]
-    return sa.Table("groups", sa.MetaData(), *columns, sa.Column("forgotten_before", sa.Date), schema=schema)
+@cache
+def _tables(schema: str) -> ConsumerTables:
+    return consumer_tables(sa.MetaData(), schema)

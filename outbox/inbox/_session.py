@@ -8,38 +8,34 @@ from typing import Any, Final
 
 import psycopg
 
+from outbox.consumer.connections import OwnSession
 from outbox.consumer.postgres_errors import clear_schema_errors
 
 # Connections, serialization and deadlocks, a server that stops or starts, lacks resources, or is read-only.
 _PASSING: Final = ("08", "40", "53", "57P", "25006")
 
 
-class Session:
-    """One session, which is replaced when it has ended."""
+class Session(OwnSession):
+    """One session, which is replaced when it has ended, and from time to time."""
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
-        self._connect = connect
-        self._connection: psycopg.Connection[Any] | None = None
+        super().__init__(connect, _read_committed)
 
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
         """Open a transaction. Raises SchemaError and psycopg's errors."""
-        if self._connection is None or self._connection.closed:
-            self._connection = self._connect()
-            # Changes by others are seen at once, whatever the default of the role or database.
-            self._connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-        with clear_schema_errors("applying messages"), self._connection.transaction():
-            yield self._connection
+        connection = self.connected()
+        with clear_schema_errors("applying messages"), connection.transaction():
+            yield connection
 
     def passes(self, error: BaseException | None) -> bool:
         """Return whether an error is no message's fault: the session is gone, or its transaction was interrupted."""
         if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_PASSING):
             return True
-        closed = self._connection is None or self._connection.closed
         # Postgres ends a session whose handler takes too long: the next attempt may take as long.
-        return bool(closed) and not isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
+        return self.ended and not isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
 
-    def close(self) -> None:
-        """Close the session. The next transaction opens another one."""
-        if self._connection is not None:
-            self._connection.close()
+
+def _read_committed(opened: psycopg.Connection[Any]) -> None:
+    # Changes by others are seen at once, whatever the default of the role or database.
+    opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED

@@ -50,14 +50,14 @@ class WaitingLetters:
             return
         with self._session.transaction() as connection:
             self._letters.look(connection)
-            waiting, behind = self._letters.places(connection, parts.keys())
-            for place in behind:
-                part = parts[place]
-                released, part.released = self._letters.release(connection, place, part.released)
+            waiting, behind = self._letters.with_letters(connection, parts.keys())
+            for partition in behind:
+                part = parts[partition]
+                released, part.released = self._letters.release(connection, partition, part.released)
                 if released:
-                    waiting.add(place)
-        for place in sorted(waiting):
-            part = parts[place]
+                    waiting.add(partition)
+        for partition in sorted(waiting):
+            part = parts[partition]
             left = _RETRIED_AT_ONCE
             while left and part.position is not None and self._applier.retry(part):
                 left -= 1

@@ -14,12 +14,13 @@ import psycopg
 from outbox.consumer import connections
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.stalled import StalledPartition, Watch
+from outbox.consumer.tables import DEFAULT_SCHEMA
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
 from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
-from outbox.inbox._once import DEFAULT_SCHEMA, check_name
+from outbox.inbox._once import check_name
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
@@ -35,10 +36,10 @@ class Consumer:
     kafka       librdkafka's options: ``bootstrap.servers``, credentials, ``session.timeout.ms`` …
     batch       at most this many messages of a partition are applied in one transaction. They must be applied within
                 ``max.poll.interval.ms``.
-    on_failure  of a message: "stop" before it, or put it to the "dead-letter"s, and what comes later of its key behind.
+    on_failure  of a message: "stop" before it, or store it as a "dead-letter", and later messages of its key behind it.
     attempts    at a message, before ``on_failure``.
     wait        the first and the longest wait between attempts, in seconds.
-    most_dead   so many dead letters in a row of a partition stop the consumer: it is not the messages' fault.
+    most_dead   more dead letters in a row than this, in one partition, stop the consumer: messages are not the cause.
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
                 applied twice by this consumer, but a message that Kafka has twice is applied twice.
     start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
@@ -102,7 +103,8 @@ class Consumer:
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
-        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
+        For a readiness probe, from any thread: a consumer that runs and has none is ready. Each one says since when,
+        and why.
         """
         return self._watch.stalled(seconds)
 
@@ -114,7 +116,7 @@ class Consumer:
         """Consume until ``stop``, or in the main thread until SIGTERM or SIGINT.
 
         handler   is called for each message that was not applied before, with the connection of its transaction. It
-                  must not commit. ``Reject`` says that trying again won't help; every other exception is tried again.
+                  must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
 
         Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
         raises, nothing was skipped: run it again when the cause is gone.

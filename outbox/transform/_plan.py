@@ -65,7 +65,7 @@ def client_options(
     Raises ConfigurationError for one on which the promise depends, or that turns off the broker's verification.
     """
     if taken := sorted(_OURS & set(kafka)):
-        raise ConfigurationError(f"kafka option {taken[0]} is set here, as the promise depends on it: remove it")
+        raise ConfigurationError(f"kafka option {taken[0]} is set by the transformer itself: remove it")
     completed = complete(kafka)
     consumer = {
         **completed,

@@ -29,7 +29,7 @@ _POLL_SECONDS: Final = 0.1
 _PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
 _LONGEST_PAUSE: Final = 10.0
-# Beside those of credentials and rights; only somebody who changes rights, settings or topics ends these.
+# In addition to those of credentials and rights: they last until rights, settings or topics are changed.
 _REFUSALS: Final = frozenset(
     {
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -59,7 +59,7 @@ class Session:
         self._progress = progress
         self._stop = stop
         self._messages: list[Message] = []
-        # Of the moment of the assignment: what was read under it is committed under it, or refused.
+        # From the assignment: messages read under it are committed under it, or refused.
         self._membership: Any = None
         self._metadata: dict[tuple[str, int], str | None] = {}
         self._aborted = 0
@@ -161,22 +161,17 @@ class Session:
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
-        places = [TopicPartition(each.topic, each.partition) for each in partitions]
-        found = self._consumer.committed(places, _SECONDS) if places else []
-        for place in found:
-            if place.error is not None:
-                raise KafkaException(place.error)
-        if begun := [self._beginning(place) for place in found if place.offset < 0]:
-            found = [place for place in found if place.offset >= 0] + begun
+        positions = [TopicPartition(each.topic, each.partition) for each in partitions]
+        found = _answered(self._consumer.committed(positions, _SECONDS)) if positions else []
+        if begun := [self._beginning(position) for position in found if position.offset < 0]:
+            found = [position for position in found if position.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
-            for place in self._consumer.commit(offsets=begun, asynchronous=False) or []:
-                if place.error is not None:
-                    raise KafkaException(place.error)
-        self._metadata = {(place.topic, place.partition): place.metadata for place in found}
+            _answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
+        self._metadata = {(position.topic, position.partition): position.metadata for position in found}
         self._consumer.assign(found)
 
-    def _beginning(self, place: TopicPartition) -> TopicPartition:
+    def _beginning(self, position: TopicPartition) -> TopicPartition:
         """Return where a partition without a position begins. Raises InputLost if there is to be one.
 
         With "latest" that is the end for the partitions that the topic had when the group came to it. One that was
@@ -184,22 +179,20 @@ class Session:
         there were stands in the metadata of each of the group's positions in the topic.
         """
         if self._plan.start == "none":
-            raise InputLost(f"group {self._plan.group!r} has no position in {place.topic}-{place.partition}")
-        first, end = self._consumer.get_watermark_offsets(place, _SECONDS, cached=False)
+            raise InputLost(f"group {self._plan.group!r} has no position in {position.topic}-{position.partition}")
+        first, end = self._consumer.get_watermark_offsets(position, _SECONDS, cached=False)
         if self._plan.start == "earliest":
-            return TopicPartition(place.topic, place.partition, first)
-        count = self._first_partitions(place.topic)
-        offset = end if place.partition < count else first
-        return TopicPartition(place.topic, place.partition, offset, f"{_PARTITIONS}{count}")
+            return TopicPartition(position.topic, position.partition, first)
+        count = self._first_partitions(position.topic)
+        offset = end if position.partition < count else first
+        return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
 
     def _first_partitions(self, topic: str) -> int:
         """Return how many partitions a topic had when the group came to it."""
         count = len(self._consumer.list_topics(topic, _SECONDS).topics[topic].partitions)
-        places = self._consumer.committed([TopicPartition(topic, number) for number in range(count)], _SECONDS)
-        for place in places:
-            if place.error is not None:
-                raise KafkaException(place.error)
-        known = [place.metadata or "" for place in places if place.offset >= 0]
+        asked = [TopicPartition(topic, number) for number in range(count)]
+        positions = _answered(self._consumer.committed(asked, _SECONDS))
+        known = [position.metadata or "" for position in positions if position.offset >= 0]
         counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
         # Positions that other tools have set say nothing of it; but the group has been in the topic.
         return min(counts, default=0 if known else count)
@@ -209,9 +202,9 @@ class Session:
     def _write(self) -> None:
         messages, self._messages = self._messages, []
         # Of each partition the first message: those behind it wait as well.
-        first = {_place(message): message.offset() or 0 for message in reversed(messages)}
-        for place, offset in first.items():
-            self._progress.watch.waits(place, offset)
+        first = {_partition_of(message): message.offset() or 0 for message in reversed(messages)}
+        for partition, offset in first.items():
+            self._progress.watch.waits(partition, offset)
         self._undelivered = None
         began = time.monotonic()
         self._producer.begin_transaction()
@@ -250,10 +243,10 @@ class Session:
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
         _logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
-        self._progress.watch.failed({_place(message) for message in messages}, inner.str())
+        self._progress.watch.failed({_partition_of(message) for message in messages}, inner.str())
         pause(self._stop, self._aborted)
         self._aborted += 1
-        # Still a member, perhaps: the next poll tells.
+        # It may still be a member: the next poll shows.
         self._go_to_committed(self._consumer.assignment())
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
@@ -363,7 +356,7 @@ class Session:
 
 
 def is_refused(error: KafkaError) -> bool:
-    """Return whether Kafka refuses what only a change of rights, settings or topics can mend."""
+    """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
     return is_refusal(error) or error.code() in _REFUSALS
 
 
@@ -372,13 +365,21 @@ def pause(stop: threading.Event, failures: int) -> None:
     stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
 
 
-def _place(message: Message) -> Partition:
+def _answered(positions: list[TopicPartition]) -> list[TopicPartition]:
+    """Return the positions of an answer. Raises KafkaException if one has an error instead."""
+    for position in positions:
+        if position.error is not None:
+            raise KafkaException(position.error)
+    return positions
+
+
+def _partition_of(message: Message) -> Partition:
     return message.topic() or "", message.partition() or 0
 
 
 def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str | None]) -> list[TopicPartition]:
     """Return the positions behind these messages, with the partitions' metadata."""
-    last = {_place(message): message.offset() or 0 for message in messages}
+    last = {_partition_of(message): message.offset() or 0 for message in messages}
     return [
         TopicPartition(topic, partition, offset + 1, metadata.get((topic, partition)) or "")
         for (topic, partition), offset in last.items()

@@ -20,7 +20,7 @@ class TransformFailed(OutboxError):
         self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
         super().__init__(
             f"{self.topic} partition {self.partition} offset {self.offset} can't be transformed: "
-            f"{type(error).__name__}: {error}; mend it and run again, or name a dead_letter_topic"
+            f"{type(error).__name__}: {error}; fix it and run again, or name a dead_letter_topic"
         )
 
 
@@ -29,4 +29,4 @@ class InputLost(OutboxError):
 
 
 class KafkaRefused(OutboxError):
-    """Kafka refuses what only somebody who changes rights, settings or topics can mend."""
+    """Kafka refuses an operation until rights, settings or topics are changed."""

@@ -24,7 +24,7 @@ class Transformer:
 
     transform            called with each message, in the order of its partition; returns the records that it becomes,
                          none or several. It is called again for messages whose transaction was aborted.
-    topics, group        what is read, and under which name.
+    topics, group        the topics to read, and the consumer group that reads them.
     kafka                options of librdkafka, for the consumer and the producer. Set ``max.poll.interval.ms`` above
                          the time that ``batch`` messages take.
     start                where a partition without a committed position begins: "earliest", "latest", or "none": an
@@ -80,7 +80,8 @@ class Transformer:
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
-        For a readiness probe, from any thread: ready is who runs and has none. Each one says since when, and why.
+        For a readiness probe, from any thread: a member that runs and has none is ready. Each one says since when, and
+        why.
         """
         return self._progress.watch.stalled(seconds)
 
@@ -102,6 +103,6 @@ class Transformer:
                 if is_refused(inner):
                     raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
                 failures = 0 if self.committed > before else failures + 1
-                _logger.warning("group %s begins anew: %s", self._plan.group, inner.str())
+                _logger.warning("group %s starts a new session: %s", self._plan.group, inner.str())
                 self._progress.watch.failed(None, inner.str())
                 pause(stop, failures)

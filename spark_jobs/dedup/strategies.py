@@ -53,7 +53,7 @@ _FORGOTTEN: Final = """
 SELECT DISTINCT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'
  ORDER BY 1, 2, 3 LIMIT %(most)s"""
-# A key's last tombstone cancels all that come before it, whatever their versions: the key begins anew after it.
+# A key's last tombstone cancels all that come before it, whatever their versions: the key starts over after it.
 _DROP_ENDED: Final = """
 DELETE FROM batch USING (
     SELECT DISTINCT ON (message_key) message_key, message_topic, message_part, message_offset
@@ -207,8 +207,8 @@ class Version(_Forgetting):
     key         columns of ``batch`` that have the same names in the table, or a mapping batch column → table column.
     version     a column of ``batch`` that rises with every change of a key.
     stored      the version's column in the table; by default the same name.
-    tombstones  the effect deletes a key's row on its tombstone, and then writes the messages after it: versions begin
-                anew there, and messages before a key's last tombstone in a batch are dropped. Use False for an effect
+    tombstones  the effect deletes a key's row on its tombstone, and then writes the messages after it: versions start
+                over there, and messages before a key's last tombstone in a batch are dropped. Use False for an effect
                 that ignores tombstones. With Upsert and Insert the job sets this itself.
     """
 
@@ -290,7 +290,7 @@ class Fingerprint(_Remembering):
         if self.columns or isinstance(self.columns, str):
             _columns("Fingerprint: columns", self.columns)
             if "message_id" in {name.lower() for name in [*self.columns, self.time or ""]}:
-                raise JobError("Fingerprint: message_id is what is made of the columns, and can't be one of them")
+                raise JobError("Fingerprint: message_id is made from the columns, and can't be one of them")
         elif self.time is not None:
             raise JobError("Fingerprint: time goes with columns")
 

@@ -246,7 +246,7 @@ class Upsert:
         if not self.version:
             return []
         here = pairs[self.version]
-        why = f"column {here}, by which Upsert tells what is newer, is NULL"
+        why = f"column {here}, by which Upsert recognizes newer rows, is NULL"
         body = sql.SQL(_VERSIONED).format(messages=messages, version=sql.Identifier(here), why=sql.Literal(why))
         return [sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))]
 

@@ -209,7 +209,7 @@ class BatchTable:
 
     def _bisect(self, do: Callable[[], object]) -> list[RejectedRecord]:
         """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail."""
-        refill = self._refilling("batch", self._listed)
+        refill = self._refilling(self._listed)
 
         filled = 0
 
@@ -232,14 +232,14 @@ class BatchTable:
 
     def _fill(self, source: sql.Composable) -> list[RejectedRecord]:
         """Fill ``batch`` from rows of text, cast to its types. Return the messages whose values do not fit."""
-        fill = self._refilling("batch", self._cast)
+        fill = self._refilling(self._cast)
         return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
 
-    def _refilling(self, table: str, values: sql.Composable) -> sql.Composed:
+    def _refilling(self, values: sql.Composable) -> sql.Composed:
         return sql.SQL(
-            "INSERT INTO {} ({}) SELECT {} FROM outbox_batch_held "
+            "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_held "
             "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
-        ).format(sql.Identifier(table), self._listed, values)
+        ).format(self._listed, values)
 
     def _message_by_message(
         self,

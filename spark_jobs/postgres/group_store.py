@@ -91,7 +91,7 @@ _SETUP_LOCK: Final = 0x6F7574626F780003
 
 
 @dataclass(frozen=True, slots=True)
-class GroupState:
+class StoredGroup:
     """A group's stored offsets. ``retry_waits``: there are dead letters to retry."""
 
     stored: Mapping[Partition, StoredOffset]
@@ -249,7 +249,7 @@ class PostgresGroupStore:
         with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 
-    def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:
+    def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> StoredGroup:
         """Return the stored offsets and whether there are dead letters to retry, in one statement.
 
         Raises Fenced unless the group is still in this generation.
@@ -261,7 +261,7 @@ class PostgresGroupStore:
         self._released = False
         self._below = rows[0][3]
         stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
-        return GroupState(stored, retry_waits=rows[0][2])
+        return StoredGroup(stored, retry_waits=rows[0][2])
 
     def _state_query(self, keep_order: bool) -> sql.Composed:
         """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""

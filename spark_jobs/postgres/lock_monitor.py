@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import psycopg
 
-from outbox.consumer.connections import Age, application_name, connect
+from outbox.consumer.connections import OwnSession, application_name, connect
 
 _WAITING: Final = """
 SELECT waiting.application_name, by.pid,
@@ -92,32 +92,21 @@ class LockMonitor:
     def _run(self) -> None:
         reported: set[int] = set()
         # One session for all checks, used by this thread only.
-        connection: psycopg.Connection[Any] | None = None
-        age = Age()
+        session = OwnSession(lambda: connect(self._url, f"outbox watch {self._group}"))
         try:
             while not self._stop.wait(self._check_seconds):
                 try:
-                    if connection is not None and age.over:
-                        connection.close()
-                        connection = None
-                    if connection is None:
-                        # Counted from before the server has the session.
-                        age = Age()
-                        connection = connect(self._url, f"outbox watch {self._group}")
-                    found = blockers(connection, self._group)
+                    found = blockers(session.connected(), self._group)
                 except psycopg.Error:
                     # The driver's own sessions report what is wrong with the server; nothing depends on this one.
-                    if connection is not None:
-                        connection.close()
-                        connection = None
+                    session.close()
                     continue
                 for blocker in found:
                     if blocker.pid not in reported:
                         self._report_blocker(blocker)
                 reported = {blocker.pid for blocker in found}
         finally:
-            if connection is not None:
-                connection.close()
+            session.close()
 
     def _report_blocker(self, blocker: Blocker) -> None:
         self._report(

@@ -150,10 +150,10 @@ def test_an_event_that_kafka_refuses(bench, traced, outbox_relay):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "say which: an event's id, or --aggregate TYPE/ID"),
-        (["x"], "'x' is not an event's id: that is a UUID"),
-        ([str(UUID(int=1)), "--aggregate", "a/b"], "say which"),
-        (["--aggregate", "Order"], "--aggregate Order: say TYPE/ID"),
+        ([], "give an event's id, or --aggregate TYPE/ID"),
+        (["x"], "'x' is not an event id (a UUID)"),
+        ([str(UUID(int=1)), "--aggregate", "a/b"], "give an event's id, or --aggregate TYPE/ID"),
+        (["--aggregate", "Order"], "--aggregate Order: must be TYPE/ID"),
     ],
 )
 def test_what_can_not_be_traced(traced, arguments, said):

@@ -19,7 +19,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import ClaimedOffset, Loss, Range, RejectedRecord
 from outbox.consumer.stalled import Watch
-from outbox.inbox._applier import Applier, Settings
+from outbox.inbox._applier import Applier, Settings, _Outcome
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._session import Session
 from outbox.inbox._waiting import WaitingLetters
@@ -155,14 +155,15 @@ class OnInbox:
         )
         if part.position is None:
             part.position = before
+            if failed is _Outcome.MOVED:
+                return None
             raise Fenced("another claim")
         if isinstance(failed, Exception):
             part.position = before
             part.queue.clear()
             raise RejectedRecords([failed.why])
-        moved = part.position.next_offset == end
         part.moved(end)
-        return None if moved else self.handled
+        return self.handled
 
     def _count(self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[Message]) -> None:
         self.handled = self.applier._apply(connection, part, batch)

@@ -1,4 +1,4 @@
-"""The checks of `outbox doctor` of the consumers' tables: losses that halt a group, and ids that are kept for ever."""
+"""The checks of `outbox doctor` of the consumers' tables: losses that halt a group, and ids that are kept forever."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _remembered_ids(without_time: int, keep_days: int) -> Iterator[Finding]:
     shown = f"more than {_MANY:,}" if without_time > _MANY else f"{without_time:,}"
     yield ok(
         "remembered ids",
-        f"for {keep_days} days; {shown} without a time (no UUIDv7) are kept for ever",
+        f"for {keep_days} days; {shown} without a time (no UUIDv7) are kept forever",
         "ids that are UUIDv7 can be forgotten" if without_time else "",
     )
 

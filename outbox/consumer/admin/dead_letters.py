@@ -24,7 +24,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from outbox.consumer.letters import CONTENTS, DESCRIBED
+from outbox.consumer.letters import CONTENTS, DESCRIBED, EARLIER
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import note, statement
 from outbox.errors import ConfigurationError, NotFound
@@ -70,7 +70,7 @@ WITH ordered AS (
 wanted AS MATERIALIZED (
     SELECT d.id FROM {dead_letters} AS d
      WHERE ({chosen}) OR (
-        -- Whether one that is too old was applied before is for a person to say, for each.
+        -- Whether one that is too old was applied before is for an operator to decide, one by one.
         d.reason <> 'too-old' AND (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered))
      ORDER BY d.id FOR UPDATE OF d)
 UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
@@ -88,22 +88,20 @@ noted AS (
 SELECT id, grp, topic, part, message_offset, message_id::text, message_key, reason FROM gone
  ORDER BY topic, part, message_offset, id"""
 
-# Messages that waited only for the discarded one. A key in two partitions, after some were added to its topic, has no
-# order by offset, so its messages wait for all of its dead letters.
+# Messages that waited only for the discarded one.
 _FREE: Final = """
-UPDATE {dead_letters} AS d SET state = 'retry'
+UPDATE {dead_letters} AS letter SET state = 'retry'
   FROM (SELECT DISTINCT * FROM unnest(%(groups)s::text[], %(topics)s::text[], %(keys)s::bytea[]) AS k (grp, topic, key))
     AS freed
- WHERE d.grp = freed.grp AND d.topic = freed.topic AND sha256(d.message_key) = sha256(freed.key)
-   AND d.message_key = freed.key AND d.reason = 'behind' AND d.state = 'dead'
-   AND NOT EXISTS (
-        SELECT FROM {dead_letters} AS other WHERE {same_key} AND other.reason <> 'behind' AND other.state = 'dead'
-           AND (other.part <> d.part OR other.message_offset < d.message_offset))
-RETURNING d.id"""
+ WHERE letter.grp = freed.grp AND letter.topic = freed.topic AND sha256(letter.message_key) = sha256(freed.key)
+   AND letter.message_key = freed.key AND letter.reason = 'behind' AND letter.state = 'dead'
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS other WHERE {earlier})
+RETURNING letter.id"""
 
 _PARTS: Final = {
     "chosen": sql.SQL(_CHOSEN),
     "same_key": sql.SQL(_SAME_KEY),
+    "earlier": sql.SQL(EARLIER),
     "described": sql.SQL(DESCRIBED),
     "contents": sql.SQL(CONTENTS),
 }

@@ -28,6 +28,7 @@ from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.groups import CLAIM_ALL
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.losses import kind_of
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import note, statement
@@ -70,6 +71,12 @@ _DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)
 _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
+
+_TROUBLES: Final = {
+    LossKind.RECREATED: "the topic was created again",
+    LossKind.RETENTION: "retention passed it",
+    LossKind.CUT: "the log was cut",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +163,12 @@ class _Request:
     topic: str
     what: str
     why: str
-    to: str | int | None
-    part: int | None
-    skip: bool
     dry_run: bool
-    new: bool
     wait: float
+    skip: bool
+    to: str | int | None = None
+    part: int | None = None
+    new: bool = False
 
 
 def move(part: int, stored: StoredOffset | None, there: OffsetBounds, topic_id: str, after: int) -> Move:
@@ -321,7 +328,7 @@ class Offsets:
                 raise NotFound(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
             return _gone(stored)
 
-        request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
+        request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True)
         return self._move(request, decide, {})
 
     def _move(self, asked: _Request, decide: _Decide, bounds: Mapping[int, OffsetBounds]) -> MoveResult:
@@ -352,7 +359,7 @@ class Offsets:
             if generation is not None:
                 _refuse_skipping(asked, moves)
                 for one in moves:
-                    # An accepted loss without a move too: the epoch stored there would tell of it again.
+                    # An accepted loss without a move too: the epoch stored there would report it again.
                     if one.changes or one.part in losses:
                         self._write(values, one, generation, bounds.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
@@ -474,11 +481,6 @@ def _positions(
 def _trouble(row: Mapping[str, Any] | None, there: OffsetBounds | None, topic_id: str | None) -> str | None:
     if topic_id is None:
         return "the topic is gone"
-    if row is not None and row["topic_id"] != topic_id:
-        return "the topic was created again"
-    if there is None:
-        return None
-    at = 0 if row is None else row["next_offset"]
-    if at < there.first:
-        return "retention passed it"
-    return "the log was cut" if at > there.end else None
+    here = StoredOffset(topic_id, 0) if row is None else StoredOffset(row["topic_id"], row["next_offset"])
+    kind = kind_of(here, there, topic_id)
+    return None if kind is None else _TROUBLES[kind]

@@ -13,6 +13,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
+from outbox.consumer.admin.checks import consumed_topics
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
@@ -131,9 +132,8 @@ def find(
 
 def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
     """Return the topics that groups read. Raises ConsumerUnavailable; or SchemaError if tables are missing."""
-    query = sql.SQL("SELECT DISTINCT topic FROM {} ORDER BY topic").format(sql.Identifier(schema, "offsets"))
     with clear_errors("looking for the topics"):
-        return [topic for (topic,) in connection.execute(query)]
+        return consumed_topics(connection, schema)
 
 
 def _of_group(

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup, event_id, numbered
+from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup, event_id
+from consumer_group import numbered as rows
 from pyspark import cloudpickle
 from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
@@ -140,11 +141,13 @@ def apply(
     span = Range(TOPIC_ID, start, start + read)
     given = in_memory(batches)
     with database.sink.transaction("here", given, most=most) as into:
-        if not into.move(("t", part), span, None):
+        if not into.fence(("t", part), span):
             into.rollback()
             return None
         fresh = into.remember(given, database.way)
-        into.count(("t", part), span, read=read, fresh=fresh, **{"dead": (), "reached": None, **counted})
+        into.move(
+            ("t", part), span, read=read, fresh=fresh, **{"dead": (), "log_end": None, "reached": None, **counted}
+        )
         if fresh:
             into.apply()
     return fresh
@@ -157,11 +160,11 @@ def nothing_happened(database: Database) -> bool:
 
 def test_everything_is_committed_together(database):
     span = Range(TOPIC_ID, 0, 3)
-    given = in_memory([numbered([1, 2, 3])])
+    given = in_memory([rows([1, 2, 3])])
     with database.sink.transaction("here", given, most=10) as into:
-        assert into.move(PARTITION, span, None)
+        assert into.fence(PARTITION, span)
         assert into.remember(given, database.way) == 3
-        into.count(PARTITION, span, read=3, fresh=3, dead=[letter(7)], reached=9)
+        into.move(PARTITION, span, log_end=None, read=3, fresh=3, dead=[letter(7)], reached=9)
         into.apply()
         assert nothing_happened(database)
     assert database.read("numbers") == [(1,), (2,), (3,)]
@@ -175,13 +178,13 @@ def letter(offset: int) -> DeadLetter:
     return DeadLetter(RejectedRecord(("t", 0, offset), "failed", "why"), event_id(offset), b"k", b"v", "[]", 0)
 
 
-@pytest.mark.parametrize("after", ["move", "remember", "count", "apply"])
+@pytest.mark.parametrize("after", ["fence", "remember", "move", "apply"])
 def test_an_error_takes_all_of_it_back(database, after):
-    span, given = Range(TOPIC_ID, 0, 1), in_memory([numbered([1])])
+    span, given = Range(TOPIC_ID, 0, 1), in_memory([rows([1])])
     steps = {
-        "move": lambda into: into.move(PARTITION, span, None),
+        "fence": lambda into: into.fence(PARTITION, span),
         "remember": lambda into: into.remember(given, database.way),
-        "count": lambda into: into.count(PARTITION, span, read=1, fresh=1, dead=[letter(0)], reached=None),
+        "move": lambda into: into.move(PARTITION, span, log_end=None, read=1, fresh=1, dead=[letter(0)], reached=None),
         "apply": lambda into: into.apply(),
     }
     made = list(steps)[: list(steps).index(after) + 1]
@@ -190,7 +193,7 @@ def test_an_error_takes_all_of_it_back(database, after):
             steps[name](into)
         raise ZeroDivisionError
     assert nothing_happened(database)
-    assert apply(database, numbered([1])) == 1
+    assert apply(database, rows([1])) == 1
 
 
 def test_nothing_is_committed_without_the_proof_of_the_inputs_end(database):
@@ -199,38 +202,38 @@ def test_nothing_is_committed_without_the_proof_of_the_inputs_end(database):
 
     def commit(given: TaskInput, *, read: bool) -> None:
         with database.sink.transaction("here", given, most=10) as into:
-            into.move(PARTITION, Range(TOPIC_ID, 0, 1), None)
+            into.fence(PARTITION, Range(TOPIC_ID, 0, 1))
             if read:
                 into.remember(given, database.way)
                 into.apply()
 
     with pytest.raises(InputCut, match="not all of them"):
-        commit(TaskInput([numbered([1])], cut), read=True)
+        commit(TaskInput([rows([1])], cut), read=True)
     assert nothing_happened(database)
     with pytest.raises(InputCut, match="not read its input"):
-        commit(in_memory([numbered([1])]), read=False)
+        commit(in_memory([rows([1])]), read=False)
     assert nothing_happened(database)
 
 
 def test_a_rollback_needs_no_proof(database):
-    with database.sink.transaction("here", in_memory([numbered([1])]), most=10) as into:
-        assert into.move(PARTITION, Range(TOPIC_ID, 0, 1), None)
+    with database.sink.transaction("here", in_memory([rows([1])]), most=10) as into:
+        assert into.fence(PARTITION, Range(TOPIC_ID, 0, 1))
         into.rollback()
     assert nothing_happened(database)
 
 
 def test_a_range_is_applied_once(database):
-    assert apply(database, numbered([1, 2])) == 2
-    assert apply(database, numbered([1, 2])) is None
+    assert apply(database, rows([1, 2])) == 2
+    assert apply(database, rows([1, 2])) is None
     # A task that the driver gave up on may have had more to read.
-    assert apply(database, numbered([1])) is None
+    assert apply(database, rows([1])) is None
     assert database.read("numbers") == [(1,), (2,)]
 
 
 def test_a_range_that_moved_in_part_is_planned_anew(database):
-    apply(database, numbered([1]))
+    apply(database, rows([1]))
     with pytest.raises(OffsetMoved):
-        apply(database, numbered([1, 2]))
+        apply(database, rows([1, 2]))
     assert (database.read("numbers"), database.read("position")) == ([(1,)], [(1,)])
 
 
@@ -238,14 +241,14 @@ def test_a_range_that_moved_in_part_is_planned_anew(database):
 def test_a_superseded_driver_is_fenced(database, change):
     database.set(change)
     with pytest.raises(Fenced):
-        apply(database, numbered([1]))
+        apply(database, rows([1]))
     assert database.read("numbers") == []
     assert database.read("ids") == [(0,)]
 
 
 def test_a_range_that_begins_behind_the_group_is_fenced(database):
     with pytest.raises(Fenced):
-        apply(database, numbered([1]), start=5)
+        apply(database, rows([1]), start=5)
     assert nothing_happened(database)
 
 
@@ -256,7 +259,7 @@ def test_two_attempts_at_once_apply_it_once(database):
 
     def attempt() -> None:
         ready.wait()
-        found.append(apply(database, numbered(list(range(500)))))
+        found.append(apply(database, rows(list(range(500)))))
 
     threads = [threading.Thread(target=attempt) for _ in range(2)]
     for thread in threads:
@@ -275,18 +278,18 @@ def repeats(database: Database, *batches: pa.RecordBatch, **where: int) -> int |
 
 
 def test_what_was_applied_before_is_left_out(database):
-    apply(database, numbered([1, 2]))
+    apply(database, rows([1, 2]))
     # Again at later offsets, twice in one batch, and in another partition.
-    assert repeats(database, numbered([2, 3, 3, 1], start=2), start=2) == 1
-    assert repeats(database, numbered([3, 4], part=1), part=1) == 1
+    assert repeats(database, rows([2, 3, 3, 1], start=2), start=2) == 1
+    assert repeats(database, rows([3, 4], part=1), part=1) == 1
     assert database.read("numbers") == [(1,), (2,), (3,), (4,)]
     assert database.read("figures") == [(3, 3, 0)]
 
 
 def test_a_range_without_rows_moves(database):
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
-        assert into.move(PARTITION, Range(TOPIC_ID, 0, 5), None)
-        into.count(PARTITION, Range(TOPIC_ID, 0, 5), read=0, fresh=0, dead=[letter(4)], reached=None)
+        assert into.fence(PARTITION, Range(TOPIC_ID, 0, 5))
+        into.move(PARTITION, Range(TOPIC_ID, 0, 5), log_end=None, read=0, fresh=0, dead=[letter(4)], reached=None)
     assert (database.read("position"), database.read("letters")) == ([(5,)], [(4, "failed", "why", "dead")])
 
 
@@ -299,7 +302,7 @@ def through_batch(database: Database) -> None:
 def test_what_the_effect_refuses_is_named_in_order_and_all_is_taken_back(database):
     through_batch(database)
     with pytest.raises(RejectedRecords) as caught:
-        apply(database, numbered([5, 100_001, 6, 100_002]))
+        apply(database, rows([5, 100_001, 6, 100_002]))
     assert [one.place for one in caught.value.found] == [("t", 0, 1), ("t", 0, 3)]
     assert nothing_happened(database)
 
@@ -309,13 +312,13 @@ def test_one_in_the_middle_of_many(database):
     through_batch(database)
     numbers = list(range(MORE))
     numbers[15_000] = 200_000
-    parts = [numbered(numbers[at : at + 10_000], start=at) for at in range(0, MORE, 10_000)]
+    parts = [rows(numbers[at : at + 10_000], start=at) for at in range(0, MORE, 10_000)]
     with pytest.raises(RejectedRecords) as caught:
         apply(database, *parts)
     assert [one.place for one in caught.value.found] == [("t", 0, 15_000)]
     assert nothing_happened(database)
     numbers[15_000] = 15_000
-    parts = [numbered(numbers[at : at + 10_000], start=at) for at in range(0, MORE, 10_000)]
+    parts = [rows(numbers[at : at + 10_000], start=at) for at in range(0, MORE, 10_000)]
     assert apply(database, *parts) == MORE
     assert database.read("numbers") == [(n,) for n in range(MORE)]
 
@@ -323,7 +326,7 @@ def test_one_in_the_middle_of_many(database):
 def test_no_more_are_named_than_anybody_needs(database):
     through_batch(database)
     with pytest.raises(Exception, match=r"messages|fail") as caught:
-        apply(database, numbered([100_000 + n for n in range(20)]), most=3)
+        apply(database, rows([100_000 + n for n in range(20)]), most=3)
     if isinstance(caught.value, RejectedRecords):
         assert len(caught.value.found) == 4
     assert nothing_happened(database)
@@ -331,14 +334,14 @@ def test_no_more_are_named_than_anybody_needs(database):
 
 def test_what_the_rows_raise_passes_through(database):
     def failing() -> Iterator[pa.RecordBatch]:
-        yield numbered([1])
+        yield rows([1])
         raise RejectedRecords([RejectedRecord(("t", 0, 1), "undecodable", "no JSON")])
 
     given = TaskInput(failing(), NO_INPUT.require_whole)
 
     def remember() -> None:
         with database.sink.transaction("here", given, most=10) as into:
-            into.move(PARTITION, Range(TOPIC_ID, 0, 2), None)
+            into.fence(PARTITION, Range(TOPIC_ID, 0, 2))
             into.remember(given, database.way)
 
     with pytest.raises(RejectedRecords, match="no JSON"):
@@ -349,10 +352,9 @@ def test_what_the_rows_raise_passes_through(database):
 def letters(database: Database, *offsets: int) -> Mapping[Any, Any]:
     """Put messages aside, and ask for another try of them. Gives the requests."""
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
-        into.move(PARTITION, Range(TOPIC_ID, 0, 10), None)
-        into.count(
-            PARTITION, Range(TOPIC_ID, 0, 10), read=0, fresh=0, dead=[letter(one) for one in offsets], reached=None
-        )
+        into.fence(PARTITION, Range(TOPIC_ID, 0, 10))
+        dead = [letter(one) for one in offsets]
+        into.move(PARTITION, Range(TOPIC_ID, 0, 10), log_end=None, read=0, fresh=0, dead=dead, reached=None)
     database.set("retry")
     ids = [number for (number,) in database.read("letter_ids")]
     return {("t", 0, offset): (number, "failed") for offset, number in zip(offsets, ids, strict=True)}
@@ -375,17 +377,17 @@ def test_a_dead_letter_goes_with_its_effect(database):
     requests = letters(database, 3, 4)
     assert [one.place[2] for one in database.store().retried(["t"], 10, keep_order=False)] == [3, 4]
     assert database.store().dead_keys(["t"]) == {("t", b"k"): None}
-    assert retried(database, requests, numbered([3, 4], start=3)) == 2
+    assert retried(database, requests, rows([3, 4], start=3)) == 2
     assert (database.read("numbers"), database.read("letters")) == ([(3,), (4,)], [])
     # A retry of the task after its COMMIT.
-    assert retried(database, requests, numbered([3, 4], start=3)) is None
+    assert retried(database, requests, rows([3, 4], start=3)) is None
     assert database.store().retried(["t"], 10, keep_order=False) == []
 
 
 def test_a_dead_letter_that_fails_again_stays(database):
     requests = letters(database, 3)
     with pytest.raises(RejectedRecords):
-        retried(database, requests, numbered([100_000], start=3))
+        retried(database, requests, rows([100_000], start=3))
     assert database.read("letters") == [(3, "failed", "why", "retry")]
     ((number, _),) = requests.values()
     database.store().failed_again([(number, RejectedRecord(("t", 0, 3), "failed", "once more"))], 1)
@@ -396,13 +398,13 @@ def test_who_is_superseded_tries_no_dead_letter_again(database):
     requests = letters(database, 3)
     database.set("younger")
     with pytest.raises(Fenced):
-        retried(database, requests, numbered([3], start=3))
+        retried(database, requests, rows([3], start=3))
     assert (database.read("numbers"), len(database.read("letters"))) == ([], 1)
 
 
 def test_a_sink_travels_to_the_executors(database):
     database.sink = cloudpickle.loads(cloudpickle.dumps(database.sink))
-    assert apply(database, numbered([1])) == 1
+    assert apply(database, rows([1])) == 1
 
 
 def test_a_task_needs_nothing_else(database):
@@ -413,11 +415,11 @@ def test_a_task_needs_nothing_else(database):
         ((found,),) = (one.to_pylist() for one in task.run(made, in_memory(batches)))
         return found["outcome"], found["fresh"]
 
-    assert report(plan, numbered([1, 2])) == ("applied", 2)
-    assert report(plan, numbered([1, 2])) == ("already", 0)
+    assert report(plan, rows([1, 2])) == ("applied", 2)
+    assert report(plan, rows([1, 2])) == ("already", 0)
     refused = replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 3)}, slow=frozenset({PARTITION}))
-    assert report(refused, numbered([100_000], start=2)) == ("rejected", 0)
+    assert report(refused, rows([100_000], start=2)) == ("rejected", 0)
     task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}), [PARTITION])
     assert database.read("position") == [(9,)]
     database.set("younger")
-    assert report(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 9, 10)}), numbered([9], start=9)) == ("fenced", 0)
+    assert report(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 9, 10)}), rows([9], start=9)) == ("fenced", 0)

@@ -75,7 +75,7 @@ def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
 
 @pytest.mark.parametrize(("columns", "time"), [(["message_id", "tenant"], None), (["tenant"], "Message_Id")])
 def test_what_a_fingerprint_makes_is_none_of_its_columns(columns, time):
-    with pytest.raises(JobError, match="message_id is what is made of the columns"):
+    with pytest.raises(JobError, match="message_id is made from the columns"):
         Fingerprint(columns, time=time)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from urllib.parse import urlsplit
 
 import psycopg
@@ -18,6 +19,7 @@ from outbox._app import migrate as db
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
 from outbox.consumer.model import StoredOffset
+from outbox.inbox._session import Session
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
 __all__ = ["later", "url"]
@@ -86,6 +88,13 @@ def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
     assert (ask(url) != worker, sessions(url, "outbox driver g") != driver) == (True, True)
 
 
+def asked_by(member: Session) -> int:
+    """Return the group's position, as a member of the inbox reads it."""
+    with member.transaction() as connection:
+        [(offset,)] = connection.execute("SELECT next_offset FROM consumer.offsets")
+    return int(offset)
+
+
 def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_postgres, later):
     """The name leads to the new primary, and the old one does not know that it is none: a split brain."""
     primary = private_postgres({"wal_level": "replica"})
@@ -96,7 +105,9 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
     with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
         url = database.url.replace(f"{address.hostname}:{address.port}", name.address)
         store = PostgresGroupStore(url, "consumer", "g", "test")
+        member = Session(partial(psycopg.connect, url))
         assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
+        assert asked_by(member) == 0
         wait_until(standby.caught_up, what="the standby")
         standby.promote()
         name.lead_to(standby.port)
@@ -104,8 +115,11 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
         # Nothing tells these sessions: the server is there, and takes writes.
         at = ("t", 0)
         assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (0, primary.port)
+        assert asked_by(member) == 0
         later(connections.MAX_AGE_SECONDS)
         assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (7, standby.port)
+        assert asked_by(member) == 7
+        member.close()
         connections.close_all()
 
 

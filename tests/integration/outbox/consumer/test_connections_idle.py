@@ -22,7 +22,7 @@ from outbox.consumer import connections
 from outbox.consumer.errors import Fenced
 from outbox.consumer.model import StoredOffset
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.group_store import GroupState, PostgresGroupStore
+from spark_jobs.postgres.group_store import PostgresGroupStore, StoredGroup
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
 
@@ -60,7 +60,7 @@ def test_tasks_of_a_process_share_a_session(counting):
     task.step_over(replace(plan, ranges={("t", 1): plan.ranges["t", 0]}), [("t", 1)])
     assert counting.opened == 1
     kinds = Counter(statement.split()[0] for statement in counting.statements)
-    assert kinds == {b"BEGIN": 1, b"SELECT": 1, b"UPDATE": 2, b"COMMIT": 1, b"DISCARD": 1}
+    assert kinds == {b"BEGIN": 1, b"SELECT": 2, b"UPDATE": 1, b"COMMIT": 1, b"DISCARD": 1}
 
 
 def dead_letter(url: str, offset: int, key: bytes, state: str, reason: str) -> None:
@@ -73,7 +73,7 @@ def test_the_state_of_a_group(url):
 
     def waits(keep_order: bool) -> bool:
         found = store.state(["t"], 1, keep_order=keep_order)
-        assert found == GroupState(dict.fromkeys([("t", 0), ("t", 1)], StoredOffset("topic-id", 0)), found.retry_waits)
+        assert found == StoredGroup(dict.fromkeys([("t", 0), ("t", 1)], StoredOffset("topic-id", 0)), found.retry_waits)
         assert bool(store.retried(["t"], 10, keep_order=keep_order)) == found.retry_waits
         return found.retry_waits
 
@@ -88,7 +88,7 @@ def test_the_state_of_a_group(url):
     dead_letter(url, 3, b"b", "retry", "failed")
     assert (waits(False), waits(True)) == (True, True)
     # Of other topics nothing is asked.
-    assert store.state(["other"], 1, keep_order=True) == GroupState({}, False)
+    assert store.state(["other"], 1, keep_order=True) == StoredGroup({}, False)
     with pytest.raises(Fenced, match="generation 1 now, by test"):
         store.state(["t"], 7, keep_order=False)
     with pytest.raises(Fenced, match="its row is gone"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_whatever_becomes_of_the_answer_the_effect_counts_once(sink, provider):
     assert sink.drain(external) == {
         "attempts": attempts,
         "confirmed": len(ways),
-        "again": attempts - len(ways),
+        "retrying": attempts - len(ways),
     }
     assert provider.standing() == Counter(list(ways))
     assert sink.orders() == dict.fromkeys(ways, ("paid", 1))
@@ -89,7 +90,7 @@ def test_a_timeout_is_asked_again_and_retry_after_is_kept(sink, provider):
     provider.tell("dribbling", "trickle")
     provider.tell("limited", "429:2")
     sink.reserve(external, ["slow", "dribbling", "limited"])
-    assert sink.drain(external) == {"attempts": 6, "confirmed": 3, "again": 3}
+    assert sink.drain(external) == {"attempts": 6, "confirmed": 3, "retrying": 3}
     assert provider.standing() == Counter(["slow", "dribbling", "limited"])
     # By the caller's clock: how long a request is on its way differs.
     for name, pause in (("slow", 1.0), ("dribbling", 1.0), ("limited", 2.0)):
@@ -117,7 +118,7 @@ def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, pr
     external = payments(provider.url)
     provider.tell("maybe", "done-drop", "refuse")
     (message_id,) = sink.reserve(external, ["maybe"])
-    assert sink.drain(external) == {"attempts": 2, "again": 1, "stuck": 1}
+    assert sink.drain(external) == {"attempts": 2, "retrying": 1, "stuck": 1}
     with sink.connect() as connection:
         (shown,) = ReservationAdmin(connection, "consumer").find(Chosen("orders"))
         assert shown["unsure"]
@@ -172,7 +173,7 @@ def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_aga
     external = payments(provider.url, max_attempts=3)
     provider.tell("bad", *["500"] * 3)
     sink.reserve(external, [("bad", "k"), ("behind", "k"), ("free", "other")])
-    assert sink.drain(external) == {"attempts": 4, "again": 2, "stuck": 1, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 4, "retrying": 2, "stuck": 1, "confirmed": 1}
     assert sink.states() == {"bad": "stuck", "behind": "reserved", "free": "confirmed"}
     assert len(provider.requests("bad")) == 3
     listed = outbox_cli("external", "list", "--json")
@@ -216,7 +217,7 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
     provider.tell("maybe", "drop")
     provider.tell("sure", "429")
     (message_id, _) = sink.reserve(external, ["maybe", "sure"])
-    assert sink.drain(external) == {"attempts": 3, "again": 2, "stuck": 1, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 3, "retrying": 2, "stuck": 1, "confirmed": 1}
     assert len(provider.requests("maybe")) == 1
     with sink.connect() as connection:
         desk = ReservationAdmin(connection, "consumer")
@@ -233,7 +234,7 @@ def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provi
     provider.tell("done", "done-drop")
     provider.tell("not-done", "drop")
     message_id, _ = sink.reserve(external, ["done", "not-done"])
-    assert sink.drain(external) == {"attempts": 4, "again": 2, "confirmed": 2}
+    assert sink.drain(external) == {"attempts": 4, "retrying": 2, "confirmed": 2}
     assert [len(provider.requests(name)) for name in ("done", "not-done")] == [1, 2]
     assert len(provider.requests(path="/charges/")) == 2
     assert provider.requests("done")[0][2] == f"{message_id}-fee"
@@ -264,6 +265,40 @@ def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink,
     assert sink.rows("SELECT count(*) FROM paid") == [(1,)]
 
 
+def caught(cursor, _settled):
+    with suppress(psycopg.Error):
+        cursor.execute("INSERT INTO missing VALUES (1)")
+
+
+def ended(cursor, _settled):
+    cursor.execute("ROLLBACK")
+
+
+@pytest.mark.parametrize(
+    ("settle", "error"),
+    [
+        (caught, "an error of the database was caught"),
+        (ended, "the transaction was ended"),
+        ("INSERT INTO orders VALUES ('o', 'late')", "RaiseException: not today"),
+    ],
+    ids=["caught", "ended", "deferred trigger"],
+)
+def test_sql_that_only_commit_would_refuse(sink, provider, settle, error):
+    """The provider is not called again for it, and the call does not count as confirmed."""
+    with sink.connect() as connection:
+        connection.execute("""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE ''not today''; END';
+            CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED
+                FOR EACH ROW WHEN (NEW.state = 'late') EXECUTE FUNCTION refuse()""")
+    external = payments(provider.url, max_attempts=2, on_confirmed=settle)
+    sink.reserve(external, ["o"])
+    assert sink.drain(external) == {"attempts": 2, "retrying": 1, "stuck": 1}
+    with sink.connect() as connection:
+        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen())
+    assert error in shown["last_error"]
+    assert len(provider.requests("o")) == 1
+
+
 def test_an_answer_after_the_lease_is_weighed(sink, provider):
     """The first attempt outlives its lease; another caller goes on, and the first answer comes when all is settled."""
     answered, outcomes = threading.Event(), {}
@@ -282,7 +317,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     thread = in_thread(lambda: outcomes.update(first.run(stop, "stopped").as_dict()))
     wait_until(lambda: sink.states() == {"a": "calling", "b": "calling"}, what="the claims")
     lease_runs_out(sink)
-    assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "again": 1}
+    assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "retrying": 1}
     answered.set()
     # Not by its reports: it also reports that its calls do not keep their time-out, when it comes to look.
     wait_until(lambda: first.counts.late + first.counts.conflicts >= 2, what="the late answers")
@@ -317,7 +352,7 @@ def test_answers_that_are_odd(sink, provider):
 
     external = payments(provider.url, call=call)
     sink.reserve(external, [*odd, *raised])
-    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "again": 4}
+    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "retrying": 4}
     stored = dict(sink.rows("SELECT request ->> 'order', response FROM consumer.reservations"))
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
 
@@ -327,7 +362,7 @@ def test_an_ask_that_gives_something_else_is_not_taken_for_an_answer(sink, provi
     external = payments(provider.url, ask=lambda call: asked.pop(0))
     provider.tell("o", "done-drop")
     sink.reserve(external, ["o"])
-    assert sink.drain(external) == {"attempts": 3, "again": 2, "confirmed": 1}
+    assert sink.drain(external) == {"attempts": 3, "retrying": 2, "confirmed": 1}
     assert len(provider.requests("o")) == 2
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -51,36 +54,58 @@ def test_postgres_away_is_waited_for(log):
     log.check()
 
 
-def test_lost_answers_to_commit(log):
-    """Each second answer is lost, whatever was committed: the row shows what was applied."""
+def losing(log: Log, lose: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
+    """Return a function that connects; the answers to those COMMITs are lost for which ``lose`` returns True."""
 
     class Losing(psycopg.Connection[Any]):
-        count = 0
-
-        def transaction(self, *arguments: Any, **options: Any) -> Any:
-            return _Losing(self, super().transaction(*arguments, **options))
-
-    class _Losing:
-        def __init__(self, connection: Any, block: Any) -> None:
-            self._connection, self._block = connection, block
-
-        def __enter__(self) -> Any:
-            return self._block.__enter__()
-
-        def __exit__(self, *error: object) -> Any:
-            answer = self._block.__exit__(*error)
-            Losing.count += 1
-            if error[0] is None and Losing.count > 1 and Losing.count % 2:
-                self._connection.close()
+        @contextmanager
+        def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+            with super().transaction(*arguments, **options) as block:
+                yield block
+            if lose():
+                self.close()
                 raise psycopg.OperationalError("the answer is lost")
-            return answer
 
+    return lambda: Losing.connect(log.database.url, autocommit=True)
+
+
+def test_lost_answers_to_commit(log):
+    """Each second answer is lost, whatever was committed: the row shows what was applied."""
+    commits = itertools.count(1)
     log.produce(keys(500))
-    with log.consuming(database=lambda: Losing.connect(log.database.url), batch=20, dedup=False) as running:
+    connect = losing(log, lambda: (number := next(commits)) > 1 and number % 2 == 1)
+    with log.consuming(database=connect, batch=20, dedup=False) as running:
         running.wait(lambda: log.count() >= 500, "the effects")
         running.wait(lambda: log.positions()[0] == 500, "the position")
-    assert Losing.count > 20
+    assert next(commits) > 20
     log.check()
+
+
+def test_the_lost_answer_to_the_commit_of_a_dead_letter(log, monkeypatch):
+    """Later messages of its key wait behind it at once, not only when the member looks for letters of others."""
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 3600.0)
+    log.produce(["b"])
+    lost: list[int] = []
+
+    def lose() -> bool:
+        if not lost and log.letters():
+            lost.append(1)
+            return True
+        return False
+
+    def handle(connection, message):
+        if message.offset() == 1:
+            raise ValueError("no")
+        apply(connection, message)
+
+    with log.consuming(handle, database=losing(log, lose), attempts=1, on_failure="dead-letter") as running:
+        # The member has looked for letters once, and does not again.
+        running.wait(lambda: log.positions().get(0) == 1, "the first message")
+        log.produce(["a", "b", *["a"] * 60, "b"])
+        running.wait(lambda: log.positions()[0] == 64, "the position")
+    assert lost
+    assert log.applied() == {"b": [0, 1, 2]}
+    assert [letter["reason"] for letter in log.letters()] == ["failed", *["behind"] * 60]
 
 
 def test_a_handler_that_waits_too_long_loses_its_transaction(log):

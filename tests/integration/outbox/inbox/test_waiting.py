@@ -52,7 +52,7 @@ def test_a_look_reads_what_has_changed_and_not_what_waits(crowded):
     letters = Letters("consumer", "g")
     with crowded.transaction():
         letters.look(crowded)
-        assert letters.places(crowded, PLACES) == (set(), {("orders", 0), ("orders", 1)})
+        assert letters.with_letters(crowded, PLACES) == (set(), {("orders", 0), ("orders", 1)})
         for place in PLACES:
             assert letters.release(crowded, place, b"") == (False, b"")
         newest = letters.newest(crowded)
@@ -74,10 +74,10 @@ def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
         assert letters.release(crowded, ("orders", 0), b"") == (False, b"")
         crowded.execute("UPDATE consumer.dead_letters SET state = 'retry' WHERE part = 1 AND message_offset > 0")
         crowded.execute("DELETE FROM consumer.dead_letters WHERE part = 0 AND message_offset = 0")
-        assert letters.places(crowded, PLACES) == ({("orders", 1)}, {("orders", 0)})
+        assert letters.with_letters(crowded, PLACES) == ({("orders", 1)}, {("orders", 0)})
         # What it is behind is gone.
         assert letters.release(crowded, ("orders", 0), b"") == (True, b"")
-        assert letters.places(crowded, PLACES) == ({("orders", 0), ("orders", 1)}, set())
+        assert letters.with_letters(crowded, PLACES) == ({("orders", 0), ("orders", 1)}, set())
         for part, blocked in ((0, False), (1, True)):
             before = rows(crowded)
             letter = letters.next(crowded, ("orders", part))

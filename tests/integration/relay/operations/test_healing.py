@@ -136,11 +136,11 @@ REFUSED = {
         "UPDATE outbox.streams SET system_identifier = '7'",
         "UPDATE outbox.streams SET system_identifier = (SELECT system_identifier FROM pg_control_system())",
     ),
-    "ahead of this server's WAL": (
+    "the tables are ahead of this server's WAL": (
         "UPDATE outbox.lanes SET commit_lsn = 1::bigint << 60",
         "UPDATE outbox.lanes SET commit_lsn = 1",
     ),
-    "the tables are farther": (
+    "they were copied, or it is an older copy": (
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn + (1::bigint << 60)",
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn - (1::bigint << 60)",
     ),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from outbox._clients.callbacks import raising
-from outbox._clients.kafka import ConnectionErrors, refused_options
+from outbox._clients.callbacks import raising, weak_callback
+from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_client import silent_logger
 
 REFUSED = KafkaError(
@@ -95,6 +95,23 @@ def test_an_address_that_can_not_be_resolved_is_a_reason():
     assert errors.reason == "; a connection failed: Failed to resolve 'h:1': Name or service not known"
 
 
+class Callback:
+    """A callback of a client that takes a step with it."""
+
+    def __init__(self, step: Callable[[Consumer], object]) -> None:
+        self.step = step
+        self.consumer: Consumer | None = None
+
+    def called(self, _statistics: str) -> None:
+        assert self.consumer is not None
+        self.step(self.consumer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [raising, weak_callback, lambda called: complete({"stats_cb": called})["stats_cb"]],
+    ids=["ours", "weak", "a service's"],
+)
 @pytest.mark.parametrize(
     ("step", "error"),
     [
@@ -103,14 +120,11 @@ def test_an_address_that_can_not_be_resolved_is_a_reason():
     ],
     ids=["of the client", "of Python"],
 )
-def test_an_error_within_a_callback_arrives_where_the_client_is_polled(step, error):
+def test_an_error_within_a_callback_arrives_where_the_client_is_polled(given, step, error):
     """And can be caught: before Python 3.12 the client itself keeps no type of what C code has raised."""
-
-    def called(_statistics: str) -> None:
-        step(consumer)
-
+    callback = Callback(step)
     options: dict[str, Any] = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "statistics.interval.ms": 20}
-    consumer = Consumer({**options, "stats_cb": raising(called)}, logger=silent_logger())
+    consumer = callback.consumer = Consumer({**options, "stats_cb": given(callback.called)}, logger=silent_logger())
 
     def poll() -> None:
         until = time.monotonic() + 30

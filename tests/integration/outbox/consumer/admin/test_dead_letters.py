@@ -275,6 +275,15 @@ def test_what_waits_for_a_second_dead_one_goes_on_waiting(sink):
     assert sink.states() == {behind: "retry", second: "dead", last: "dead"}
 
 
+def test_a_key_that_has_moved_to_another_partition_waits_as_the_consumers_let_it_wait(sink):
+    """Partitions were added: offsets give no order between the two, and the ids of the dead letters do."""
+    head, behind = sink.bury(7), sink.bury(8, reason="behind")
+    later, last = sink.bury(1, part=1), sink.bury(2, part=1, reason="behind")
+    assert sink.desk.discard(Selection([head]), "why").freed == [behind]
+    assert sink.states() == {behind: "retry", later: "dead", last: "dead"}
+    assert sink.desk.discard(Selection([later]), "why").freed == [last]
+
+
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +333,7 @@ def test_retry_and_discard_by_command(sink):
     head, behind, other = sink.bury(1), sink.bury(2, reason="behind"), sink.bury(1, b"b", group="h")
     text = sink.done("retry", str(head))
     assert "2 messages will be retried in the next round of g" in text
-    assert "1 of them because they are of the same keys" in text
+    assert "1 of them because they have the same keys" in text
     assert sink.json("retry", "--all", "--group", "h") == {"retried": [other]}
     assert "no dead letters match" in sink.done("retry", "--all", "--topic", "u")
     sink.admin.execute("UPDATE consumer.dead_letters SET state = 'dead'")
@@ -347,7 +356,7 @@ def test_retry_and_discard_by_command(sink):
     [
         (["retry"], "say which: ids of dead letters, or --all"),
         (["retry", "1", "--all"], "say which"),
-        (["discard", "--all", "--reason", " "], "--reason: say why the message may be lost"),
+        (["discard", "--all", "--reason", " "], "--reason: say why they may be lost"),
         (["discard", "--all"], "Missing option '--reason'"),
         (["list", "--cause", "bad"], "must be one of undecodable"),
     ],
