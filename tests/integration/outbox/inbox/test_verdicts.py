@@ -122,7 +122,7 @@ def exhaust(log: Log, table: str, state: str, *, deferred: bool = False) -> None
         )
 
 
-@pytest.mark.parametrize(("state", "deferred"), zip(STATES, (False, True, False), strict=True))
+@pytest.mark.parametrize(("state", "deferred"), [(STATES[0], False), (STATES[1], True), (STATES[2], False)])
 def test_a_server_without_resources_is_no_messages_fault(log, state, deferred):
     exhaust(log, "effects", state, deferred=deferred)
     with log.consuming(on_failure="dead-letter", attempts=1) as running:

@@ -221,7 +221,7 @@ def test_what_was_taken_and_not_published_comes_again_to_the_source_that_goes_on
     box.relay(once=once, batch=20)
     box.streams()
     keys = "abcdefgh"
-    for number in range(100):
+    for number in range(40):
         box.add(*(f"{key}{number:02}" for key in keys[:4]))
         box.add(*(f"{key}{number:02}" for key in keys[4:]))
     refused = BatchRefused("something")
@@ -231,7 +231,7 @@ def test_what_was_taken_and_not_published_comes_again_to_the_source_that_goes_on
     def go_on() -> bool:
         # What is refused alone is an event that waits: it is due at once.
         box.hurry()
-        return len(set(box.kafka.names())) == 800
+        return len(set(box.kafka.names())) == 320
 
     box.until(go_on, "all")
     assert source is box.source
