@@ -21,6 +21,7 @@ from shown import Shown
 from support import wait_until
 from wheel_support import imported
 
+from outbox._app import migrate
 from outbox.sandbox._ports import free_ports
 
 pytestmark = pytest.mark.spark
@@ -129,7 +130,9 @@ def test_the_driver_killed_at_random_points(bench, tmp_path):
 @pytest.mark.chaos
 def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, private_kafka, tmp_path):
     server, cluster = private_postgres(), private_kafka()
-    bench = Bench(spark, private_postgres.database(server), private_kafka.topics(cluster))
+    database = private_postgres.database(server)
+    migrate.upgrade_consumer(database.url)
+    bench = Bench(spark, database, private_kafka.topics(cluster))
     # Enough rounds to be in the midst of them at both crashes.
     feed = Feed(bench, seqs=400)
     feed.start()

@@ -20,7 +20,6 @@ from support import look_up
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
-from outbox._app import migrate as db
 from relay.cli.app import app
 from spark_jobs import order_totals
 from spark_jobs.driver.options import Options, Totals
@@ -42,7 +41,6 @@ class Bench:
         self.spark = spark
         self.database = database
         self.topics = topics
-        db.upgrade_consumer(database.url)
         self.topic = topics.create_topic(topics.name("orders"), partitions)
         self.job = order_totals.job.with_topics([self.topic])
         self.reports: list[tuple[str, dict[str, Any]]] = []

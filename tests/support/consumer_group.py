@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import datetime as dt
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 
-from outbox._app import migrate as db
 from outbox.consumer.model import Range
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.postgres.sink import PostgresSink
@@ -27,6 +28,41 @@ COLUMNS = {
     "message_tombstone": "boolean",
 }
 """Of rows with a number, as they come to a task: the types in Postgres."""
+NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+
+
+def event_id(number: int, when: dt.datetime = NOON) -> str:
+    """A UUIDv7 of a time."""
+    milliseconds = f"{int(when.timestamp() * 1000):012x}"
+    return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
+
+
+def numbered(
+    numbers: Sequence[int],
+    ids: Sequence[str] | None = None,
+    *,
+    start: int = 0,
+    part: int = 0,
+    when: dt.datetime = NOON,
+    **columns: Sequence[Any] | None,
+) -> pa.RecordBatch:
+    """Return rows with these numbers, at the offsets from ``start`` on; an id is made of its number if not given."""
+    size = len(numbers)
+    given = {name: values for name, values in columns.items() if values is not None}
+    return pa.RecordBatch.from_pydict(
+        {
+            "n": pa.array(numbers, pa.int32()),
+            "message_id": ids or [event_id(number) for number in numbers],
+            "message_topic": ["t"] * size,
+            "message_part": pa.array([part] * size, pa.int32()),
+            "message_offset": pa.array(range(start, start + size), pa.int64()),
+            "message_key": ["k"] * size,
+            "message_type": ["x"] * size,
+            "message_time": pa.array([when] * size, pa.timestamp("us", "UTC")),
+            "message_tombstone": [False] * size,
+            **given,
+        }
+    )
 
 
 @dataclass
@@ -41,8 +77,7 @@ class ConsumerGroup:
             return cursor.fetchall() if cursor.description else []
 
     def begin(self, parts: Iterable[int]) -> None:
-        """Make the tables, and the group at the beginning of these partitions."""
-        db.upgrade_consumer(self.url)
+        """Make the group, at the beginning of these partitions."""
         self.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
         for part in parts:
             self.run(

@@ -17,7 +17,6 @@ import pytest
 from provider import Provider
 from uuid_utils.compat import uuid7
 
-from outbox._app import migrate as db
 from outbox.external import Call, External, HttpAsk, HttpCall, Settled
 from outbox.external.caller import Caller
 
@@ -157,7 +156,6 @@ def provider(tmp_path):
 
 @pytest.fixture
 def sink(outbox_postgres) -> Sink:
-    db.upgrade_consumer(outbox_postgres.url)
     return Sink(outbox_postgres.url)
 
 

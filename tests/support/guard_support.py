@@ -49,12 +49,6 @@ def drop_lost(worker: Worker, failed: Mapping[int, Exception]) -> None:
     worker.leases = [lease for lease in worker.leases if lease.lane not in lost]
 
 
-def joined(place: Place, name: str, *, exact: bool = True) -> Worker:
-    worker = place.worker(name, exact=exact)
-    assert worker.join() == {}
-    return worker
-
-
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -16,7 +16,6 @@ from confluent_kafka.admin import AdminClient
 from support import wait_until
 from typer.testing import CliRunner
 
-from outbox._app import migrate as db
 from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
@@ -34,7 +33,6 @@ class Driver:
     """A group that reads one topic."""
 
     def __init__(self, database, topics, partitions: int = 2) -> None:
-        db.upgrade_consumer(database.url)
         self.database = database
         self.url = database.url
         self.topics = topics

@@ -110,6 +110,7 @@ def stop_clock(url: str) -> tuple[dt.date, str]:
     return today, "-c search_path=stopped,pg_catalog,public"
 
 
+@pytest.fixture
 def with_path_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the product's sessions in this process the search path that they are opened with."""
     monkeypatch.setattr(search_path.PinnedConnection, "pin", lambda _self: None)

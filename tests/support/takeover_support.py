@@ -17,7 +17,7 @@ from outbox._app.settings import client_options
 from outbox.errors import OutboxError
 from relay.config import delivery_seconds, load, producer_options, state_topic_name
 from relay.core.lease import Lease
-from relay.core.ports import Completed, Sent
+from relay.core.ports import Batches, Completed, Receipt, Sent
 from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
@@ -158,6 +158,19 @@ class Worker:
         assert fetched.failed == {}
         return self.publisher.publish(fetched.batches, self.source.confirm if fetched.unconfirmed else None)
 
+    def unsettled(self, limit: int = 2) -> Completed:
+        """Publish a turn; its settling is not in Postgres yet."""
+        sent = self.publish(limit)
+        assert isinstance(sent, Completed)
+        self.source.settle(sent.receipts)
+        return sent
+
+    def in_hand(self, limit: int = 2) -> Batches:
+        """Read a turn, which is not published."""
+        batches = self.source.fetch({lease.lane: limit for lease in self.leases}).batches
+        self.source.settle({lane: Receipt() for lane in batches})
+        return batches
+
     def turn(self, limit: int = 3) -> int:
         """Publish a turn and settle it; give the number of its events. 0 when there are no more."""
         if not self.place.tables.left():
@@ -206,6 +219,11 @@ class Place:
 
     def worker(self, base_id: str, lanes: Collection[int] = range(LANES), *, exact: bool = True) -> Worker:
         return Worker(self, base_id, self.tables.acquire(lanes), exact=exact)
+
+    def joined(self, base_id: str, lanes: Collection[int] = range(LANES), *, exact: bool = True) -> Worker:
+        worker = self.worker(base_id, lanes, exact=exact)
+        assert worker.join() == {}
+        return worker
 
     def add(self, count: int | None = None) -> None:
         """Add events: so many, and more until every lane has some; None: until every lane has six, for several turns.

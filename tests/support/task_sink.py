@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, ConsumerGroup
+from consumer_group import COLUMNS, NOON, ConsumerGroup, numbered
 
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.effects.mapped import Insert
@@ -21,15 +21,6 @@ from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import TaskInput, in_memory
 
 EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
-NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
-
-
-def event_id(number: int, when: dt.datetime = NOON) -> str:
-    """A UUIDv7 of a time."""
-    milliseconds = f"{int(when.timestamp() * 1000):012x}"
-    return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
-
-
 WAYS = ("batch", "direct", "lenient")
 """Through ``batch``, ids by COPY; straight into the sink's table; and through ``batch`` with ids by SQL."""
 
@@ -59,19 +50,8 @@ class Sink(ConsumerGroup):
         **plan: Any,
     ) -> dict[str, Any]:
         """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
-        rows = pa.RecordBatch.from_pydict(
-            {
-                "n": pa.array([n for _, n in messages], pa.int32()),
-                "message_id": [name for name, _ in messages],
-                "message_topic": ["t"] * len(messages),
-                "message_part": pa.array([part] * len(messages), pa.int32()),
-                "message_offset": pa.array(range(start, start + len(messages)), pa.int64()),
-                "message_key": keys or ["k"] * len(messages),
-                "message_type": types or ["x"] * len(messages),
-                "message_time": pa.array([when] * len(messages), pa.timestamp("us", "UTC")),
-                "message_tombstone": [False] * len(messages),
-            }
-        )
+        numbers, ids = [n for _, n in messages], [name for name, _ in messages]
+        rows = numbered(numbers, ids, start=start, part=part, when=when, message_key=keys, message_type=types)
         straight = "effect" not in plan and isinstance(plan.get("strategy", Dedup()), Dedup)
         given = {
             "columns": COLUMNS,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
@@ -241,6 +242,23 @@ each_driver = pytest.mark.parametrize(
         "asyncpg Connection",
     ],
 )
+
+
+def on_target(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run a coroutine test over the target that its parameter ``name`` says, opened on the test's database."""
+
+    @functools.wraps(test)
+    def run(outbox_postgres: Any, name: str, **others: Any) -> None:
+        async def opening() -> None:
+            async with opened(name, outbox_postgres) as target:
+                await test(target, outbox_postgres, **others)
+
+        asyncio.run(opening())
+
+    own = inspect.signature(run, follow_wrapped=False)
+    others = list(inspect.signature(test).parameters.values())[2:]
+    run.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:2], *others])  # type: ignore[attr-defined]
+    return run
 
 
 async def write(target: Target, many: bool, first: int, **options: Any) -> list[UUID]:

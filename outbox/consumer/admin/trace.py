@@ -13,7 +13,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
-from outbox.consumer.admin.checks import consumed_topics
+from outbox.consumer.admin.checks import declared_groups
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
@@ -133,7 +133,7 @@ def find(
 def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
     """Return the topics that groups read. Raises ConsumerUnavailable; or SchemaError if tables are missing."""
     with clear_errors("looking for the topics"):
-        return consumed_topics(connection, schema)
+        return sorted({topic for group in declared_groups(connection, schema) for topic in group.topics})
 
 
 def _of_group(

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from alerting import Samples, collected, firing
+from consumer_group import event_id
 from external_support import payments, provider, sink
 from offsets_driver import GROUP, Driver, driver, without_spark
 from prometheus_client import CollectorRegistry
@@ -26,7 +27,6 @@ from proxy import TcpProxy
 from runbook_support import every_step_was_taken, forgotten, of
 from support import wait_until
 from task_sink import Sink as NumbersSink
-from task_sink import event_id
 
 from outbox._app.prometheus import serve
 from outbox.consumer.errors import DataLost, Fenced, Interrupted

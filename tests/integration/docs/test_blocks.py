@@ -12,8 +12,6 @@ import pytest
 from docs_support import Block, blocks
 from psycopg import sql
 
-from outbox._app import migrate as db
-
 ROLES = ("outbox_writer", "outbox_relay", "outbox_operator", "outbox_consumer")
 """Those that pages give rights to; whoever follows a page has them."""
 
@@ -50,7 +48,6 @@ def pages() -> dict[str, list[Block]]:
 @pytest.mark.parametrize("page", pages())
 def test_sql_runs(page, outbox_postgres):
     """Each page's statements, in their order, in a database with all tables. Roles and slots get names of their own."""
-    db.upgrade_consumer(outbox_postgres.url)
     connector = f"debezium_{outbox_postgres.name}"
     ours = {role: f"{role}_{outbox_postgres.name}" for role in ROLES}
     with outbox_postgres.connect(autocommit=True) as admin:

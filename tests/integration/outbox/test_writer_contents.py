@@ -18,7 +18,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 from psycopg.types.json import Jsonb
-from writer_targets import event, opened, stored
+from writer_targets import event, on_target, opened, stored
 
 from outbox import Event, EventTooLarge, Outbox, _payload
 
@@ -63,18 +63,14 @@ class Order(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"])
-def test_dataclasses_and_models_are_stored_as_json(outbox_postgres, name):
+@on_target
+async def test_dataclasses_and_models_are_stored_as_json(target, outbox_postgres):
     order = Order(
         id=uuid.UUID(int=7), at=dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC), lines=[Line("tea", Decimal("1.10"))]
     )
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            await target.add(Event("Order", "1", "T", order))
-            await target.add(Event("Order", "1", "T", order.lines[0]))
-            await target.commit()
-
-    asyncio.run(scenario())
+    await target.add(Event("Order", "1", "T", order))
+    await target.add(Event("Order", "1", "T", order.lines[0]))
+    await target.commit()
     assert [row["payload"] for row in stored(outbox_postgres)] == [
         {
             "id": "00000000-0000-0000-0000-000000000007",

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
+from plans import nodes
 from support import wait_until
 from writer_targets import event, numbers, stored, waits_for_a_lock
 
@@ -133,12 +134,6 @@ def test_the_locks_are_sorted_and_taken_before_any_id_is_drawn(outbox_postgres):
     statement = psycopg_sql(insert_many("outbox", lock_key=True))
     with outbox_postgres.connect() as connection:
         plan = connection.execute(f"EXPLAIN (FORMAT JSON, VERBOSE) {statement}", values).fetchone()[0][0]["Plan"]
-
-    def nodes(node):
-        yield node
-        for child in node.get("Plans", []):
-            yield from nodes(child)
-
     (locks,) = (node for node in nodes(plan) if node.get("Subplan Name") == "CTE locks")
     assert any("pg_advisory_xact_lock" in each for each in locks["Output"])
     assert any(node["Node Type"] == "Sort" and "hashtextextended" in str(node["Sort Key"]) for node in nodes(locks))

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
-from writer_targets import each_driver, event, numbers, opened, stored
+from writer_targets import each_driver, event, numbers, on_target, stored
 
 from outbox import AsyncOutbox, ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError, TargetError
 from outbox.urls import sqlalchemy_url
@@ -263,22 +263,19 @@ REFUSED = [
 
 
 @each_driver
-def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(outbox_postgres, name):
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            await target.add(event(1))
-            for make, error, field in REFUSED:
-                with pytest.raises(error) as caught:
-                    await target.add(make())
-                assert caught.value.field == field
-                assert str(caught.value).startswith(f"{field}: ")
-                # One that is wrong keeps the others of its list out.
-                with pytest.raises(error):
-                    await target.add_many([event(2), make(), event(3)])
-            await target.add(event(4))
-            await target.commit()
-
-    asyncio.run(scenario())
+@on_target
+async def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(target, outbox_postgres):
+    await target.add(event(1))
+    for make, error, field in REFUSED:
+        with pytest.raises(error) as caught:
+            await target.add(make())
+        assert caught.value.field == field
+        assert str(caught.value).startswith(f"{field}: ")
+        # One that is wrong keeps the others of its list out.
+        with pytest.raises(error):
+            await target.add_many([event(2), make(), event(3)])
+    await target.add(event(4))
+    await target.commit()
     assert numbers(outbox_postgres) == [1, 4]
 
 

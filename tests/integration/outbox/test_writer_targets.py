@@ -22,6 +22,7 @@ from writer_targets import (
     event,
     every_target,
     numbers,
+    on_target,
     opened,
     round_trips,
     stored,
@@ -33,21 +34,18 @@ from outbox.urls import sqlalchemy_url
 
 
 @every_target
-def test_a_commit_keeps_the_events_and_not_before(outbox_postgres, name):
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            ids = await write(target, False, 1)
-            ids += await write(target, True, 3)
-            ids += await write(target, True, 5, lock_key=True)
-            ids += await write(target, False, 7, lock_key=True)
-            assert stored(outbox_postgres) == []
-            await target.commit()
-            assert [row["event_id"] for row in stored(outbox_postgres)] == ids
-            # The target is as usable as before.
-            await write(target, False, 9)
-            await target.commit()
-
-    asyncio.run(scenario())
+@on_target
+async def test_a_commit_keeps_the_events_and_not_before(target, outbox_postgres):
+    ids = await write(target, False, 1)
+    ids += await write(target, True, 3)
+    ids += await write(target, True, 5, lock_key=True)
+    ids += await write(target, False, 7, lock_key=True)
+    assert stored(outbox_postgres) == []
+    await target.commit()
+    assert [row["event_id"] for row in stored(outbox_postgres)] == ids
+    # The target is as usable as before.
+    await write(target, False, 9)
+    await target.commit()
     assert numbers(outbox_postgres) == list(range(1, 11))
 
 
@@ -215,20 +213,16 @@ def test_psycopg_makes_one_round_trip(outbox_postgres, tmp_path, lock_key):
 @pytest.mark.parametrize(
     "name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection", "asyncpg Connection"]
 )
-def test_the_schema_may_have_any_name(outbox_postgres, name):
+@on_target
+async def test_the_schema_may_have_any_name(target, outbox_postgres):
     schema = 'My "out%s:box'
     with outbox_postgres.connect() as connection:
         renamed = psycopg.sql.Identifier(schema).as_string()
         connection.execute("ALTER SCHEMA outbox RENAME TO " + renamed)
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            target.schema = schema
-            await write(target, True, 1, lock_key=True)
-            await write(target, False, 3)
-            await target.commit()
-
-    asyncio.run(scenario())
+    target.schema = schema
+    await write(target, True, 1, lock_key=True)
+    await write(target, False, 3)
+    await target.commit()
     with outbox_postgres.connect() as connection:
         assert connection.execute(f"SELECT count(*) FROM {renamed}.events".replace("%", "%%"), ()).fetchone()[0] == 4
 

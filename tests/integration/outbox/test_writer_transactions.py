@@ -18,7 +18,7 @@ from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from support import look_up
-from writer_targets import each_driver, event, numbers, opened
+from writer_targets import each_driver, event, numbers, on_target, opened
 
 from outbox import AsyncOutbox, Event, EventError, Outbox, TargetError
 from outbox.urls import sqlalchemy_url
@@ -37,40 +37,33 @@ LIMIT = 1000
 
 
 @each_driver
-def test_what_is_refused_reaches_no_server(outbox_postgres, name):
+@on_target
+async def test_what_is_refused_reaches_no_server(target, outbox_postgres):
     """The transaction goes on, with what was written before in it."""
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            await target.add(event(1))
-            for wrong in (None, "", str(uuid.uuid4()), 5):
-                with pytest.raises(EventError, match=r"event_id: must be a uuid\.UUID, not ") as caught:
-                    await target.cancel(wrong)
-                assert caught.value.field == "event_id"
-            for time in IMPOSSIBLE.values():
-                with pytest.raises(EventError, match=r"not_before: must be in the years 2 to 9998 \(UTC\), not "):
-                    await target.add(event(), not_before=time)
-            with pytest.raises(EventError, match=r"lock_key: would lock 1,001 keys") as caught:
-                await target.add_many([event(n, str(n)) for n in range(LIMIT + 1)], lock_key=True)
-            assert caught.value.field == "lock_key"
-            await target.add(event(2))
-            await target.commit()
-
-    asyncio.run(scenario())
+    await target.add(event(1))
+    for wrong in (None, "", str(uuid.uuid4()), 5):
+        with pytest.raises(EventError, match=r"event_id: must be a uuid\.UUID, not ") as caught:
+            await target.cancel(wrong)
+        assert caught.value.field == "event_id"
+    for time in IMPOSSIBLE.values():
+        with pytest.raises(EventError, match=r"not_before: must be in the years 2 to 9998 \(UTC\), not "):
+            await target.add(event(), not_before=time)
+    with pytest.raises(EventError, match=r"lock_key: would lock 1,001 keys") as caught:
+        await target.add_many([event(n, str(n)) for n in range(LIMIT + 1)], lock_key=True)
+    assert caught.value.field == "lock_key"
+    await target.add(event(2))
+    await target.commit()
     assert numbers(outbox_postgres) == [1, 2]
 
 
 @each_driver
-def test_the_last_times_and_the_last_keys_that_are_taken(outbox_postgres, name):
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            for time in (FIRST, FIRST.astimezone(EAST), LAST, LAST.astimezone(WEST)):
-                await target.add(event(), not_before=time)
-            # More events than keys: keys are what is locked.
-            await target.add_many([event(n, str(n % LIMIT)) for n in range(3 * LIMIT)], lock_key=True)
-            await target.commit()
-
-    asyncio.run(scenario())
+@on_target
+async def test_the_last_times_and_the_last_keys_that_are_taken(target, outbox_postgres):
+    for time in (FIRST, FIRST.astimezone(EAST), LAST, LAST.astimezone(WEST)):
+        await target.add(event(), not_before=time)
+    # More events than keys: keys are what is locked.
+    await target.add_many([event(n, str(n % LIMIT)) for n in range(3 * LIMIT)], lock_key=True)
+    await target.commit()
     assert numbers(outbox_postgres) == list(range(3 * LIMIT))
     assert look_up(outbox_postgres.url, "SELECT count(*) FROM outbox.scheduled") == [(4,)]
 
@@ -126,19 +119,16 @@ def notes(error: BaseException) -> str:
 
 
 @each_driver
-def test_missing_tables_name_the_command_and_stay_the_drivers_error(outbox_postgres, name):
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            target.schema = "elsewhere"
-            with pytest.raises(Exception, match="elsewhere") as caught:
-                await target.add_many([event(1)])
-            assert type(caught.value).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
-            assert notes(caught.value) == (
-                "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
-                "'elsewhere' here"
-            )
-
-    asyncio.run(scenario())
+@on_target
+async def test_missing_tables_name_the_command_and_stay_the_drivers_error(target, outbox_postgres):
+    target.schema = "elsewhere"
+    with pytest.raises(Exception, match="elsewhere") as caught:
+        await target.add_many([event(1)])
+    assert type(caught.value).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
+    assert notes(caught.value) == (
+        "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
+        "'elsewhere' here"
+    )
 
 
 @each_driver

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from support import wait_until
 
-from outbox._app import migrate as db
 from outbox._app.prometheus import serve
 from outbox.errors import ConfigurationError
 from outbox.sandbox._ports import free_ports
@@ -47,7 +46,6 @@ def served(outbox_postgres, outbox_kafka) -> Iterator[Any]:
         serve(f"127.0.0.1:{port}", registry, "consumer.metrics_address")
         return metrics, port
 
-    db.upgrade_consumer(outbox_postgres.url)
     return start
 
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup
+from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup, event_id
+from consumer_group import numbered as rows
 from pyspark import cloudpickle
 from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
@@ -130,27 +131,6 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Database:
         return OnSqlite(str(tmp_path / "sink"))
     url = request.getfixturevalue("outbox_postgres").url
     return OnPostgres(url, straight=request.param == "postgres straight")
-
-
-def event_id(number: int) -> str:
-    return f"019cb900-0000-7000-8000-{number:012x}"
-
-
-def rows(numbers: list[int], *, start: int = 0, part: int = 0, ids: list[int] | None = None) -> pa.RecordBatch:
-    size = len(numbers)
-    return pa.RecordBatch.from_pydict(
-        {
-            "n": pa.array(numbers, pa.int32()),
-            "message_id": [event_id(number) for number in ids or numbers],
-            "message_topic": ["t"] * size,
-            "message_part": pa.array([part] * size, pa.int32()),
-            "message_offset": pa.array(range(start, start + size), pa.int64()),
-            "message_key": ["k"] * size,
-            "message_type": ["x"] * size,
-            "message_time": pa.array([0] * size, pa.timestamp("us", "UTC")),
-            "message_tombstone": [False] * size,
-        }
-    )
 
 
 def apply(

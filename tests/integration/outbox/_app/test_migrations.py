@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from migration_support import empty, rows, while_it_waits
 from psycopg import sql
+from rows_and_roles import login_role, put
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox._app import migrate as db
@@ -133,23 +134,14 @@ def all_tables(url: str, schema: str) -> list[str]:
 
 def test_downgrade_sees_events_that_a_policy_hides_from_it(empty):
     db.upgrade(empty)
-    owner = f"owner_{empty.rpartition('_')[2]}"
-    with psycopg.connect(empty, autocommit=True) as admin:
-        admin.execute("INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('a', 'b', 'c')")
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(owner)))
+    with psycopg.connect(empty, autocommit=True) as admin, login_role(admin, "owner") as owner:
+        put(admin, "outbox.events")
         for kind, name in (("SCHEMA", "outbox"), *(("TABLE", f"outbox.{t}") for t in all_tables(empty, "outbox"))):
-            admin.execute(
-                sql.SQL("ALTER {} {} OWNER TO {}").format(
-                    sql.SQL(kind), sql.Identifier(*name.split(".")), sql.Identifier(owner)
-                )
-            )
+            admin.execute(f"ALTER {kind} {name} OWNER TO {owner}")
         admin.execute("ALTER TABLE outbox.events ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY")
-        try:
-            with pytest.raises(SchemaError, match="row-level security"):
-                db.downgrade(empty.replace("postgres@", f"{owner}@"))
-            assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(owner)))
+        with pytest.raises(SchemaError, match="row-level security"):
+            db.downgrade(empty.replace("postgres@", f"{owner}@"))
+        assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
 
 
 @pytest.mark.parametrize("schema", ['Quo"te a.b', "one:two %sy%%z"])
@@ -197,9 +189,7 @@ def test_an_older_postgres(monkeypatch):
         with psycopg.connect(url) as connection:
             assert connection.info.server_version // 10000 == 16
             Outbox().add_many(connection, [Event("Order", "1", "T", {"a": 1})], lock_key=True)
-            connection.execute(
-                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('a', 'b', 'c')"
-            )
+            put(connection, "outbox.events", aggregate_type="a", aggregate_id="b", event_type="c")
             ids = connection.execute("SELECT event_id FROM outbox.events").fetchall()
     assert {row[0].version for row in ids} == {7}
 

@@ -16,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 from page_support import PageRun
 from planted_support import admin, foreign, hostile, outbox, template
+from rows_and_roles import login_role, put
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -74,20 +75,15 @@ def test_tables_that_a_host_creates_with_its_own_path(hostile, admin, build):
 
 
 def test_grants_printed_and_applied(hostile):
-    made = f"role_{hostile.name}"
-    with hostile.connect(autocommit=True) as connection:
-        connection.execute(f"CREATE ROLE {made} LOGIN")
-        try:
-            roles = [f"{kind}={made}" for kind in RoleKind]
-            printed = outbox("db", "roles", *roles, "--wal")
-            assert printed.startswith("SET search_path = pg_catalog;")
-            # Blocks of code are safe by themselves too.
-            for statement in grants([(kind, made) for kind in RoleKind], "outbox", "consumer", wal=True):
-                connection.execute(statement)
-            connection.execute(printed)
-            outbox("db", "roles", *roles, "--wal", "--apply")
-        finally:
-            connection.execute(f"REASSIGN OWNED BY {made} TO CURRENT_USER; DROP OWNED BY {made}; DROP ROLE {made}")
+    with hostile.connect(autocommit=True) as connection, login_role(connection, "role") as made:
+        roles = [f"{kind}={made}" for kind in RoleKind]
+        printed = outbox("db", "roles", *roles, "--wal")
+        assert printed.startswith("SET search_path = pg_catalog;")
+        # Blocks of code are safe by themselves too.
+        for statement in grants([(kind, made) for kind in RoleKind], "outbox", "consumer", wal=True):
+            connection.execute(statement)
+        connection.execute(printed)
+        outbox("db", "roles", *roles, "--wal", "--apply")
 
 
 # What writes.
@@ -194,24 +190,13 @@ def filled(hostile, admin, outbox_kafka, monkeypatch) -> dict[str, str]:
     event, published, message = (str(uuid7()) for _ in range(3))
     kind = ("Order", "o-1", "OrderPlaced")
     columns = "lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at"
-    admin.execute(
-        f"INSERT INTO outbox.dead_letters ({columns}, attempts, last_error, first_failed_at) "
-        "VALUES (0, 1000, %s, %s, %s, %s, now(), 1, 'e', now())",
-        (event, *kind),
-    )
+    put(admin, "outbox.dead_letters", id=1000, event_id=event, aggregate_id="o-1")
     admin.execute(
         f"INSERT INTO outbox.published ({columns}) VALUES (0, 1001, %s, %s, %s, %s, now())", (published, *kind)
     )
-    admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
-    admin.execute(
-        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-        "VALUES ('g', 't', 0, 'T', 1, 1)"
-    )
-    [(number,)] = admin.execute(
-        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_headers, "
-        "message_time, reason, error) VALUES ('g', 't', 'T', 0, 0, %s, '[]', now(), 'failed', 'e') RETURNING id",
-        (message,),
-    ).fetchall()
+    put(admin, "consumer.groups")
+    put(admin, "consumer.offsets", next_offset=1)
+    number = put(admin, "consumer.dead_letters", message_id=message)["id"]
     with admin.transaction():
         later = Outbox().add(admin, events()[0], not_before=planted.LATER)
     given = {"event": event, "published": published, "message": message, "number": number, "later": later}

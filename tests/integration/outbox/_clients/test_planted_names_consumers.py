@@ -9,13 +9,13 @@ from typing import Any
 import planted
 import psycopg
 import pytest
-from consumer_group import COLUMNS
+from consumer_group import COLUMNS, event_id
 from direct_sink import Sink as Straight
 from external_support import Sink as Provided
 from external_support import payments
 from inbox_support import Log, apply
 from planted_support import admin, hostile, template
-from task_sink import WAYS, Sink, event_id
+from task_sink import WAYS, Sink
 
 from outbox.external import Done
 from spark_jobs.dedup.strategies import (

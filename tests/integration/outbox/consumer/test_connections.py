@@ -18,7 +18,6 @@ import pytest
 from sessions_support import NAME, PID, ask, read, sessions, url, use, with_default
 from support import wait_until
 
-from outbox._app import migrate as db
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
 from spark_jobs.driver.options import Options
@@ -197,7 +196,6 @@ def test_a_fork_begins_with_no_session_and_leaves_its_parents_alone(url):
 
 
 def test_what_a_driver_has_open_is_closed_with_it(url):
-    db.upgrade_consumer(url)
     job = ConsumerJob("g", ["t"], "SELECT 1")
     names = blockers.names("g")
     with Runner(None, job, Options(url, {"bootstrap.servers": "127.0.0.1:1"}), lambda *_: None) as runner:

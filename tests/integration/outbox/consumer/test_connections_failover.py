@@ -15,6 +15,7 @@ from sessions_support import NAME, ask, later, read, run, sessions, terminate, u
 from standby import Standby, set_parameter
 from support import wait_until
 
+from outbox._app import migrate as db
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
 from outbox.consumer.model import StoredOffset
@@ -45,6 +46,7 @@ def test_a_session_that_the_server_ended_is_replaced_unseen(url):
 def test_a_round_survives_a_restart_of_the_server(private_postgres):
     server = private_postgres()
     url = private_postgres.database(server).url
+    db.upgrade_consumer(url)
     group = ConsumerGroup(url)
     group.begin([0])
     store = PostgresGroupStore(url, "consumer", "g", "test")
@@ -66,6 +68,7 @@ def test_a_round_survives_a_restart_of_the_server(private_postgres):
 def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
     server = private_postgres()
     url = private_postgres.database(server).url
+    db.upgrade_consumer(url)
     ConsumerGroup(url).begin([0])
     store = PostgresGroupStore(url, "consumer", "g", "test")
     (driver,) = [store.stored(["t"]) and sessions(url, "outbox driver g")]
@@ -96,6 +99,7 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
     """The name leads to the new primary, and the old one does not know that it is none: a split brain."""
     primary = private_postgres({"wal_level": "replica"})
     database = private_postgres.database(primary)
+    db.upgrade_consumer(database.url)
     ConsumerGroup(database.url).begin([0])
     address = urlsplit(database.url)
     with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:

@@ -12,7 +12,9 @@ import psycopg
 import pytest
 from consumer_group import ConsumerGroup
 from counting import Counting
+from plans import blocks, nodes
 from psycopg import sql
+from rows_and_roles import put
 from sessions_support import NAME, later, run, sessions, terminate, url
 from support import look_up, wait_until
 
@@ -61,18 +63,8 @@ def test_tasks_of_a_process_share_a_session(counting):
     assert kinds == {b"BEGIN": 1, b"SELECT": 2, b"UPDATE": 1, b"COMMIT": 1, b"DISCARD": 1}
 
 
-def dead_letter(url: str, offset: int, key: str, state: str, reason: str, part: int = 0) -> None:
-    run(
-        url,
-        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers, "
-        "message_time, reason, error, state) "
-        "VALUES ('g', 't', 'topic-id', %s, %s, %s::text::bytea, '[]', now(), %s, '', %s)",
-        part,
-        offset,
-        key,
-        reason,
-        state,
-    )
+def dead_letter(url: str, offset: int, key: bytes, state: str, reason: str) -> None:
+    put(url, "consumer.dead_letters", message_offset=offset, message_key=key, state=state, reason=reason)
 
 
 def test_the_state_of_a_group(url):
@@ -86,14 +78,14 @@ def test_the_state_of_a_group(url):
         return found.retry_waits
 
     assert (waits(False), waits(True)) == (False, False)
-    dead_letter(url, 1, "a", "dead", "failed")
-    dead_letter(url, 2, "a", "dead", "behind")
+    dead_letter(url, 1, b"a", "dead", "failed")
+    dead_letter(url, 2, b"a", "dead", "behind")
     assert (waits(False), waits(True)) == (False, False)
     # Nothing is in front of it any more.
     run(url, "DELETE FROM consumer.dead_letters WHERE message_offset = 1")
     assert (waits(False), waits(True)) == (False, True)
     run(url, "DELETE FROM consumer.dead_letters")
-    dead_letter(url, 3, "b", "retry", "failed")
+    dead_letter(url, 3, b"b", "retry", "failed")
     assert (waits(False), waits(True)) == (True, True)
     # Of other topics nothing is asked.
     assert store.state(["other"], 1, keep_order=True) == StoredGroup({}, False)
@@ -121,16 +113,10 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
     explained = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {}").format(store._state_query(keep_order))
     values = {"grp": "g", "topics": ["t"]}
     [(found,)] = connections.read(url, NAME, explained, values)
-    nodes, left = [], [found[0]["Plan"]]
-    while left:
-        node = left.pop()
-        nodes.append(node)
-        left += node.get("Plans", ())
-    letters = [node for node in nodes if node.get("Relation Name") == "dead_letters"]
+    letters = [node for node in nodes(found[0]["Plan"]) if node.get("Relation Name") == "dead_letters"]
     assert letters
     assert all("Index" in node["Node Type"] for node in letters), found
-    blocks = found[0]["Plan"]["Shared Hit Blocks"] + found[0]["Plan"]["Shared Read Blocks"]
-    assert blocks < (30 if not keep_order else 3000), found
+    assert blocks(found[0]["Plan"]) < (30 if not keep_order else 3000), found
 
 
 # The lock monitor.

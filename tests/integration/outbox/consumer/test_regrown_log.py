@@ -11,7 +11,6 @@ import pytest
 from inbox_support import Log
 from offsets_driver import GROUP, Driver, without_spark
 
-from outbox._app import migrate as db
 from outbox.consumer.errors import DataLost
 from outbox.inbox.errors import PositionLost
 from outbox.sandbox.kafka import KafkaCluster
@@ -91,7 +90,6 @@ def test_a_log_that_was_cut_and_grew_again_halts_the_group_as_a_loss(outbox_post
 
 def test_a_member_of_an_inbox_halts_too(outbox_postgres, broker):
     """Behind what was read are transactions' markers: the position is beyond the last message."""
-    db.upgrade_consumer(outbox_postgres.url)
     with Topics(broker.server.bootstrap_servers) as topics:
         log = Log(outbox_postgres, topics)
         for number in range(2):

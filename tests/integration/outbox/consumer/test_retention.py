@@ -11,11 +11,12 @@ from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
+from plans import nodes
 from psycopg import sql
+from rows_and_roles import login_role, put
 from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
-from outbox._app import migrate as db
 from outbox._clients.checks import Level
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import DAY_OF_ID
@@ -30,19 +31,15 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 KEEP = 5
 
 
-pytestmark = pytest.mark.usefixtures("stoppable")
+__all__ = ["with_path_of_role"]
 
-
-@pytest.fixture
-def stoppable(monkeypatch) -> None:
-    with_path_of_role(monkeypatch)
+pytestmark = pytest.mark.usefixtures("with_path_of_role")
 
 
 class Sink:
     """A sink with consumers' tables, and ids of chosen days in it. For its connections the day does not end."""
 
     def __init__(self, url: str) -> None:
-        db.upgrade_consumer(url)
         self.today, self.clock = stop_clock(url)
         self.url = f"{url}?{urlencode({'options': self.clock}, quote_via=quote)}"
         self.memory = IdRetention(self.url, "consumer", KEEP)
@@ -89,6 +86,9 @@ class Sink:
 @pytest.fixture
 def sink(outbox_postgres) -> Sink:
     return Sink(outbox_postgres.url)
+
+
+REMEMBER = "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())"
 
 
 def names(*days: dt.date) -> set[str]:
@@ -202,14 +202,8 @@ def test_ids_without_a_time_are_not_even_looked_at(sink):
     text = json.dumps(plan)
     assert "processed_messages_default_days" in text
     assert '"Node Type": "Seq Scan", "Parent Relationship": "Inner"' not in text
-    read = [node for node in _nodes(plan["Plan"]) if node.get("Relation Name") == "processed_messages_default"]
+    read = [node for node in nodes(plan["Plan"]) if node.get("Relation Name") == "processed_messages_default"]
     assert [node["Actual Rows"] for node in read] == [5]
-
-
-def _nodes(node):
-    yield node
-    for child in node.get("Plans", ()):
-        yield from _nodes(child)
 
 
 def test_upkeep_gives_way_to_a_task_that_writes(sink):
@@ -218,9 +212,7 @@ def test_upkeep_gives_way_to_a_task_that_writes(sink):
     old = sink.day(KEEP + 2)
     sink.partition(old)
     with psycopg.connect(sink.url) as task:
-        task.execute(
-            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())", (old,)
-        )
+        task.execute(REMEMBER, (old,))
         for upkeep in (sink.memory.make(), sink.memory.forget()):
             assert "lock timeout" in upkeep.problem
             assert (upkeep.made, upkeep.dropped) == ((), ())
@@ -281,9 +273,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
     sink.remember("g", old, KEEP + 2)
     done: list[RetentionResult] = []
     with psycopg.connect(sink.url) as task:
-        task.execute(
-            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())", (old,)
-        )
+        task.execute(REMEMBER, (old,))
         forgetting = threading.Thread(target=lambda: done.append(sink.memory.forget()))
         forgetting.start()
         name = f"consumer.processed_messages_{old:%Y%m%d}"
@@ -296,20 +286,14 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
 
 
 def test_without_the_owners_rights_it_says_so(sink):
-    role = f"reader_{uuid.uuid4().hex[:8]}"
     sink.partition(sink.day(KEEP + 2))
-    sink.run(f"CREATE ROLE {role} LOGIN")
-    try:
-        sink.run(
-            f"GRANT USAGE ON SCHEMA consumer TO {role}; "
-            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA consumer TO {role}"
-        )
+    with psycopg.connect(sink.url, autocommit=True) as admin, login_role(admin, "reader") as role:
+        admin.execute(f"GRANT USAGE ON SCHEMA consumer TO {role}")
+        admin.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA consumer TO {role}")
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
         memory = IdRetention(url, "consumer", KEEP)
         assert "permission denied" in memory.make().problem
         assert "must be owner" in memory.forget().problem
-    finally:
-        sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 def prune(url: str, *arguments: str, status: int = 0) -> str:
@@ -321,12 +305,10 @@ def prune(url: str, *arguments: str, status: int = 0) -> str:
 
 def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
     """From cron. The consumer has the rights that `outbox db roles` gives it, and no others."""
-    role = f"consumer_{uuid.uuid4().hex[:8]}"
     old, lately, stray = sink.day(KEEP + 2), sink.day(KEEP + 3), sink.day(KEEP + 4)
     for day in (old, lately):
         sink.partition(day)
-    sink.run(f"CREATE ROLE {role} LOGIN")
-    try:
+    with psycopg.connect(sink.url, autocommit=True) as admin, login_role(admin, "consumer") as role:
         for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
             sink.run(statement)
         url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
@@ -366,8 +348,6 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         assert consumer.forget_days(KEEP) == RetentionResult(problem=ANY, denied=True)
         assert prune(sink.url, *keep) == f"partition processed_messages_{lately:%Y%m%d}: dropped\n"
         assert consumer.forget_days(KEEP) == RetentionResult()
-    finally:
-        sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 def test_the_owner_is_told_what_keeps_the_days_as_they_are(sink):
@@ -400,11 +380,7 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
         made = outbox_kafka.create_topic(
             outbox_kafka.name(name), 1, {key.replace("_", "."): value for key, value in config.items()}
         )
-        sink.run(
-            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-            "VALUES ('g', %s, 0, 'x', 0, 1)",
-            (made,),
-        )
+        put(sink.url, "consumer.offsets", topic=made)
         return f"topic {made}, ids"
 
     def examined(keep_days):
@@ -421,7 +397,7 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
     day = 86_400_000
     week, month = topic("week", retention_ms=str(7 * day)), topic("month", retention_ms=str(30 * day))
     forever, compacted = topic("forever", retention_ms="-1"), topic("compacted", cleanup_policy="compact")
-    sink.run("INSERT INTO consumer.offsets VALUES ('g', 'gone', 0, 'x', 0, 1)")
+    put(sink.url, "consumer.offsets", topic="gone")
     sink.remember("g", NO_TIME, 0, count=3)
     found = examined(14)
     assert {about for about in found if about.endswith(", ids")} == {month, forever, compacted}
@@ -431,10 +407,7 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
     assert "3 without a time" in found["remembered ids"].found
     assert month not in examined(31)
     assert week in examined(6)
-    sink.run(
-        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
-        "VALUES ('g', 'week', 'x', 0, 1, 2, 'retention', 'd')"
-    )
+    put(sink.url, "consumer.losses", topic="week")
     lost = examined(14)["group g"]
     assert lost.level is Level.FAILURE
     assert "`outbox offsets reset g --topic week --to loss`" in lost.do

@@ -8,6 +8,7 @@ from typing import Any, LiteralString
 import psycopg
 import pytest
 from external_support import in_thread, lease_runs_out, payments, provider, sink
+from plans import blocks, nodes
 from psycopg import sql
 from support import wait_until
 
@@ -41,10 +42,6 @@ def statement(query: LiteralString) -> sql.Composed:
 
 def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> tuple[int, dict[str, int]]:
     """Return the blocks that a statement reads, and the rows of each of its nodes, by index; and roll it back."""
-
-    def nodes(node: dict[str, Any]) -> list[dict[str, Any]]:
-        return [node, *(one for child in node.get("Plans", []) for one in nodes(child))]
-
     with connection.transaction(force_rollback=True):
         explained = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + statement(query)
         ((plan,),) = connection.execute(explained, WAITING | values).fetchone()
@@ -53,7 +50,7 @@ def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> t
     for node in nodes(plan["Plan"]):
         name = node.get("Index Name", node["Node Type"])
         rows[name] += (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
-    return plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"], rows
+    return blocks(plan["Plan"]), rows
 
 
 @pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])

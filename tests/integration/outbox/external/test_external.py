@@ -169,28 +169,6 @@ def test_in_no_order_calls_of_a_key_go_out_together(sink, provider):
     assert set(sink.states().values()) == {"confirmed"}
 
 
-def test_callers_share_the_work_and_call_nothing_twice(sink, provider):
-    external = payments(provider.url, workers=3)
-    names = [(f"o{n}", f"key{n % 15}") for n in range(90)]
-    sink.reserve(external, names)
-    # The first nine, three for each caller: nobody has done everything before the others begin.
-    for name, _ in names[:9]:
-        provider.tell(name, "stall")
-    counts: list[dict[str, int]] = []
-    threads = [in_thread(lambda: counts.append(sink.drain(external))) for _ in range(3)]
-    wait_until(lambda: provider.most_at_once == 9, what="all callers at work")
-    provider.release()
-    for thread in threads:
-        thread.join(120)
-    assert sum(count.get("confirmed", 0) for count in counts) == 90
-    assert sum(count["attempts"] for count in counts) == 90
-    assert Counter(request[3] for request in provider.requests()) == Counter(name for name, _ in names)
-    order = {name: place for place, name in enumerate(provider.effects())}
-    for key in range(15):
-        places = [order[name] for name, its in names if its == f"key{key}"]
-        assert places == sorted(places)
-
-
 def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_again(sink, provider, outbox_cli):
     external = payments(provider.url, max_attempts=3)
     provider.tell("bad", *["500"] * 3)

@@ -133,18 +133,6 @@ def test_a_failed_message_is_a_dead_letter_and_its_key_waits_behind_it(log, how,
     assert log.run("SELECT next_offset, applied, dead FROM consumer.offsets") in ([(61, 61, 4)], [(61, 61, 5)])
 
 
-def test_what_waits_behind_a_discarded_letter_is_applied(log):
-    log.produce(keys(40))
-    poison = Poison(1)
-    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
-        running.wait(lambda: log.positions().get(0) == 40, "the position")
-        with psycopg.connect(log.database.url, autocommit=True) as connection:
-            DeadLetters(connection, "consumer").discard(Selection(reason="failed"), "no order")
-        running.wait(lambda: log.count() >= 39, "those behind it")
-    assert log.applied()["k1"] == [0, 2, 3]
-    assert log.letters() == []
-
-
 @pytest.mark.parametrize("on_failure", ["stop", "dead-letter"])
 def test_a_message_without_an_id(log, on_failure):
     log.produce(keys(30), ids=[None if number == 17 else uuid7() for number in range(30)])

@@ -14,13 +14,13 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
-from psycopg import sql
+from rows_and_roles import login_role
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, create_async_engine
 from sqlalchemy.orm import Session
 from support import stop_clock, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
-from writer_targets import Undo, each_driver, opened, round_trips, waits_for_a_lock
+from writer_targets import Undo, each_driver, on_target, opened, round_trips, waits_for_a_lock
 
 from outbox import ConfigurationError, TargetError
 from outbox.consumer.ids import NO_TIME, day
@@ -49,41 +49,33 @@ def remembered(database) -> list[tuple[str, uuid.UUID]]:
 
 
 @each_driver
-def test_a_message_is_new_once(outbox_postgres, name):
+@on_target
+async def test_a_message_is_new_once(target, outbox_postgres):
     first, second = sorted([uuid7(), uuid.uuid4()])
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            assert await is_new(target, first) is True
-            # In the same transaction, too.
-            assert await is_new(target, first) is False
-            assert remembered(outbox_postgres) == []
-            await target.commit()
-            assert await is_new(target, first) is False
-            assert await is_new(target, first, "shipping") is True
-            assert await is_new(target, second) is True
-            await target.commit()
-
-    asyncio.run(scenario())
+    assert await is_new(target, first) is True
+    # In the same transaction, too.
+    assert await is_new(target, first) is False
+    assert remembered(outbox_postgres) == []
+    await target.commit()
+    assert await is_new(target, first) is False
+    assert await is_new(target, first, "shipping") is True
+    assert await is_new(target, second) is True
+    await target.commit()
     assert remembered(outbox_postgres) == [("billing", first), ("billing", second), ("shipping", first)]
 
 
 @each_driver
-def test_a_rollback_makes_it_new_again(outbox_postgres, name):
+@on_target
+async def test_a_rollback_makes_it_new_again(target, outbox_postgres):
     id_ = uuid7()
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
+    assert await is_new(target, id_) is True
+    await target.rollback()
+    with contextlib.suppress(Undo):
+        async with target.savepoint():
             assert await is_new(target, id_) is True
-            await target.rollback()
-            with contextlib.suppress(Undo):
-                async with target.savepoint():
-                    assert await is_new(target, id_) is True
-                    raise Undo
-            assert await is_new(target, id_) is True
-            await target.commit()
-
-    asyncio.run(scenario())
+            raise Undo
+    assert await is_new(target, id_) is True
+    await target.commit()
     assert remembered(outbox_postgres) == [("billing", id_)]
 
 
@@ -231,18 +223,13 @@ def test_the_transaction_is_usable_beside_other_row_factories(outbox_postgres):
 
 
 def test_a_consumers_role_is_enough(outbox_postgres):
-    role = f"{outbox_postgres.name}_consumer"
-    with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {}").format(sql.Identifier(role)))
-        try:
-            for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
-                admin.execute(statement.encode())
-            with admin.transaction():
-                admin.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(role)))
-                old = id_of(dt.datetime.now(dt.UTC) - dt.timedelta(days=3))
-                assert once(admin, message(old), consumer="billing")
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "consumer") as role:
+        for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
+            admin.execute(statement.encode())
+        with admin.transaction():
+            admin.execute(f"SET LOCAL ROLE {role}")
+            old = id_of(dt.datetime.now(dt.UTC) - dt.timedelta(days=3))
+            assert once(admin, message(old), consumer="billing")
 
 
 def id_of(when: dt.datetime) -> uuid.UUID:

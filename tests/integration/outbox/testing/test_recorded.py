@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from writer_targets import each_driver, opened
+from writer_targets import Target, each_driver, on_target, opened
 
 from outbox.errors import TargetError
 from outbox.event import Event
@@ -155,34 +155,30 @@ async def asynchronous(url: str) -> None:
 
 
 @each_driver
-def test_whatever_add_takes_is_read(outbox_postgres: Database, name: str) -> None:
+@on_target
+async def test_whatever_add_takes_is_read(target: Target, outbox_postgres: Database) -> None:
     """Scoped sessions and cursors too; and what is scheduled, with its time."""
     soon = dt.datetime.now(dt.UTC) + dt.timedelta(hours=1)
 
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
+    async def recorded() -> list[Event]:
+        asynchronous = isinstance(target._outbox, AsyncOutbox)
+        return await recorded_events_async(target.given) if asynchronous else recorded_events(target.given)
 
-            async def recorded() -> list[Event]:
-                asynchronous = isinstance(target._outbox, AsyncOutbox)
-                return await recorded_events_async(target.given) if asynchronous else recorded_events(target.given)
-
-            later = [await target.add(each, not_before=soon + n * HOUR) for n, each in ((2, GIVEN[0]), (1, GIVEN[1]))]
-            await target.add_many(GIVEN)
-            found = await recorded()
-            assert found[:5] == GIVEN
-            assert all(type(each) is Event for each in found[:5])
-            first, second = found[5:]
-            assert isinstance(first, ScheduledEvent)
-            assert isinstance(second, ScheduledEvent)
-            assert (first.not_before, second.not_before) == (soon + HOUR, soon + 2 * HOUR)
-            assert [second.event_id, first.event_id] == later
-            assert (first.payload, first.content_type) == (GIVEN[1].payload, "application/pdf")
-            await target.cancel(later[0])
-            assert await recorded() == found[:6]
-            await target.commit()
-            assert await recorded() == []
-
-    asyncio.run(scenario())
+    later = [await target.add(each, not_before=soon + n * HOUR) for n, each in ((2, GIVEN[0]), (1, GIVEN[1]))]
+    await target.add_many(GIVEN)
+    found = await recorded()
+    assert found[:5] == GIVEN
+    assert all(type(each) is Event for each in found[:5])
+    first, second = found[5:]
+    assert isinstance(first, ScheduledEvent)
+    assert isinstance(second, ScheduledEvent)
+    assert (first.not_before, second.not_before) == (soon + HOUR, soon + 2 * HOUR)
+    assert [second.event_id, first.event_id] == later
+    assert (first.payload, first.content_type) == (GIVEN[1].payload, "application/pdf")
+    await target.cancel(later[0])
+    assert await recorded() == found[:6]
+    await target.commit()
+    assert await recorded() == []
 
 
 def test_asynchronous_targets(outbox_postgres: Database) -> None:

@@ -6,19 +6,11 @@ import json
 
 import psycopg
 import pytest
+from rows_and_roles import put
 from typer.testing import CliRunner
 
-from outbox._app import migrate
 from relay.cli.app import app
 
-DEAD = """
-WITH dead AS (
-    INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload,
-                                     created_at, attempts, last_error, first_failed_at)
-    VALUES (0, %s, %s, %s, %s, 'Placed', '{"n": 1}', now(), 3, 'too large', now()) RETURNING *)
-INSERT INTO outbox.failures (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
-                             first_failed_at, last_failed_at, next_attempt_at)
-SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, last_error, now(), now(), 'infinity' FROM dead"""
 IDS = [f"019cb900-0000-7000-8000-00000000000{number}" for number in range(3)]
 
 
@@ -26,16 +18,14 @@ IDS = [f"019cb900-0000-7000-8000-00000000000{number}" for number in range(3)]
 def command(outbox_postgres, monkeypatch):
     """Run a command over a database with three dead letters on each side. Gives status, stdout and stderr."""
     monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
-    migrate.upgrade_consumer(outbox_postgres.url)
     with psycopg.connect(outbox_postgres.url) as connection:
         for number, event_id in enumerate(IDS):
-            connection.execute(DEAD, (number + 1, event_id, "Order" if number else "Invoice", str(number)))
-            connection.execute(
-                "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, "
-                "message_headers, message_time, reason, error) "
-                "VALUES (%s, 't', 'id', 0, %s, 'k', '[]', now(), %s, 'why')",
-                ("orders", number, "failed" if number else "undecodable"),
-            )
+            event = {"id": number + 1, "event_id": event_id, "aggregate_id": str(number)}
+            event["aggregate_type"] = "Order" if number else "Invoice"
+            for table in ("outbox.dead_letters", "outbox.failures"):
+                put(connection, table, **event)
+            reason = "failed" if number else "undecodable"
+            put(connection, "consumer.dead_letters", grp="orders", message_offset=number, reason=reason)
 
     def run(text: str) -> tuple[int, str, str]:
         result = CliRunner().invoke(app, text.split())
@@ -62,24 +52,6 @@ def test_each_side_lists_and_shows_its_own(command):
     for unknown in ("77 --side consumer", "019cb900-0000-7000-8000-0000000000ff"):
         status, stdout, stderr = command(f"dead-letters show {unknown}")
         assert (status, stdout, unknown.split()[0] in stderr) == (1, "", True)
-
-
-def test_retry_and_discard_on_the_relays_side(command):
-    status, stdout, _ = command(f"dead-letters retry {IDS[0]} --json")
-    assert (status, json.loads(stdout)) == (0, {"retried": [IDS[0]], "locked": []})
-    status, stdout, _ = command("dead-letters discard --all --aggregate-type Order --reason gone")
-    assert (status, stdout) == (0, "2 events were discarded\n")
-    (left,) = json.loads(command("dead-letters list --json")[1])["failures"]
-    assert left["event_id"] == IDS[0]
-
-
-def test_retry_and_discard_on_the_consumers_side(command):
-    first, *others = numbers(command)
-    status, stdout, _ = command("dead-letters discard --side consumer --reason test " + str(first))
-    assert (status, stdout) == (0, "1 message was discarded\n")
-    assert numbers(command) == others
-    status, stdout, _ = command("dead-letters retry --side consumer --all --group orders --cause failed --json")
-    assert (status, json.loads(stdout)) == (0, {"retried": others})
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from guard_support import Mutate, as_it_is, drop_lost, joined, verdict, work
+from guard_support import Mutate, as_it_is, drop_lost, verdict, work
 from takeover_support import LANES, Place, Worker, place
 
 from outbox import Event, Outbox
 from relay import lanes as lanes_module
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Completed
+from relay.core.ports import Completed
 from relay.kafka import takeover
 from relay.kafka.producer import BatchProducer
 from relay.kafka.takeover import Takeover
@@ -52,23 +52,16 @@ from relay.settle import statements
 __all__ = ["place"]
 
 
-def in_hand(worker: Worker) -> Batches:
-    """Read a turn, whose rows can't be lost and whose leases are checked: it is published next."""
-    batches = worker.source.fetch({lease.lane: 2 for lease in worker.leases}).batches
-    worker.source.settle({})
-    return batches
-
-
 # The scenarios
 
 
 def overtaken(place: Place, turns: int) -> None:
     """A worker has read a turn and sleeps; another one takes its lanes; then it sends what it has in hand."""
-    former = joined(place, "a")
+    former = place.joined("a")
     for _ in range(turns):
         former.turn(1)
-    batches = in_hand(former)
-    heir = joined(place, "b")
+    batches = former.in_hand()
+    heir = place.joined("b")
     work(heir)
     former.publisher.publish(batches)
 
@@ -83,29 +76,29 @@ def overtaken_with_the_second_producer(place: Place) -> None:
 
 def a_taker_dies(place: Place) -> None:
     """As above; between the two, one acquires the lanes and dies at once. No marker names the sleeper."""
-    before = joined(place, "z")
+    before = place.joined("z")
     before.turn(1)
     place.tables.table.release(before.leases, clean=range(LANES))
-    former = joined(place, "a")
-    batches = in_hand(former)
+    former = place.joined("a")
+    batches = former.in_hand()
     place.tables.acquire(range(LANES))
-    work(joined(place, "c"))
+    work(place.joined("c"))
     former.publisher.publish(batches)
 
 
 def the_row_forgets_the_id(place: Place) -> None:
     """A failover loses the commit that wrote the worker's id; the worker goes on, and is overtaken then."""
-    former = joined(place, "a")
+    former = place.joined("a")
     place.tables.run("UPDATE outbox.lanes SET transactional_id = NULL")
-    batches = in_hand(former)
-    work(joined(place, "b"))
+    batches = former.in_hand()
+    work(place.joined("b"))
     if batches:
         former.publisher.publish(batches)
 
 
 def postgres_forgets_a_settlement(place: Place) -> None:
     """Behind a pooler Postgres goes over to a standby that lacks a commit, and the worker does not notice."""
-    worker = joined(place, "a")
+    worker = place.joined("a")
     worker.turn(1)
     place.tables.save()
     worker.turn(1)
@@ -115,20 +108,20 @@ def postgres_forgets_a_settlement(place: Place) -> None:
 
 def a_zombie_begins_anew(place: Place) -> None:
     """A worker is fenced, makes new producers and goes on, while its heir has a turn in hand."""
-    begins_anew(place, joined(place, "a"), joined(place, "b"))
+    begins_anew(place, place.joined("a"), place.joined("b"))
 
 
 def two_under_one_epoch(place: Place) -> None:
     """As above, and the heir has the same epoch: a failover has lost the commit of the former's take-over."""
     tables = place.tables
-    former = joined(place, "a")
+    former = place.joined("a")
     tables.run("UPDATE outbox.lanes SET epoch = epoch - 1, owner = NULL")
     tables.table = LaneTable(tables.table._connection, "outbox", "heir", "0", 600.0)
-    begins_anew(place, former, joined(place, "b"))
+    begins_anew(place, former, place.joined("b"))
 
 
 def begins_anew(place: Place, former: Worker, heir: Worker) -> None:
-    batches = in_hand(heir)
+    batches = heir.in_hand()
     former.publisher.close()
     former.publisher = former.new_publisher()
     drop_lost(former, former.join())
@@ -141,8 +134,8 @@ def begins_anew(place: Place, former: Worker, heir: Worker) -> None:
 
 def an_answer_is_lost(place: Place) -> None:
     """A commit's answer does not arrive: with new producers the worker finds out what became of it."""
-    worker = joined(place, "a")
-    assert isinstance(worker.publisher.publish(in_hand(worker)), Completed)
+    worker = place.joined("a")
+    assert isinstance(worker.publisher.publish(worker.in_hand()), Completed)
     worker.publisher.close()
     worker.publisher = worker.new_publisher()
     assert worker.join() == {}
@@ -151,36 +144,36 @@ def an_answer_is_lost(place: Place) -> None:
 
 def a_kill_after_the_commit(place: Place) -> None:
     """A turn is committed, and its worker dies before it has settled it."""
-    former = joined(place, "a")
-    assert isinstance(former.publisher.publish(in_hand(former)), Completed)
-    work(joined(place, "b"))
+    former = place.joined("a")
+    assert isinstance(former.publisher.publish(former.in_hand()), Completed)
+    work(place.joined("b"))
 
 
 def lanes_are_let_go_in_trouble(place: Place) -> None:
     """A worker gives its lanes up while it does not know whether its transaction has ended."""
-    former = joined(place, "a")
-    batches = in_hand(former)
+    former = place.joined("a")
+    batches = former.in_hand()
     place.tables.table.release(former.leases)
-    work(joined(place, "b"))
+    work(place.joined("b"))
     former.publisher.publish(batches)
 
 
 def a_kill_after_settling(place: Place) -> None:
     """At least once: the rows of a turn go, and then the worker dies with whatever is still in its producer."""
     place.settings.kafka["linger.ms"] = "600000"
-    worker = joined(place, "a", exact=False)
+    worker = place.joined("a", exact=False)
     sent = worker.publish(20)
     assert isinstance(sent, Completed)
     worker.source.settle(sent.receipts)
     worker.publisher.close()
     assert worker.source.flush(list(sent.receipts)) == {}
     del place.settings.kafka["linger.ms"]
-    work(joined(place, "b", exact=False))
+    work(place.joined("b", exact=False))
 
 
 def a_late_commit(place: Place) -> None:
     """A transaction has drawn ids and is open; others commit and are published for a while; then it commits."""
-    worker = joined(place, "a")
+    worker = place.joined("a")
     work(worker)
     with psycopg.connect(place.tables.url) as late:
         keys = [f"k{place.count + n:04}" for n in range(20)]

@@ -14,8 +14,7 @@ __all__ = ["place"]
 def test_a_restore_to_before_exactly_once_began_stops_the_lanes(place):
     place.add()
     place.tables.save()
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     for _ in range(2):
         worker.turn(2)
     place.tables.table.release(worker.leases, clean=range(LANES))
@@ -38,8 +37,7 @@ def test_a_restore_to_before_exactly_once_began_stops_the_lanes(place):
 def test_the_first_events_whose_rows_are_gone_stop_the_lane(place):
     """Exactly-once has just begun, and the restored table has not all that it published."""
     place.add()
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     assert isinstance(worker.publish(2), Completed)
     place.tables.run("UPDATE outbox.lanes SET last_batch = NULL")
     place.tables.run("DELETE FROM outbox.events WHERE lane = 3")
@@ -51,16 +49,14 @@ def test_the_first_events_whose_rows_are_gone_stop_the_lane(place):
 
 def test_lanes_of_another_number_go_on_from_the_markers_that_their_numbers_had(place):
     place.add()
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     worker.drain()
     place.tables.table.release(worker.leases, clean=range(LANES))
     for lanes in (LANES - 2, LANES):
         db.change_lanes(place.tables.url, lanes)
         assert place.tables.batches() == dict.fromkeys(range(lanes), 0)
     place.add()
-    heir = place.worker("b")
-    assert heir.join() == {}
+    heir = place.joined("b")
     heir.drain()
     assert place.all_once()
 

@@ -168,7 +168,8 @@ def test_another_programs_transaction_is_not_the_relays_business(hanging):
     other.abort_transaction(30)
 
 
-def test_a_look_without_a_broker_says_so():
+def test_a_look_without_a_broker_says_so(monkeypatch):
+    monkeypatch.setattr("relay.kafka.offsets._SECONDS", 1.0)
     transactions = OpenTransactions({"bootstrap.servers": "127.0.0.1:1"}, lambda _: True, "outbox.relay.state", 1.0)
     with pytest.raises(BrokerUnavailable, match="looking for transactions that hang"):
         transactions.look()

@@ -233,7 +233,8 @@ def test_a_record_that_is_no_marker_is_an_error_for_its_lane_alone(state):
     assert read.problems.keys() == {1}
 
 
-def test_no_partition_is_read_without_its_broker(state):
+def test_no_partition_is_read_without_its_broker(state, monkeypatch):
+    monkeypatch.setattr("relay.kafka.offsets._SECONDS", 1.0)
     with pytest.raises(Unavailable, match=state.name):
         StateTopic({"bootstrap.servers": "127.0.0.1:1"}, state.name).last_markers([0])[0]
 

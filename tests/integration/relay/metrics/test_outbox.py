@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 
@@ -90,18 +89,6 @@ def test_figures_of_two_relays_add_up(scraped, outbox_postgres, order):
     wait_until(lambda: found.each("outbox_relays_alive") == [1.0], what="the other relay to show the outbox")
     assert found.each("outbox_backlog_events") == [3.0]
     assert found.each("outbox_lanes_unheld") == [0.0]
-
-
-@pytest.mark.parametrize("scraped", [1], indirect=True)
-def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres):
-    found, _ = scraped
-    url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event("Small", f"k{n}", "T", os.urandom(30_000)) for n in range(2)])
-    dead = 'outbox_relay_events_total{result="dead"}'
-    wait_until(lambda: found.sum(dead) == 2, what="the dead letters")
-    wait_until(lambda: found.each("outbox_dead_letters") == [2.0], what="the look that sees them")
-    assert found.each("outbox_dead_letters_blocking") == [2.0]
 
 
 def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka, outbox_relay):

@@ -86,15 +86,6 @@ def test_the_limit_is_crossed_and_crossed_back(outbox_postgres, wal):
         assert (look("healthy"), look("retained_wal_bytes")) == (0, 0)
 
 
-def test_a_server_that_is_away_is_not_a_healthy_slot():
-    registry = CollectorRegistry()
-    watch = SlotWatch(Connector("postgresql://127.0.0.1:1/x", "test"), SlotNames("outbox", "s", "p"), MEBI, registry)
-    with pytest.raises(Unavailable):
-        watch.look()
-    assert registry.get_sample_value("outbox_slot_healthy") == 0
-    assert registry.get_sample_value("outbox_slot_last_look_timestamp_seconds") == 0
-
-
 def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_postgres, wal, monkeypatch):
     """A slot that nobody reads yet, and commits that do not come back, as without a synchronous standby."""
     monkeypatch.setattr(metrics, "_LIMIT", metrics._LIMIT.replace("5s", "1s"))

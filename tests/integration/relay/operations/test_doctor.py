@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import orjson
 import psycopg
 import pytest
 from doctor_support import found, settings
+from rows_and_roles import NOW, put
 from typer.testing import CliRunner
 
 from outbox._clients.checks import Level
@@ -66,14 +69,8 @@ def test_what_would_break_the_promise_is_a_failure(outbox_postgres, outbox_kafka
 
 def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
-        connection.execute(
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
-            "VALUES ('Order', '1', 'T', now() - interval '10 minutes')"
-        )
-        connection.execute(
-            "INSERT INTO outbox.failures "
-            "VALUES (0, 1, gen_random_uuid(), 'Order', '1', true, 1, 'e', now(), now(), now())"
-        )
+        put(connection, "outbox.events", created_at=NOW - dt.timedelta(minutes=10))
+        put(connection, "outbox.failures", next_attempt_at=NOW)
         status = [one for one in examine(settings(outbox_postgres, outbox_kafka)) if one.about == "status"]
         problems = ["no relay is running, and 1 events wait", "1 events are retrying: `outbox dead-letters list`"]
         assert [(one.level, one.found) for one in status] == [(Level.WARNING, text) for text in problems]
@@ -86,11 +83,7 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
 def test_a_failure_whose_event_was_deleted_by_hand(outbox_postgres, outbox_kafka):
     given = settings(outbox_postgres, outbox_kafka)
     assert "failures without an event" not in found(given)
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
-        connection.execute(
-            "INSERT INTO outbox.failures "
-            "VALUES (0, 1, gen_random_uuid(), 'Order', '1', true, 1, 'e', now(), now(), 'infinity')"
-        )
+    put(outbox_postgres.url, "outbox.failures")
     level, text = found(given)["failures without an event"]
     assert level is Level.WARNING
     assert text.startswith("the events of 1 failures were deleted by hand")
@@ -100,20 +93,9 @@ EVENTS = (
     "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) "
     "SELECT 'A', g::text, 'T' FROM generate_series(1, %s) g"
 )
-MOVED = {
-    "events": "",
-    "failures": """
-        INSERT INTO outbox.failures
-        SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 1, '', now(), now(), now() FROM outbox.events""",
-    "dead_letters": """
-        INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at,
-                                         attempts, last_error, first_failed_at)
-        SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, 1, '', now()
-          FROM outbox.events""",
-    "published": """
-        INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at)
-        SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at FROM outbox.events""",
-}
+ARCHIVE = """
+INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at)
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at FROM outbox.events"""
 
 
 @pytest.mark.parametrize("table", ["events", "published"])
@@ -125,7 +107,7 @@ def test_ids_that_would_be_given_again(outbox_postgres, outbox_kafka, table):
             # The table was copied, and its sequence was not.
             connection.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 40")
         else:
-            connection.execute(MOVED[table])
+            connection.execute(ARCHIVE)
             assert "ids of events" not in found(given)
             connection.execute("TRUNCATE outbox.events RESTART IDENTITY")
         finding = next(one for one in examine(given) if one.about == "ids of events")
@@ -156,7 +138,7 @@ def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgre
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE slow AS SELECT 1")
         connection.execute(EVENTS, (1,))
-        connection.execute(MOVED["published"])
+        connection.execute(ARCHIVE)
         connection.execute("TRUNCATE outbox.events RESTART IDENTITY")
         with connection.transaction():
             # Whoever reads it waits, as for a large one.

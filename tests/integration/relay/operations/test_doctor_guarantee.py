@@ -7,6 +7,7 @@ import pytest
 from doctor_support import found, groups, settings
 from one_lane import OneLane
 from psycopg import sql
+from rows_and_roles import put
 
 from outbox._app import migrate as db
 from outbox._clients.checks import Level
@@ -28,9 +29,7 @@ def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outb
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         if connection.info.server_version < 180000:
             pytest.skip("Postgres 18 and later refuse such deletes")
-        connection.execute(
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', '1', 'T')"
-        )
+        put(connection, "outbox.events", aggregate_type="A", aggregate_id="1")
         connection.execute('CREATE PUBLICATION "Others" FOR ALL TABLES')
         lane = connection.execute("SELECT lane FROM outbox.events").fetchone()[0]
         polling = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", Failures("outbox", None, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from psycopg import sql
+from rows_and_roles import login_role
 
 from outbox._app import migrate as db
 from outbox._clients.checks import Level
@@ -14,11 +15,8 @@ from relay.operations.doctor import examine
 @pytest.fixture
 def mallory(outbox_postgres):
     """A role that may do nothing but what everybody may, in a database whose ``public`` is open."""
-    name = f"mallory_{outbox_postgres.name}"
-    with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "mallory") as name:
         yield name
-        admin.execute(sql.SQL("DROP OWNED BY {0} CASCADE; DROP ROLE {0}").format(sql.Identifier(name)))
 
 
 PLANTED = """

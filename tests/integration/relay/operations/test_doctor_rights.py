@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
+from contextlib import ExitStack
 
 import psycopg
 import pytest
@@ -16,7 +18,8 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from doctor_support import found, groups, settings
-from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
+from rows_and_roles import NOW, login_role, put
 from support import wait_until
 
 from outbox._clients.checks import Level
@@ -29,18 +32,14 @@ from relay.wal.slot import SlotNames
 
 
 def test_who_could_pose_as_the_relay(outbox_postgres, outbox_kafka):
-    role = f"writer_{outbox_postgres.name}"
     given = settings(outbox_postgres, outbox_kafka)
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {0}; GRANT INSERT ON outbox.events TO {0}").format(sql.Identifier(role)))
-        try:
-            level, text = found(given)[f"role {role}"]
-            assert (level, "may set from_relay" in text) == (Level.WARNING, True)
-            for statement in grants([(RoleKind.WRITER, role)], "outbox", "consumer", wal=False):
-                admin.execute(statement)
-            assert f"role {role}" not in found(given)
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "writer") as role:
+        admin.execute(f"GRANT INSERT ON outbox.events TO {role}")
+        level, text = found(given)[f"role {role}"]
+        assert (level, "may set from_relay" in text) == (Level.WARNING, True)
+        for statement in grants([(RoleKind.WRITER, role)], "outbox", "consumer", wal=False):
+            admin.execute(statement)
+        assert f"role {role}" not in found(given)
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +95,16 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
 @pytest.fixture
 def roles(outbox_postgres):
     """Makes a role of a kind, with the grants of `outbox db roles`, and gives the URL with which it logs in."""
-    made = []
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+    with ExitStack() as stack:
+        admin = stack.enter_context(outbox_postgres.connect(autocommit=True))
 
         def make(kind: RoleKind) -> str:
-            made.append(f"{kind}_{outbox_postgres.name}")
-            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
-            for statement in grants([(kind, made[-1])], "outbox", "consumer", wal=True):
+            role = stack.enter_context(login_role(admin, kind))
+            for statement in grants([(kind, role)], "outbox", "consumer", wal=True):
                 admin.execute(statement)
-            return outbox_postgres.url.replace("postgres@", f"{made[-1]}@")
+            return outbox_postgres.url.replace("postgres@", f"{role}@")
 
         yield make
-        for role in made:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +132,7 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
             cdc.setup()
             cdc.switch(SourceKind.WAL)
             admin.execute("UPDATE outbox.lanes SET streaming = true")
-        admin.execute(
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
-            "VALUES ('Order', '1', 'T', now() - interval '10 minutes')"
-        )
+        put(admin, "outbox.events", created_at=NOW - dt.timedelta(minutes=10))
         as_owner = {one.about: one for one in examine(given)}
         given = given.model_copy(update={"database_url": roles(kind)})
         as_role = {one.about: one for one in examine(given)}
@@ -172,8 +165,7 @@ def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, r
     given = settings(outbox_postgres, outbox_kafka)
     groups(outbox_postgres, sums="Dedup")
     with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
-        operator = sql.Identifier(f"{RoleKind.OPERATOR}_{outbox_postgres.name}")
-        admin.execute(sql.SQL("REVOKE SELECT ON {} FROM {}").format(sql.Identifier("outbox", table), operator))
+        admin.execute(f"REVOKE SELECT ON outbox.{table} FROM {conninfo_to_dict(url)['user']}")
         findings = {
             one.about: one for one in examine(given.model_copy(update={"database_url": url}), outbox_postgres.url)
         }

@@ -8,6 +8,7 @@ import psycopg
 from pause_rig import LANE, ORDERS, Rig, audit, outbox, url, without_the_rules_of_loop_fakes
 from pause_support import Draining, read
 from polling_support import add
+from rows_and_roles import put
 from support import look_up
 
 from relay.core.pauses import ALL, Scope, ScopeKind
@@ -85,9 +86,7 @@ def test_an_open_transaction_of_before_is_waited_for_and_named(outbox_postgres, 
             assert not left.drained
             (_, cause) = left.causes
             assert "(slow writer)" in cause
-            old.execute(
-                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'k', 'T')"
-            )
+            put(old, "outbox.events")
             old.commit()
             # The later one is open, and nothing waits for it.
             (left,) = draining.look().values()

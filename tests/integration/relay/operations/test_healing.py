@@ -11,13 +11,12 @@ from typing import Any
 import psycopg
 import pytest
 from cdc_shell import Shell, shell
-from psycopg import sql
+from rows_and_roles import login_role
 from structlog.testing import capture_logs
 from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import SchemaError
-from outbox.testing.fixtures import token
 from relay import database, failpoints
 from relay.core.ports import Unavailable
 from relay.database import Connector
@@ -243,11 +242,9 @@ def test_of_two_relays_one_repairs(healer, monkeypatch):
 @pytest.fixture
 def role(shell) -> Iterator[str]:
     """A role with the rights of a relay that reads the WAL, and no others."""
-    name = f"relay_{token()}"
-    shell.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-    shell.done("db roles", f"relay={name}", "--wal", "--apply")
-    yield name
-    shell.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+    with login_role(shell.admin, "relay") as name:
+        shell.done("db roles", f"relay={name}", "--wal", "--apply")
+        yield name
 
 
 def test_a_relays_role_heals_and_says_what_it_lacks(healer, role):

@@ -12,7 +12,7 @@ import pytest
 from pause_rig import LANE, ORDERS, OTHER_LANE, audit, outbox, url, without_the_rules_of_loop_fakes
 from pause_support import pause, read, resume
 from polling_support import add, table
-from psycopg import sql
+from rows_and_roles import login_role
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -75,30 +75,26 @@ def test_what_there_is_not_changes_nothing(url, scope, said):
 
 
 def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
-    role = sql.Identifier(f"operator_{outbox_postgres.name}")
     from relay.operations.roles import RoleKind, grants
 
-    with psycopg.connect(url, autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(role))
-        try:
-            name = f"operator_{outbox_postgres.name}"
-            for statement in grants([(RoleKind.OPERATOR, name)], "outbox", "consumer", wal=False):
-                admin.execute(statement)
-            with psycopg.connect(url, user=name, autocommit=True) as mine:
-                may_write = Router().may_write
-                pauses.pause(mine, "outbox", [ALL], "mine", may_write=may_write)
-                pauses.pause(mine, "outbox", [LANE], "mine", may_write=may_write, what="drain")
-                (left,) = Drain(mine, "outbox", Router()).look([LANE]).values()
-                assert left.drained
-                for values in ("(requested_by) VALUES ('somebody')", "(requested_at) VALUES ('2020-01-01')"):
-                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                        mine.execute(f"INSERT INTO outbox.pauses {values}")
+    with psycopg.connect(url, autocommit=True) as admin, login_role(admin, "operator") as name:
+        for statement in grants([(RoleKind.OPERATOR, name)], "outbox", "consumer", wal=False):
+            admin.execute(statement)
+        with psycopg.connect(url, user=name, autocommit=True) as mine:
+            may_write = Router().may_write
+            pauses.pause(mine, "outbox", [ALL], "mine", may_write=may_write)
+            pauses.pause(mine, "outbox", [LANE], "mine", may_write=may_write, what="drain")
+            (left,) = Drain(mine, "outbox", Router()).look([LANE]).values()
+            assert left.drained
+            for denied in (
+                "INSERT INTO outbox.pauses (requested_by) VALUES ('somebody')",
+                "INSERT INTO outbox.pauses (requested_at) VALUES ('2020-01-01')",
+                "UPDATE outbox.pauses SET requested_by = 'somebody'",
+            ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                    mine.execute("UPDATE outbox.pauses SET requested_by = 'somebody'")
-                assert {one.requested_by for one in read(url).values()} == {name}
-                pauses.resume(mine, "outbox", [ALL, LANE], None)
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(role))
+                    mine.execute(denied)
+            assert {one.requested_by for one in read(url).values()} == {name}
+            pauses.resume(mine, "outbox", [ALL, LANE], None)
 
 
 def test_two_commands_at_once(url):

@@ -178,7 +178,7 @@ def test_a_take_over_stops_before_what_is_undecided_and_reconcile_publishes_it_o
     assert hanging.reconcile().returncode == 0
 
 
-@pytest.mark.parametrize("place", ["reconcile.searched", "reconcile.settled", "reconcile.decided", "reconcile.marked"])
+@pytest.mark.parametrize("place", ["reconcile.settled", "reconcile.decided", "reconcile.marked"])
 def test_a_kill_while_what_hangs_is_ended_doubles_nothing(hanging, outbox_relay, place):
     """Part of the batch is committed: it may go out again at no time."""
     hanging.batch, visible = hanging.batch[:7], hanging.batch[7:]
@@ -187,7 +187,7 @@ def test_a_kill_while_what_hangs_is_ended_doubles_nothing(hanging, outbox_relay,
     assert hanging.reconcile("--apply", "--reason", "first", failpoints=f"{place}=kill").returncode == -signal.SIGKILL
     hanging.run("UPDATE outbox.lanes SET lease_until = '-infinity'")
     relay = outbox_relay(**relay_settings(hanging))
-    if place in {"reconcile.searched", "reconcile.settled"}:
+    if place == "reconcile.settled":
         relay.wait_for_log("KAFKA-20734", 60)
         assert hanging.reconcile("--apply", "--reason", "second").returncode == 0
     wait_until(lambda: not hanging.rows(0) and not hanging.rows(1), 60, "the outbox to drain")

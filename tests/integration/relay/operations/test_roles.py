@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
+from rows_and_roles import login_role
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -41,19 +41,10 @@ def test_the_docs_list_what_the_command_prints():
 
 
 @pytest.fixture
-def roles(outbox_postgres) -> Iterator[Callable[[str], str]]:
-    """Makes roles that may log in, and gives their names."""
-    made: list[str] = []
-    with outbox_postgres.connect(autocommit=True) as admin:
-
-        def make(kind: str) -> str:
-            made.append(f"{kind}_{outbox_postgres.name}")
-            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
-            return made[-1]
-
-        yield make
-        for name in made:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+def writer(outbox_postgres) -> Iterator[str]:
+    """The name of a role that may log in."""
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "writer") as name:
+        yield name
 
 
 def run(database: Any, *arguments: str, status: int = 0, **environment: str) -> str:
@@ -63,14 +54,13 @@ def run(database: Any, *arguments: str, status: int = 0, **environment: str) -> 
     return done.stdout if status == 0 else done.stderr
 
 
-def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_postgres, roles):
+def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_postgres, writer):
     text = run(outbox_postgres)
     for kind in ("writer", "relay", "operator", "page"):
         assert f'GRANT USAGE ON SCHEMA "outbox" TO "outbox_{kind}";' in text
     assert "outbox_consumer" not in text
     assert "REPLICATION" not in text
     assert "ALTER ROLE" in run(outbox_postgres, OUTBOX_SOURCE="wal")
-    writer = roles("writer")
     run(outbox_postgres, f"writer={writer}")
     with psycopg.connect(outbox_postgres.url, user=writer) as connection:
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
@@ -81,15 +71,10 @@ def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_post
 
 
 @pytest.mark.parametrize("header", [DEAD_LETTER, ATTEMPTS, REPLAY, "outbox-later"])
-def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
-    writer = roles("writer")
+def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, writer, header):
     with outbox_postgres.connect(autocommit=True) as admin:
         # On the whole table, as somebody may have granted it by hand.
-        admin.execute(
-            sql.SQL("GRANT USAGE ON SCHEMA outbox TO {0}; GRANT INSERT ON outbox.events TO {0}").format(
-                sql.Identifier(writer)
-            )
-        )
+        admin.execute(f"GRANT USAGE ON SCHEMA outbox TO {writer}; GRANT INSERT ON outbox.events TO {writer}")
     run(outbox_postgres, f"writer={writer}", "--apply")
     insert = (
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers{}) VALUES ('A', '1', 'T', {}{})"
@@ -103,17 +88,11 @@ def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
         connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
 
 
-def test_names_that_want_care(outbox_postgres, roles):
-    name = "we\"ird %s %% $x$ ; --'"
-    with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-        try:
-            run(outbox_postgres, f"writer={name}", f"relay={name}", "--apply")
-            assert admin.execute("SELECT has_table_privilege(%s, 'outbox.events', 'DELETE')", (name,)).fetchone() == (
-                True,
-            )
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+def test_names_that_want_care(outbox_postgres):
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "we\"ird %s %% $x$ ; --'") as name:
+        run(outbox_postgres, f"writer={name}", f"relay={name}", "--apply")
+        found = admin.execute("SELECT has_table_privilege(%s, 'outbox.events', 'DELETE')", (name,)).fetchone()
+        assert found == (True,)
 
 
 @pytest.mark.parametrize(

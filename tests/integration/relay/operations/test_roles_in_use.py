@@ -7,6 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 import sqlalchemy as sa
 from external_support import Sink, payments, provider
 from psycopg import sql
+from psycopg.types.json import Jsonb
+from rows_and_roles import login_role, put
 from support import order, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -37,16 +40,13 @@ SECRET = "4929-secret"
 class Roles:
     """Roles of a database that may log in; ``of`` makes one of a kind with its grants, and returns its address."""
 
-    def __init__(self, database: Any) -> None:
+    def __init__(self, database: Any, stack: ExitStack) -> None:
         self.url = database.url
         self.admin = database.connect(autocommit=True)
-        self._made: list[str] = []
+        self._stack = stack
 
     def make(self, kind: str) -> str:
-        role = f"{kind}_{token()}"
-        self.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        self._made.append(role)
-        return role
+        return self._stack.enter_context(login_role(self.admin, kind))
 
     def of(self, kind: RoleKind, *options: str) -> str:
         role = self.make(kind)
@@ -55,18 +55,12 @@ class Roles:
             outbox(self.url, "db", "roles", f"{kind}={role}", "--apply", *options)
         return self.url.replace("postgres@", f"{role}@")
 
-    def drop(self) -> None:
-        for role in self._made:
-            self.admin.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(role)))
-            self.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
-
 
 @pytest.fixture
 def roles(outbox_postgres) -> Iterator[Roles]:
-    made = Roles(outbox_postgres)
-    yield made
-    connections.close_all()
-    made.drop()
+    with ExitStack() as stack:
+        yield Roles(outbox_postgres, stack)
+        connections.close_all()
 
 
 def outbox(url: str, *arguments: str, status: int = 0, **settings: str) -> str:
@@ -88,19 +82,10 @@ def bury(admin: psycopg.Connection[Any], count: int) -> list[uuid.UUID]:
     """Write dead letters of the outbox and of the consumers, with one more of each than is named by the result."""
     ids = [uuid7() for _ in range(count)]
     for number, event_id in enumerate([*ids, uuid7()]):
-        admin.execute(
-            "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, "
-            "headers, created_at, attempts, last_error, first_failed_at) "
-            "VALUES (0, %s, %s, 'Order', %s, 'T', jsonb_build_object('card', %s::text), '{}', now(), 3, 'too large', "
-            "now())",
-            (1000 + number, event_id, f"k{number}", SECRET),
-        )
-        admin.execute(
-            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_key, "
-            "message_value, message_headers, message_time, reason, error) "
-            "VALUES ('g', 't', 'T', 0, %s, %s, %s, %s, '[]', now(), 'failed', 'division by zero')",
-            (number, event_id, f"k{number}".encode(), SECRET.encode()),
-        )
+        key = {"aggregate_id": f"k{number}", "payload": Jsonb({"card": SECRET})}
+        put(admin, "outbox.dead_letters", id=1000 + number, event_id=event_id, headers="{}", **key)
+        message = {"message_id": event_id, "message_key": f"k{number}".encode(), "message_value": SECRET.encode()}
+        put(admin, "consumer.dead_letters", message_offset=number, error="division by zero", **message)
     return ids
 
 
@@ -200,11 +185,7 @@ def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, o
     assert str(letter) in outbox(url, "dead-letters", "show", str(letter), *side)
     outbox(url, "dead-letters", "retry", str(letter), *side)
     outbox(url, "dead-letters", "discard", str(letter), "--reason", "test", *side)
-    roles.admin.execute(
-        "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, state, request) "
-        "SELECT 'g', 'pay', gen_random_uuid(), 't', 0, n, 'stuck', '{}' FROM generate_series(1, 2) AS n"
-    )
-    [(first,), (second,)] = roles.admin.execute("SELECT message_id::text FROM consumer.reservations").fetchall()
+    first, second = (str(put(roles.admin, "consumer.reservations", message_offset=n)["message_id"]) for n in (1, 2))
     assert first in outbox(url, "external", "list")
     outbox(url, "external", "retry", first)
     outbox(url, "external", "cancel", second, "--reason", "test")
@@ -255,13 +236,8 @@ def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, 
 
 def consume(roles: Roles, topics: Any) -> None:
     """Write a group with an offset of a topic that exists: one that does not is asked for again and again."""
-    topic = topics.create_topic(topics.name("t"), 1)
-    roles.admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'x')")
-    roles.admin.execute(
-        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-        "VALUES ('g', %s, 0, 'T', 0, 1)",
-        (topic,),
-    )
+    put(roles.admin, "consumer.groups")
+    put(roles.admin, "consumer.offsets", topic=topics.create_topic(topics.name("t"), 1))
 
 
 def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):

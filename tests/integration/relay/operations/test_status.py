@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka import Producer, TopicCollection
+from confluent_kafka.admin import AdminClient
 from counting import Counting
+from rows_and_roles import execute, put
 from support import drained, look_up, order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from outbox._app import migrate
+from outbox.testing.fixtures import Topics
 from relay import insights
 from relay.cli.app import app
 from relay.insights import COUNTED
@@ -51,6 +57,18 @@ def status(outbox_postgres, outbox_kafka, monkeypatch):
 def add(url: str, kind: str, count: int) -> None:
     with psycopg.connect(url) as connection:
         Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {"n": n}) for n in range(count)])
+
+
+def filled(topics: Topics, times: Sequence[Sequence[int | None]]) -> tuple[str, str]:
+    """Make a topic with messages of these times in its partitions. Return its name and its id."""
+    topic = topics.create_topic(topics.name("orders"), len(times))
+    producer = Producer({"bootstrap.servers": topics.bootstrap_servers})
+    for part, each in enumerate(times):
+        for at in each:
+            producer.produce(topic, b"{}", partition=part, timestamp=at or 0)
+    assert producer.flush(30) == 0
+    described = AdminClient({"bootstrap.servers": topics.bootstrap_servers}).describe_topics(TopicCollection([topic]))
+    return topic, str(described[topic].result().topic_id)
 
 
 def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, outbox_relay, order):
@@ -129,38 +147,16 @@ def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_po
 def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
     """Of a group that stands behind Kafka's end, has dead letters, and a partition whose topic is gone."""
     url = outbox_postgres.url
-    migrate.upgrade_consumer(url)
-    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), 2)
-    from confluent_kafka import Producer
-    from confluent_kafka.admin import AdminClient
-
-    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    for number in range(1_000):
-        producer.produce(topic, b"{}", partition=number % 2)
-    assert producer.flush(30) == 0
-    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    from confluent_kafka import TopicCollection
-
-    described = admin.describe_topics(TopicCollection([topic]))[topic].result()
-    topic_id = str(described.topic_id)
-    with psycopg.connect(url) as connection:
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('totals', 'me')")
-        insert = (
-            "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation, applied, duplicates)"
-            " VALUES ('totals', %s, %s, %s, %s, 1, %s, 2)"
-        )
-        connection.execute(insert, (topic, topic_id, 0, 500, 498))
-        connection.execute(insert, (topic, topic_id, 1, 100, 98))
+    topic, topic_id = filled(outbox_kafka, [[None] * 500] * 2)
+    group = {"grp": "totals", "topic": topic, "topic_id": topic_id, "duplicates": 2}
+    put(url, "consumer.groups", grp="totals")
+    put(url, "consumer.offsets", **group, part=0, next_offset=500, applied=498)
+    put(url, "consumer.offsets", **group, part=1, next_offset=100, applied=98)
     (group,) = status.look()["groups"]
     assert (group["group"], group["partitions"], group["lag"], group["uncommitted"]) == ("totals", 2, 400, 0)
     assert (group["applied"], group["duplicates"], group["dead_letters"], group["losses"]) == (596, 4, 0, 0)
-    with psycopg.connect(url) as connection:
-        connection.execute(insert, ("gone", topic_id, 0, 7, 7))
-        connection.execute(
-            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_headers,"
-            " message_time, reason, error) VALUES ('totals', %s, 'id', 0, 3, '[]', now(), 'failed', 'why')",
-            (topic,),
-        )
+    put(url, "consumer.offsets", **group | {"topic": "gone"}, next_offset=7)
+    put(url, "consumer.dead_letters", grp="totals", topic=topic)
     found = status.look()
     assert found["groups"][0]["dead_letters"] == 1
     problems = [problem for problem in found["problems"] if problem.startswith("group totals: ")]
@@ -172,21 +168,15 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
 
 def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch, outbox_kafka):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
-    migrate.upgrade_consumer(outbox_postgres.url)
-    with psycopg.connect(outbox_postgres.url) as connection:
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
-        connection.execute(
-            "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation)"
-            " VALUES ('g', 't', 'x', 0, 5, 1)"
-        )
+    put(outbox_postgres.url, "consumer.groups")
+    put(outbox_postgres.url, "consumer.offsets", next_offset=5)
     found = status.look()
     assert found["outbox"]["backlog"] == 0
     assert "Kafka" in found["unseen"]
     (group,) = found["groups"]
     assert (group["lag"], group["partitions"]) == (None, 1)
     # A database without an outbox: the consumers' side is shown.
-    with psycopg.connect(outbox_postgres.url) as connection:
-        connection.execute("DROP SCHEMA outbox CASCADE")
+    execute(outbox_postgres.url, "DROP SCHEMA outbox CASCADE")
     found = status.look()
     assert found["outbox"] is None
     assert "outbox db upgrade" in found["unseen"]["the outbox"]
@@ -196,11 +186,9 @@ def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_pos
 def test_a_sink_that_is_named_and_has_no_consumers(status, outbox_postgres):
     """Without --sink-url a database may have none; a schema of which only a part is there is no such database."""
     url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        connection.execute("DROP TABLE consumer.losses")
+    execute(url, "DROP TABLE consumer.losses")
     assert "outbox db upgrade --consumer" in status.look()["unseen"]["the consumers"]
-    with psycopg.connect(url) as connection:
-        connection.execute("DROP SCHEMA consumer CASCADE")
+    execute(url, "DROP SCHEMA consumer CASCADE")
     assert status.look()["unseen"] == {}
     assert "outbox db upgrade --consumer" in status.look("--sink-url", url)["unseen"]["the consumers"]
 
@@ -228,8 +216,7 @@ def test_problems_are_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
     import termios
 
     url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(4, 15)")
+    execute(url, "INSERT INTO outbox.lanes (lane) SELECT generate_series(4, 15)")
     environment = os.environ | {
         "OUTBOX_DATABASE_URL": url,
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
@@ -250,55 +237,31 @@ def test_problems_are_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
 
 def test_a_group_that_nobody_runs(status, outbox_postgres, outbox_kafka):
     """It has moved nothing for ten minutes. A message of just now may wait for a moment; an old one has waited."""
-    import time
-
-    from confluent_kafka import Producer, TopicCollection
-    from confluent_kafka.admin import AdminClient
-
     url = outbox_postgres.url
-    migrate.upgrade_consumer(url)
-    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), 2)
-    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    topic_id = str(admin.describe_topics(TopicCollection([topic]))[topic].result().topic_id)
-    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     old = int(time.time() * 1000) - 600_000
-    for part, times in ((0, [old] * 3), (1, [old] * 2 + [old + 600_000] * 5)):
-        for at in times:
-            producer.produce(topic, b"{}", partition=part, timestamp=at)
-    assert producer.flush(30) == 0
-    with psycopg.connect(url) as connection:
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('totals', 'me')")
-        for part, at in ((0, 3), (1, 2)):
-            connection.execute(
-                "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation, updated_at)"
-                " VALUES ('totals', %s, %s, %s, %s, 1, now() - interval '10 minutes')",
-                (topic, topic_id, part, at),
-            )
+    topic, topic_id = filled(outbox_kafka, [[old] * 3, [old] * 2 + [old + 600_000] * 5])
+    put(url, "consumer.groups", grp="totals")
+    ago = dt.datetime.now(dt.UTC) - dt.timedelta(minutes=10)
+    for part, at in ((0, 3), (1, 2)):
+        values = {"topic": topic, "topic_id": topic_id, "part": part, "next_offset": at, "updated_at": ago}
+        put(url, "consumer.offsets", grp="totals", **values)
 
     def of_the_group() -> list[str]:
         return [problem for problem in status.look()["problems"] if problem.startswith("group totals: ")]
 
     assert of_the_group() == []
-    with psycopg.connect(url) as connection:
-        connection.execute("UPDATE consumer.offsets SET next_offset = next_offset - 1")
+    execute(url, "UPDATE consumer.offsets SET next_offset = next_offset - 1")
     (problem,) = of_the_group()
     assert problem == ("group totals: 2 offsets wait, and it has moved nothing for 5 minutes: is a consumer running?")
-    with psycopg.connect(url) as connection:
-        connection.execute("UPDATE consumer.offsets SET updated_at = now() WHERE part = 0")
+    execute(url, "UPDATE consumer.offsets SET updated_at = now() WHERE part = 0")
     # The group moves, and one of its partitions does not: the one old message there has waited.
     (problem,) = of_the_group()
     assert problem.startswith(f"group totals: {topic}-1 stands at offset 1 since ")
     assert "1 offsets wait, and other partitions move" in problem
     assert f"`outbox offsets set totals {topic} 1 2 --skip" in problem
-    with psycopg.connect(url) as connection:
-        connection.execute("UPDATE consumer.offsets SET next_offset = 2 WHERE part = 1")
+    execute(url, "UPDATE consumer.offsets SET next_offset = 2 WHERE part = 1")
     assert of_the_group() == []
-    with psycopg.connect(url) as connection:
-        connection.execute(
-            "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, state, request)"
-            " VALUES ('totals', 'mail', gen_random_uuid(), %s, 0, 1, 'stuck', '{}')",
-            (topic,),
-        )
+    put(url, "consumer.reservations", grp="totals", topic=topic)
     assert of_the_group() == ["group totals: 1 calls are stuck: `outbox external list`"]
 
 

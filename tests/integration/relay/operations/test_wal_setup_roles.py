@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import psycopg
 import pytest
 from cdc_shell import shell
-from psycopg import sql
+from rows_and_roles import login_role
 from support import order, wait_until
 from wal_support import cdc, streaming, wal
 
-from outbox.testing.fixtures import token
 from relay.config import SourceKind
 
 __all__ = ["order", "shell", "wal"]
@@ -20,18 +20,8 @@ __all__ = ["order", "shell", "wal"]
 @pytest.fixture
 def roles(shell):
     """Makes roles; they go with the test."""
-    made: list[str] = []
-
-    def make(name: str, options: str = "") -> str:
-        role = f"{name}_{token()}"
-        shell.admin.execute(sql.SQL("CREATE ROLE {} LOGIN " + options).format(sql.Identifier(role)))
-        made.append(role)
-        return role
-
-    yield make
-    for role in made:
-        shell.admin.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(role)))
-        shell.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+    with ExitStack() as stack:
+        yield lambda *given: stack.enter_context(login_role(shell.admin, *given))
 
 
 def of(url: str, role: str) -> str:
@@ -41,35 +31,26 @@ def of(url: str, role: str) -> str:
 def test_setup_needs_the_owner_with_replication(shell, roles):
     owner, reader = roles("owner"), roles("reader", "REPLICATION")
     as_owner = {"OUTBOX_DATABASE_URL": of(shell.url, owner)}
-    shell.admin.execute(
-        sql.SQL("GRANT USAGE ON SCHEMA outbox TO {0}, {1}; GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO {1}").format(
-            sql.Identifier(owner), sql.Identifier(reader)
-        )
-    )
+    shell.admin.execute(f"GRANT USAGE ON SCHEMA outbox TO {owner}, {reader}")
+    shell.admin.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA outbox TO {reader}")
     _, output = shell.refused("cdc setup", OUTBOX_DATABASE_URL=of(shell.url, reader))
     assert "creating the publication needs the rights of the tables' owner, and CREATE on the database" in output
     for (table,) in shell.query("SELECT tablename FROM pg_tables WHERE schemaname = 'outbox'"):
-        shell.admin.execute(
-            sql.SQL("ALTER TABLE outbox.{} OWNER TO {}").format(sql.Identifier(table), sql.Identifier(owner))
-        )
+        shell.admin.execute(f"ALTER TABLE outbox.{table} OWNER TO {owner}")
     _, output = shell.refused("cdc setup", **as_owner)
     assert "CREATE on the database" in output
-    shell.admin.execute(
-        sql.SQL("GRANT CREATE ON DATABASE {} TO {}").format(
-            sql.Identifier(shell.admin.info.dbname), sql.Identifier(owner)
-        )
-    )
+    shell.admin.execute(f"GRANT CREATE ON DATABASE {shell.admin.info.dbname} TO {owner}")
     _, output = shell.refused("cdc setup", **as_owner)
     assert "needs REPLICATION: ALTER ROLE" in output
-    shell.admin.execute(sql.SQL("ALTER ROLE {} REPLICATION").format(sql.Identifier(owner)))
+    shell.admin.execute(f"ALTER ROLE {owner} REPLICATION")
     shell.done("cdc setup", **as_owner)
     shell.done("relay switch", "wal", **as_owner)
     shell.done("cdc status", **as_owner)
     shell.done("relay switch", "polling", **as_owner)
-    shell.admin.execute(sql.SQL("ALTER ROLE {} NOREPLICATION").format(sql.Identifier(owner)))
+    shell.admin.execute(f"ALTER ROLE {owner} NOREPLICATION")
     _, output = shell.refused("cdc drop", "--slot", shell.slot, **as_owner)
     assert "needs REPLICATION: ALTER ROLE" in output
-    shell.admin.execute(sql.SQL("ALTER ROLE {} REPLICATION").format(sql.Identifier(owner)))
+    shell.admin.execute(f"ALTER ROLE {owner} REPLICATION")
     shell.done("cdc drop", "--slot", shell.slot, **as_owner)
 
 
@@ -89,10 +70,10 @@ def test_a_relay_needs_no_more_than_the_docs_grant(shell, roles, outbox_kafka, o
     with cdc(url, {"wal__slot": shell.slot}) as commands:
         commands.setup()
         commands.switch(SourceKind.WAL)
-    shell.admin.execute(sql.SQL("ALTER ROLE {} NOREPLICATION").format(sql.Identifier(relay_role)))
+    shell.admin.execute(f"ALTER ROLE {relay_role} NOREPLICATION")
     relay = outbox_relay(database_url=of(url, relay_role), **wal)
     relay.wait_for_log("the relay's role needs REPLICATION: ALTER ROLE")
-    shell.admin.execute(sql.SQL("ALTER ROLE {} REPLICATION").format(sql.Identifier(relay_role)))
+    shell.admin.execute(f"ALTER ROLE {relay_role} REPLICATION")
     insert = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES (%s, %s, 'T')"
     with psycopg.connect(of(url, writer_role), autocommit=True) as writer:
         writer.execute(insert, (kind, "before"))

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, settle, workers
 from support import backlog, wait_until
 
@@ -183,24 +182,6 @@ def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers)
         assert sorted(came) == ids
         for kind in (cart, set(ids) - cart):
             assert [id_ for id_ in came if id_ in kind] == [id_ for id_ in ids if id_ in kind]
-    assert backlog(worker.database.url) == 0
-
-
-@pytest.mark.parametrize("known", ["nothing", "a part"])
-def test_what_was_not_sent_of_a_turn_comes_before_what_was_read_ahead(workers, known):
-    """The broker refused something, and all or some of the turn was not sent."""
-    worker = workers()
-    worker.insert(2000)
-    there = worker.ids()
-    source = worker.source()
-    batches, seen = busy(worker, source)
-    receipts = {}
-    if known == "a part":
-        receipts = {lane: published(claims[:3]) for lane, claims in batches.items()}
-        note(seen, {lane: claims[:3] for lane, claims in batches.items()})
-    assert source.settle(receipts) == {}
-    rest = drain(source, worker.limits(20))
-    assert {lane: seen[lane] + rest[lane] for lane in there} == there
     assert backlog(worker.database.url) == 0
 
 

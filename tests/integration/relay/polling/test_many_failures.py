@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from plans import PLANS, blocks, by_index_only, explain
 from polling_worker import Worker, quick_marks, settle, workers
+from rows_and_roles import put
 from support import wait_until
 
 from relay.core.ports import Receipt, Refused
@@ -76,9 +77,7 @@ def test_turns_beside_100000_failures_do_not_read_them(workers, quick_marks):
     # One that an operator frees is found by the next event of its key, without loading the others anew.
     (event_id,) = worker.admin.execute("SELECT event_id::text FROM outbox.failures WHERE id = 70001").fetchone()
     assert DeadLetters(worker.admin, "outbox").discard(Selection([event_id]), "test")
-    worker.admin.execute(
-        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'failed-70001', 'T')"
-    )
+    put(worker.admin, "outbox.events", aggregate_id="failed-70001")
     failures()
     assert source.fetch(worker.limits()).batches == {}
     assert failures() < 200

@@ -18,14 +18,14 @@ from relay.polling.source import PollingSource
 from relay.settle.retries import FailurePolicy, Failures
 from relay.settle.settlement import Settlement, UnsettledBatch
 
-ROWS = 200_000
+ROWS = 100_000
 DEAD = 5 * ROWS
 """Ids up to here are those of dead rows. What a test looks up for itself is above them, and found at once."""
 
 
 @pytest.fixture(scope="module")
 def crowded(outbox_postgres_server, _outbox_template):
-    """200,000 live rows, and as many dead ones as 20 lanes of them would have, under an old snapshot."""
+    """100,000 live rows, and as many dead ones as 20 lanes of them would have, under an old snapshot."""
     from outbox.testing.fixtures import Database, token
 
     name = f"crowded_{token()}"

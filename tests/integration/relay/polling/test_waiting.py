@@ -7,6 +7,7 @@ import threading
 import time
 
 from polling_worker import drain, insert_huge, note, quick_marks, settle, traced, workers
+from rows_and_roles import put
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
@@ -120,35 +121,6 @@ def test_huge_events_that_were_put_back_leave_in_turns_that_fit_into_memory(work
     assert backlog(worker.database.url) == 0
 
 
-def test_a_blocked_key_with_100000_events_is_not_read_by_every_fetch(workers, quick_marks):
-    worker = workers()
-    source = worker.source()
-    worker.insert(1, keys=1)
-    ((lane, (claim,)),) = source.fetch(worker.limits()).batches.items()
-    source.settle({lane: Receipt([(claim, Refused("bad"))])})
-    worker.insert(100_000, keys=1)
-
-    def read_rows() -> int:
-        source.connection.execute("SELECT pg_stat_force_next_flush()")
-        query = "SELECT idx_tup_fetch FROM pg_stat_user_tables WHERE relid = 'outbox.events'::regclass"
-        return worker.admin.execute(query).fetchone()[0]
-
-    def fetch() -> int:
-        before = read_rows()
-        worker.insert(20, first=1)
-        settle(source, source.fetch(worker.limits()).batches)
-        return read_rows() - before
-
-    wait_until(lambda: fetch() < 2000, 60, "the mark to rise above what waits")
-    assert max(fetch() for _ in range(5)) < 2000
-    assert DeadLetters(worker.admin, "outbox").discard(Selection(), "test")
-    # No new event of the key comes that would show it: the look of each second does.
-    source.reader._looked_at = 0.0
-    rest = drain(source, worker.limits())
-    assert len([id_ for ids in rest.values() for id_ in ids]) >= 100_000
-    assert backlog(worker.database.url) == 0
-
-
 def refuse(source: PollingSource, batches: Batches) -> None:
     """The first event of each key is refused, the others behind it are not sent."""
     receipts = {}
@@ -221,9 +193,7 @@ def test_due_events_of_a_turn_that_fails_and_tells_no_more_are_read_again_before
     source = worker.source(attempts=1000)
     worker.insert(1, keys=1)
     refuse(source, source.fetch(worker.limits()).batches)
-    worker.admin.execute(
-        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'b', 'T')"
-    )
+    put(worker.admin, "outbox.events", aggregate_id="b")
     worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now()")
     source.reader.look_again(0)
     for _ in range(3):

@@ -53,8 +53,7 @@ def settle(worker: Worker, sent: Sent) -> None:
 
 def begun(place: Place) -> tuple[Worker, int]:
     """Return a worker that has published a turn, not settled yet, and how much it had. There are more events by now."""
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     place.add(30)
     first = place.count
     settle(worker, worker.publish(1000))
@@ -79,8 +78,7 @@ def test_a_turn_is_on_kafka_and_seen_by_nobody_before_the_one_before_is_settled(
 
 def test_in_a_backlog_the_turn_before_is_settled_first_and_the_next_one_read_meanwhile(place):
     place.add(600)
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     for _ in range(3):
         fetched = fetch(worker, 10)
         assert not fetched.unconfirmed
@@ -101,8 +99,7 @@ def test_a_turn_with_a_lane_that_was_lost_is_not_committed_and_the_others_go_on(
     for lane in sent.lanes:
         former.source.drop(lane)
     former.leases = [lease for lease in former.leases if lease.lane not in sent.lanes]
-    heir = place.worker("b", [2, 5])
-    assert heir.join() == {}
+    heir = place.joined("b", [2, 5])
     former.publisher = former.new_publisher()
     assert former.join() == {}
     for worker in (former, heir):
@@ -217,8 +214,7 @@ _WAITING = """SELECT count(*) FROM pg_stat_activity
 
 
 def test_many_turns_of_which_every_few_are_taken_back(place):
-    worker = place.worker("a")
-    assert worker.join() == {}
+    worker = place.joined("a")
     taken_back = 0
     for turn in range(30):
         place.add(5)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from guard_support import Mutate, as_it_is, joined, verdict, work
+from guard_support import Mutate, as_it_is, verdict, work
 from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
 from takeover_support import Place, Worker
 
@@ -81,7 +81,7 @@ def accepted(ended: Fired) -> bool:
 
 
 def a_turns_commit_is_late(place: Place, late: LateEnd) -> None:
-    worker = joined(place, "a")
+    worker = place.joined("a")
     late.hold()
     # The first markers were the first producer's: this turn is the second's, and the next one the first's.
     assert worker.turn(1) > 0

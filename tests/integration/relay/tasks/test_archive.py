@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 from psycopg import sql
+from rows_and_roles import login_role
 from structlog.testing import capture_logs
 from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
@@ -27,12 +28,9 @@ EVENT = (
 )
 
 
-pytestmark = pytest.mark.usefixtures("stoppable")
+__all__ = ["with_path_of_role"]
 
-
-@pytest.fixture
-def stoppable(monkeypatch) -> None:
-    with_path_of_role(monkeypatch)
+pytestmark = pytest.mark.usefixtures("with_path_of_role")
 
 
 class Archive:
@@ -352,11 +350,8 @@ def test_upkeep_does_not_wait_long_for_somebody_who_reads_the_archive(archive):
 
 
 def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive):
-    role = f"keeper_{archive.admin.info.dbname}"
-    archive.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-    archive.admin.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(sql.Identifier(role)))
-    archive.admin.execute(sql.SQL("GRANT INSERT ON outbox.published TO {}").format(sql.Identifier(role)))
-    try:
+    with login_role(archive.admin, "keeper") as role:
+        archive.admin.execute(f"GRANT USAGE ON SCHEMA outbox TO {role}; GRANT INSERT ON outbox.published TO {role}")
         with capture_logs() as logs:
             archive.retention(user=role).keep()
         assert "permission denied" in logs[0]["error"]
@@ -369,8 +364,6 @@ def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive
         refused = prune(archive, "--days", "7", "--database-url", archive.address(user=role), status=1)
         assert refused.startswith("outbox: Postgres, keeping the archive: must be owner of table")
         assert refused.count("\n") == 1
-    finally:
-        archive.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
 
 def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):

@@ -10,12 +10,13 @@ from typing import Any
 
 import psycopg
 import pytest
+from plans import nodes
 from polling_support import table
 from psycopg.rows import dict_row
 from support import drained, look_up, numbers_by_key, order, wait_until
 from typer.testing import CliRunner
 from wal_support import to_wal, wal
-from writer_targets import each_driver, opened, waits_for_a_lock
+from writer_targets import each_driver, on_target, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
 from relay.cli.app import app
@@ -53,32 +54,28 @@ def mover(outbox_postgres):
 
 
 @each_driver
-def test_written_and_cancelled_in_the_targets_transaction(outbox_postgres, name):
+@on_target
+async def test_written_and_cancelled_in_the_targets_transaction(target, outbox_postgres):
     url = outbox_postgres.url
-
-    async def scenario() -> None:
-        async with opened(name, outbox_postgres) as target:
-            later = [Event("Order", n, "T", {"n": n}) for n in range(3)]
-            ids = await target.add_many(later, not_before=now() + HOUR)
-            raw = Event("Order", 3, "T", b"\x00", {"h": "1"})
-            raw_id = await target.add(raw, not_before=now())
-            assert look_up(url, "SELECT count(*) FROM outbox.scheduled") == [(0,)]
-            await target.commit()
-            assert scheduled(url) == [None, "0", "1", "2"]
-            assert await target.cancel(ids[1]) is True
-            assert await target.cancel(ids[1]) is False
-            assert await target.cancel(uuid.uuid4()) is False
-            await target.rollback()
-            assert scheduled(url) == [None, "0", "1", "2"]
-            assert await target.cancel(ids[1]) is True
-            await target.commit()
-            assert scheduled(url) == [None, "0", "2"]
-            found = "SELECT event_id, aggregate_id, event_type, payload_bytes, headers ->> 'h', scheduled_at <= now()"
-            assert look_up(f"{url}", f"{found} FROM outbox.scheduled WHERE payload IS NULL") == [
-                (raw_id, "3", "T", b"\x00", "1", True)
-            ]
-
-    asyncio.run(scenario())
+    later = [Event("Order", n, "T", {"n": n}) for n in range(3)]
+    ids = await target.add_many(later, not_before=now() + HOUR)
+    raw = Event("Order", 3, "T", b"\x00", {"h": "1"})
+    raw_id = await target.add(raw, not_before=now())
+    assert look_up(url, "SELECT count(*) FROM outbox.scheduled") == [(0,)]
+    await target.commit()
+    assert scheduled(url) == [None, "0", "1", "2"]
+    assert await target.cancel(ids[1]) is True
+    assert await target.cancel(ids[1]) is False
+    assert await target.cancel(uuid.uuid4()) is False
+    await target.rollback()
+    assert scheduled(url) == [None, "0", "1", "2"]
+    assert await target.cancel(ids[1]) is True
+    await target.commit()
+    assert scheduled(url) == [None, "0", "2"]
+    found = "SELECT event_id, aggregate_id, event_type, payload_bytes, headers ->> 'h', scheduled_at <= now()"
+    assert look_up(f"{url}", f"{found} FROM outbox.scheduled WHERE payload IS NULL") == [
+        (raw_id, "3", "T", b"\x00", "1", True)
+    ]
     assert events(url) == []
 
 
@@ -335,10 +332,6 @@ def test_what_is_moved_is_not_visited_by_the_next_statement(outbox_postgres, mov
     assert blocks(statements[0]) > 200
     assert blocks(statements[-1]) <= 10
     assert blocks({**statements[0], "back": None}) > 5000
-
-
-def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
-    return [plan, *(node for child in plan.get("Plans", ()) for node in nodes(child))]
 
 
 # With relays

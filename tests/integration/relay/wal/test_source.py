@@ -11,7 +11,6 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from relay.operations.dead_letters import DeadLetters, Selection
-from relay.wal.session import StreamLimits
 from relay.wal.slot import IDLE_BYTES, heartbeat_prefix
 
 __all__ = ["outboxed"]
@@ -105,25 +104,6 @@ def test_a_batch_that_is_refused_as_a_whole_is_halved_until_the_event_is_found(o
     box.published("a1", "b1", "c1", "e1", "f1", "g1")
     assert box.failed() == ["d"]
     assert backlog(box.url) == 2
-
-
-@both
-def test_while_kafka_is_away_nothing_is_lost_and_nothing_counted(outboxed, once):
-    box = outboxed()
-    box.relay(once=once, limits=StreamLimits(max_events=10), batch=4)
-    box.streams()
-    box.kafka.away = True
-    sent = [f"a{number:02}" for number in range(60)]
-    for name in sent:
-        box.add(name)
-    box.read(10)
-    box.turns(5)
-    held = box.held_back()
-    assert 10 <= held < 60
-    assert (box.failed(), box.kafka.names()) == ([], [])
-    box.kafka.away = False
-    box.published(*sent)
-    assert box.held_back() == 0
 
 
 def test_a_heartbeat_is_written_for_some_wal_and_not_for_less(outboxed):

@@ -11,9 +11,9 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg import sql
+from rows_and_roles import login_role
 from uuid_utils.compat import uuid7
 
-from outbox._app import migrate as db
 from outbox.consumer.ids import DAY_OF_ID
 from spark_jobs.effects.produce import Produce, derived_id
 
@@ -159,19 +159,13 @@ def test_a_consumer_needs_to_insert_and_no_more(outbox_postgres):
     """The grants are read from docs/guides/pipelines.md."""
     text = (Path(__file__).parents[4] / "docs" / "guides" / "pipelines.md").read_text()
     grants = text.split("```sql\n-- grants of a consumer that produces\n")[1].split("```")[0]
-    db.upgrade_consumer(outbox_postgres.url)
-    role = f"consumer_{outbox_postgres.name}"
-    with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        try:
-            admin.execute(grants.replace("outbox_consumer", role))
-            with psycopg.connect(outbox_postgres.url, user=role) as consumer:
-                here = Sink(consumer)
-                here.message()
-                consumer.execute(PRODUCE.insert().encode())
-                consumer.commit()
-                with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                    consumer.execute("SELECT * FROM outbox.events")
-            assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
-        finally:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "consumer") as role:
+        admin.execute(grants.replace("outbox_consumer", role))
+        with psycopg.connect(outbox_postgres.url, user=role) as consumer:
+            here = Sink(consumer)
+            here.message()
+            consumer.execute(PRODUCE.insert().encode())
+            consumer.commit()
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                consumer.execute("SELECT * FROM outbox.events")
+        assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)

@@ -7,8 +7,8 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS
-from task_sink import EFFECT, NOON, Sink, event_id, outcomes, sink
+from consumer_group import COLUMNS, NOON, event_id
+from task_sink import EFFECT, Sink, outcomes, sink
 
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from outbox.consumer.model import RejectedRecord

@@ -8,9 +8,9 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS
+from consumer_group import COLUMNS, event_id
 from psycopg import sql
-from task_sink import WAYS, Sink, event_id, sink
+from task_sink import WAYS, Sink, sink
 
 from outbox.consumer.model import RejectedRecord
 from spark_jobs.dedup import strategies

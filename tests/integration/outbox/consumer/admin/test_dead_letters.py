@@ -9,13 +9,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
 from psycopg.types.json import Jsonb
+from rows_and_roles import put
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
-from outbox._app import migrate as db
 from outbox.consumer.admin.dead_letters import REASONS, DeadLetters, Selection
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.postgres_errors import connect
@@ -54,22 +53,17 @@ class Sink:
         columns = {
             "grp": group,
             "topic": topic,
-            "topic_id": "T",
             "part": part,
             "message_offset": offset,
-            "message_id": uuid7(),
+            "reason": reason,
             "message_key": key,
             "message_value": value,
             "message_headers": Jsonb(more.pop("headers", [])),
+            "message_id": uuid7(),
             "message_time": "2026-01-02T03:04:05Z",
-            "reason": reason,
-            "error": f"{topic}-{part}@{offset} is bad",
             **more,
         }
-        query = sql.SQL("INSERT INTO consumer.dead_letters ({}) VALUES ({}) RETURNING id").format(
-            sql.SQL(", ").join(map(sql.Identifier, columns)), sql.SQL(", ").join(sql.Placeholder() * len(columns))
-        )
-        return self.admin.execute(query, [*columns.values()]).fetchone()[0]
+        return put(self.admin, "consumer.dead_letters", error=f"{topic}-{part}@{offset} is bad", **columns)["id"]
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         return self.admin.execute(query, values).fetchall()
@@ -97,12 +91,10 @@ class Sink:
 
 
 @pytest.fixture(scope="module")
-def database(outbox_postgres_server):
+def database(outbox_postgres_server, _outbox_template):
     """One for all tests: each begins with empty tables."""
     name = f"outbox_desk_{token()}"
-    url = outbox_postgres_server.create_database(name)
-    db.upgrade_consumer(url)
-    with Database(url, name) as database:
+    with Database(outbox_postgres_server.create_database(name, template=_outbox_template), name) as database:
         yield database
     outbox_postgres_server.drop_database(name)
 
@@ -232,14 +224,8 @@ def test_what_is_discarded_is_kept_in_the_audit_whole(sink):
     assert ([row["id"] for row in done.gone], done.freed) == ([letter], [])
     ((what, why, details),) = sink.audit()
     assert (what, why) == ("discard dead letter", "wrong customer")
-    assert {name: details[name] for name in ("id", "group", "topic", "topic_id", "part", "offset")} == {
-        "id": letter,
-        "group": "g",
-        "topic": "t",
-        "topic_id": "T",
-        "part": 3,
-        "offset": 7,
-    }
+    whose = {"id": letter, "group": "g", "topic": "t", "topic_id": "T", "part": 3, "offset": 7}
+    assert {name: details[name] for name in whose} == whose
     assert (details["reason"], details["sqlstate"], details["attempts"]) == ("failed", "23514", 4)
     assert details["error"] == "t-3@7 is bad"
     assert details["message_id"] == str(done.gone[0]["message_id"])
@@ -403,31 +389,18 @@ def test_a_database_without_the_tables_and_one_that_is_away(outbox_postgres):
 
 def test_how_far_the_groups_are(sink):
     assert sink.done("groups") == "no groups\n"
-    sink.admin.execute("INSERT INTO consumer.groups (grp, owner, generation) VALUES ('g', 'me', 3), ('new', 'you', 1)")
-    sink.admin.execute(
-        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation, log_end, applied, "
-        "duplicates, dead) VALUES ('g', 't', 0, 'T', 10, 3, 1025, 6, 3, 1), ('g', 't', 1, 'T', 0, 3, NULL, 0, 0, 0)"
-    )
+    put(sink.admin, "consumer.groups", owner="me", generation=3)
+    put(sink.admin, "consumer.groups", grp="new", generation=1)
+    figures = {"next_offset": 10, "log_end": 1025, "applied": 6, "duplicates": 3, "dead": 1}
+    put(sink.admin, "consumer.offsets", generation=3, **figures)
+    put(sink.admin, "consumer.offsets", generation=3, part=1)
     for offset in (1, 2, 3):
         sink.bury(offset)
     sink.bury(1, part=1, group="another")
     sink.desk.retry(Selection([min(sink.states())]))
     first, second, third = sink.json("groups")["groups"]
-    wanted = {
-        "group": "g",
-        "topic": "t",
-        "part": 0,
-        "next_offset": 10,
-        "log_end": 1025,
-        "lag": 1015,
-        "applied": 6,
-        "duplicates": 3,
-        "dead": 1,
-        "dead_letters": 2,
-        "retrying": 1,
-        "generation": 3,
-        "owner": "me",
-    }
+    wanted = {"group": "g", "topic": "t", "part": 0, "generation": 3, "owner": "me"}
+    wanted |= {"lag": 1015, "dead_letters": 2, "retrying": 1, **figures}
     assert {name: first[name] for name in wanted} == wanted
     assert first["updated_at"]
     assert (second["part"], second["lag"], second["dead_letters"]) == (1, None, 0)

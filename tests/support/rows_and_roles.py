@@ -1,0 +1,69 @@
+"""Rows and roles that tests make by hand. A column that a test does not name has a value that means nothing."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+
+NOW = dt.datetime.now(dt.UTC)
+_OF_LANE = {"lane": 0, "id": 1}
+_EVENT = {"aggregate_type": "Order", "aggregate_id": "k"}
+_FAILED = {"attempts": 1, "last_error": "e", "first_failed_at": NOW}
+_WAITS = {"blocks": True, "last_failed_at": NOW, "next_attempt_at": "infinity"}
+_MESSAGE = {"grp": "g", "topic": "t", "part": 0, "message_offset": 0}
+_DEAD = {"topic_id": "T", "message_headers": "[]", "message_time": NOW, "reason": "failed", "error": "why"}
+_OFFSET = {"grp": "g", "topic": "t", "part": 0, "topic_id": "T"}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "outbox.events": {**_EVENT, "event_type": "T"},
+    "outbox.failures": {**_OF_LANE, **_EVENT, **_FAILED, **_WAITS},
+    "outbox.dead_letters": {**_OF_LANE, **_EVENT, **_FAILED, "event_type": "T", "created_at": NOW},
+    "consumer.groups": {"grp": "g", "owner": "x"},
+    "consumer.offsets": {**_OFFSET, "next_offset": 0, "generation": 1},
+    "consumer.losses": {**_OFFSET, "first_offset": 1, "end_offset": 2, "kind": "retention", "detail": "d"},
+    "consumer.dead_letters": {**_MESSAGE, **_DEAD},
+    "consumer.reservations": {**_MESSAGE, "name": "pay", "state": "stuck", "request": "{}"},
+}
+_IDS = {"outbox.failures": "event_id", "outbox.dead_letters": "event_id", "consumer.reservations": "message_id"}
+
+
+def put(where: str | psycopg.Connection[Any], table: str, **columns: Any) -> dict[str, Any]:
+    """Insert a row, over a connection or at an address. Return its columns."""
+    if isinstance(where, str):
+        with psycopg.connect(where) as connection:
+            return put(connection, table, **columns)
+    given = {**_DEFAULTS[table], **columns}
+    if (name := _IDS.get(table)) is not None:
+        given.setdefault(name, uuid4())
+    query = sql.SQL("INSERT INTO {} ({}) VALUES ({}) RETURNING *").format(
+        sql.Identifier(*table.split(".")),
+        sql.SQL(", ").join(map(sql.Identifier, given)),
+        sql.SQL(", ").join(sql.Placeholder() * len(given)),
+    )
+    with where.cursor(row_factory=psycopg.rows.dict_row) as cursor:
+        row: dict[str, Any] = cursor.execute(query, [*given.values()]).fetchone() or {}
+        return row
+
+
+def execute(url: str, statement: str, *values: Any) -> None:
+    """Execute one statement, and commit it."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(statement.encode(), values or None)
+
+
+@contextmanager
+def login_role(admin: psycopg.Connection[Any], name: str, *options: str) -> Iterator[str]:
+    """A role that may log in, of a name that no other database's role has; it goes with all that it owns."""
+    role = f"{name}_{uuid4().hex[:8]}"
+    named = sql.Identifier(role)
+    admin.execute(sql.SQL("CREATE ROLE {} LOGIN {}").format(named, sql.SQL(" ".join(options))))
+    try:
+        yield role
+    finally:
+        drop = "REASSIGN OWNED BY {0} TO CURRENT_USER; DROP OWNED BY {0}; DROP ROLE {0}"
+        admin.execute(sql.SQL(drop).format(named))
