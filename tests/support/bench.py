@@ -8,15 +8,16 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient, NewPartitions
 from psycopg import sql
-from support import look_up
+from support import look_up, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -35,6 +36,38 @@ def order(name: str, seq: int, **changes: Any) -> dict[str, Any]:
     return {"order_id": name, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"} | changes
 
 
+class Sent(NamedTuple):
+    """A message. What is not bytes is sent as JSON.
+
+    part     None: that of the key.
+    headers  None: an id of its own.
+    at       its time in milliseconds; 0: now.
+    """
+
+    value: Any
+    key: str | None = None
+    part: int | None = None
+    headers: list[tuple[str, bytes]] | None = None
+    at: int = 0
+
+
+def ided(event_id: Any = None) -> list[tuple[str, bytes]]:
+    """Return the header of an event's id; None: a new one."""
+    return [("ce_id", str(event_id or uuid7()).encode())]
+
+
+def produce(servers: str, topic: str, messages: Iterable[Sequence[Any]]) -> None:
+    """Send messages, each as the fields of ``Sent``, in this order; wait for all of them."""
+    # Without idempotence, a request that is sent again would be behind those that were sent after it.
+    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 20})
+    for value, key, part, headers, at in (Sent(*one) for one in messages):
+        data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
+        where = {} if part is None else {"partition": part}
+        producer.produce(topic, data, key, headers=ided() if headers is None else headers, timestamp=at, **where)
+        producer.poll(0)
+    assert producer.flush(60) == 0
+
+
 class Bench:
     """A topic, a sink, and a job that reads the one into the other."""
 
@@ -47,50 +80,86 @@ class Bench:
         self.job = order_totals.job.with_topics([self.topic])
         self.reports: list[tuple[str, dict[str, Any]]] = []
 
-    def send(self, name: str, seq: int, *, key: str | None = None, event_id: Any = None, **changes: Any) -> uuid.UUID:
-        """Send one order event; wait for it."""
+    def send(
+        self,
+        name: str,
+        seq: int,
+        *,
+        key: str | None = None,
+        event_id: Any = None,
+        producer: Producer | None = None,
+        part: int | None = None,
+        **changes: Any,
+    ) -> uuid.UUID:
+        """Send one order event, with a producer that may be in a transaction; wait for it."""
         event_id = event_id or uuid7()
-        self.send_raw(
-            json.dumps(order(name, seq, **changes)).encode(), [("ce_id", str(event_id).encode())], key or name
-        )
+        where = {} if part is None else {"partition": part}
+        value = json.dumps(order(name, seq, **changes)).encode()
+        self.send_raw(value, ided(event_id), key or name, producer=producer, **where)
         return event_id
 
-    def send_raw(self, value: bytes | None, headers: list[tuple[str, bytes]], key: str = "k", **where: Any) -> None:
-        producer = self.producer()
+    def send_raw(
+        self,
+        value: bytes | None,
+        headers: list[tuple[str, bytes]],
+        key: str = "k",
+        *,
+        producer: Producer | None = None,
+        **where: Any,
+    ) -> None:
+        producer = producer or self.producer()
         producer.produce(self.topic, value, key, headers=headers, **where)
         assert producer.flush(30) == 0
 
-    def produce(self, messages: Iterable[tuple[Any, str | None, int | None]], topic: str | None = None) -> None:
-        """Send a value, a key and a partition each, in this order, with ids; wait for all of them.
-
-        None: no key, the partition of the key. What is not bytes is sent as JSON.
-        """
-        producer = self.producer(**{"linger.ms": 20})
-        for value, key, part in messages:
-            data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
-            where = {} if part is None else {"partition": part}
-            headers = [("ce_id", str(uuid7()).encode())]
-            producer.produce(topic or self.topic, data, key, headers=headers, **where)
-            producer.poll(0)
-        assert producer.flush(60) == 0
+    def produce(self, messages: Iterable[Sequence[Any]], topic: str | None = None) -> None:
+        """Send messages, each as the fields of ``Sent``, in this order; wait for all of them."""
+        produce(self.topics.bootstrap_servers, topic or self.topic, messages)
 
     def orders(self, names: Iterable[str], seqs: Iterable[int], part: int | None = None) -> None:
         """Send events of these orders, each number of one after the other; wait for all of them."""
         self.produce((order(name, seq), name, part) for seq in seqs for name in names)
 
     def producer(self, **options: Any) -> Producer:
-        # Without idempotence, a request that is sent again would be behind those that were sent after it.
         given = {"bootstrap.servers": self.topics.bootstrap_servers, "enable.idempotence": True, "linger.ms": 0}
         return Producer({**given, **options})
 
-    def runner(self, job: ConsumerJob | None = None, **options: Any) -> Runner:
-        options = {"patience": 30.0, **options}
+    def in_transaction(self, name: str = "") -> Producer:
+        """Return a producer of this topic that has begun a transaction."""
+        producer = self.producer(**{"transactional.id": f"{self.topic}{name}"})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        return producer
+
+    def add_partitions(self, count: int) -> None:
+        """Let the topic have so many, and wait until the broker names them."""
+        admin = AdminClient({"bootstrap.servers": self.topics.bootstrap_servers})
+        admin.create_partitions([NewPartitions(self.topic, count)])[self.topic].result(30)
+        wait_until(lambda: len(admin.list_topics(self.topic).topics[self.topic].partitions) == count, what="partitions")
+
+    def send_to_added(self, name: str, seq: int, part: int, **changes: Any) -> None:
+        """Send one order event to a partition that was added: a producer may hear of it minutes later."""
+
+        def sent() -> bool:
+            try:
+                self.send(name, seq, part=part, **changes)
+            except KafkaException:
+                return False
+            return True
+
+        wait_until(sent, what="the new partition to take messages")
+
+    def runner(
+        self, job: ConsumerJob | None = None, then: Callable[[str], object] = lambda _: None, **options: Any
+    ) -> Runner:
+        """Return a runner of the job. ``then`` is called with each text that it reports."""
+
+        def heard(text: str, figures: Any) -> None:
+            self.reports.append((text, dict(figures)))
+            then(text)
+
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
         return Runner(
-            self.spark,
-            job or self.job,
-            Options(self.database.url, kafka, **options),
-            lambda text, figures: self.reports.append((text, dict(figures))),
+            self.spark, job or self.job, Options(self.database.url, kafka, **{"patience": 30.0, **options}), heard
         )
 
     def once(self, job: ConsumerJob | None = None, **options: Any) -> Totals:
