@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
-from confluent_kafka import Producer
+from bench import Bench, produce
 from psycopg import sql
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed
 from outbox.testing.fixtures import Topics
@@ -35,12 +32,8 @@ def topic(outbox_kafka_cluster) -> Iterator[str]:
     """Two partitions: 25,000 messages in the first one, 3,000 in the second. Each says which it is."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         name = made.create_topic(made.name("poison"), 2)
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
         for part, count in enumerate((MESSAGES, OTHERS)):
-            for n in range(count):
-                value = json.dumps({"n": n, "part": part}).encode()
-                producer.produce(name, value, headers=[("ce_id", str(uuid7()).encode())], partition=part)
-        assert producer.flush(60) == 0
+            produce(made.bootstrap_servers, name, (({"n": n, "part": part}, None, part) for n in range(count)))
         yield name
 
 
