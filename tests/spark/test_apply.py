@@ -10,6 +10,7 @@ import pytest
 from support import wait_until
 
 from outbox.consumer.errors import EffectFailed, JobError
+from outbox.errors import SchemaError
 from spark_jobs.errors import BadMessage
 
 pytestmark = pytest.mark.spark
@@ -115,3 +116,9 @@ def test_a_shuffle_is_refused(bench):
         bench.once(job)
     with pytest.raises(JobError, match="message_"):
         bench.once(replace(bench.job, transform=lambda rows: rows.select("order_id")))
+
+
+def test_a_sink_without_the_consumers_tables_says_how_to_make_them(bench):
+    bench.run("DROP SCHEMA consumer CASCADE")
+    with pytest.raises(SchemaError, match=r'relation "consumer.groups" does not exist; run `outbox db upgrade --consumer`'):
+        bench.once()

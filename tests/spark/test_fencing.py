@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, Consumer, expected
 from proxy import Connection, TcpProxy
 from psycopg import sql
 from support import wait_until
@@ -92,10 +92,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
 
 
-def expected(orders: str, seqs: int) -> dict[str, tuple[int, int, int, int, str]]:
-    return dict.fromkeys(orders, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
-
-
 def waiting_for_locks(bench: Bench, application: str) -> int:
     """How many sessions of this application wait for a lock."""
     query = (
@@ -145,16 +141,16 @@ def test_two_drivers_at_once(bench, drive):
     assert bench.totals() == expected("abcdefgh", 6)
 
 
-def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_path):
+def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, consumer: Consumer):
     """The whole process tree, as a suspended machine: the driver, its JVM and its workers."""
-    log = tmp_path / "consume.log"
     bench.orders("abcdefgh", range(1, 3))
-    process = bench.consume(tmp_path, "--continuous")
+    consumer.start("--continuous")
     tree: list[psutil.Process] = []
 
     def halted() -> bool:
         """Stop all of it; not within a transaction of its own: the take-over would wait for that (see below)."""
-        tree[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        driver = psutil.Process(consumer.process.pid)
+        tree[:] = [driver, *driver.children(recursive=True)]
         signal_all(tree, signal.SIGSTOP)
         # A signal that is sent has not stopped anybody yet.
         wait_until(lambda: all(map(stands_still, tree)), PATIENCE, "all to stand still")
@@ -175,12 +171,8 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
         assert bench.totals() == expected("abcdefgh", 4)
         bench.orders("abcdefgh", range(5, 7))
         signal_all(tree, signal.SIGCONT)
-        assert process.wait(PATIENCE) == 1
-        assert "group order-totals was taken over from generation 1" in log.read_text()
-        assert "Traceback" not in log.read_text()
+        consumer.ended(1, "group order-totals was taken over from generation 1")
     finally:
-        process.kill()
-        process.wait()
         for member in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()

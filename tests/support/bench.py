@@ -31,6 +31,11 @@ from spark_jobs.job import ConsumerJob
 ROOT: Final = Path(__file__).parents[2]
 
 
+def expected(names: Iterable[str], seqs: int) -> dict[str, tuple[Any, ...]]:
+    """Return ``Bench.totals`` of these orders when each has so many events, all of them applied once and in order."""
+    return dict.fromkeys(names, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
+
+
 def order(name: str, seq: int, **changes: Any) -> dict[str, Any]:
     """Return the payload of an order's event."""
     return {"order_id": name, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"} | changes
@@ -185,6 +190,7 @@ class Bench:
         folder: Path,
         *arguments: str,
         job: str = "spark_jobs.order_totals:job",
+        topic: str | None = None,
         program: Sequence[str] = ("-m", "relay.cli"),
         stdout: Any = None,
         **variables: str,
@@ -193,7 +199,7 @@ class Bench:
         environment = os.environ | self.environment | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
         with (folder / "consume.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, *program, "consume", job, "--topic", self.topic, *arguments],
+                [sys.executable, *program, "consume", job, "--topic", topic or self.topic, *arguments],
                 env=environment | variables,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -216,6 +222,49 @@ class Bench:
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets"))
+
+
+class Consumer:
+    """``outbox consume`` as a process, which may be started again; ``given`` is for ``Bench.consume``."""
+
+    def __init__(self, bench: Bench, folder: Path, *arguments: str, **given: Any) -> None:
+        self._bench, self._folder, self._arguments, self._given = bench, folder, arguments, given
+        self._log = folder / "consume.log"
+        self._before = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *arguments: str, **given: Any) -> None:
+        self._before = self._log.stat().st_size if self._log.exists() else 0
+        self.process = self._bench.consume(self._folder, *self._arguments, *arguments, **self._given, **given)
+
+    def log(self) -> str:
+        """Return what it has written since its last start."""
+        return self._log.read_bytes()[self._before :].decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+        """Wait for a condition, as long as it runs."""
+        process = self.process
+        assert process is not None
+        wait_until(lambda: process.poll() is not None or condition(), seconds, what)
+        assert process.poll() is None, f"{what}: it ended with {process.poll()}\n{self.log()[-3000:]}"
+
+    def ended(self, status: int, *said: str) -> None:
+        """Wait for its end, and compare its exit status and what it has said."""
+        assert self.process is not None
+        assert self.process.wait(240) == status, self.log()[-3000:]
+        assert "Traceback" not in self.log()
+        for text in said:
+            assert text in self.log()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, if it runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 class Driver:
