@@ -12,7 +12,6 @@ from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import JOB, Stream, stream
 
 from outbox.consumer.errors import Fenced
-from spark_jobs.driver import streaming
 
 __all__ = ["stream"]
 
@@ -97,24 +96,6 @@ def test_the_younger_of_two_queries_goes_on(stream):
     # A query that is started again takes the group over itself.
     stream.run(older)
     assert stream.seen() == list(range(6))
-
-
-def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
-    """The rows are staged, and the group is another's: nothing of them is applied."""
-    real = streaming._stage_all
-
-    def staged(*arguments: Any) -> Any:
-        found = real(*arguments)
-        stream.function()._store.take_over()
-        return found
-
-    monkeypatch.setattr(streaming, "_stage_all", staged)
-    stream.add()
-    with pytest.raises(StreamingQueryException, match="Fenced"):
-        stream.run()
-    assert stream.seen() == []
-    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
-    assert stream.left() == []
 
 
 def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
