@@ -13,7 +13,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from bench import Consumer
+from bench import Consumer, ided
 from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
@@ -50,11 +50,11 @@ def test_what_is_made_of_messages(bench):
         [],
     ]
     for seq, (event_id, own) in enumerate(zip(ids, headers, strict=False), 1):
-        bench.send_raw(order(seq), [("ce_id", str(event_id).encode()), *own], "o")
+        bench.send_raw(order(seq), [*ided(event_id), *own], "o")
     bench.send_raw(order(4), [("ce_id", str(ids[3]).encode())], "o")
     bench.send_raw(order(5, "bob"), [("ce_id", str(ids[4]).encode())], "o")
-    bench.send_raw(b'{"order_id": "o"}', [("ce_id", str(uuid7()).encode())], "o")
-    bench.send_raw(None, [("ce_id", str(uuid7()).encode())], "o")
+    bench.send_raw(b'{"order_id": "o"}', ided(), "o")
+    bench.send_raw(None, ided(), "o")
     totals = bench.once(job)
     assert (totals.applied, totals.duplicates, totals.dead) == (6, 1, 1)
 

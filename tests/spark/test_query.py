@@ -14,8 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
-from uuid_utils.compat import uuid7
+from bench import Bench, ided
 
 from outbox.consumer.errors import EffectFailed, JobError
 from outbox.errors import ConfigurationError
@@ -63,7 +62,7 @@ def start(bench, monkeypatch):
 def test_once_ends_by_itself_and_shows_what_it_did(bench, start):
     send(bench, range(5))
     send(bench, [5, 6], partition=1)
-    bench.send_raw(b"no JSON", [("ce_id", str(uuid7()).encode())], partition=1)
+    bench.send_raw(b"no JSON", ided(), partition=1)
     handle = start(job(bench), bench.spark)
     assert handle.wait()
     assert seen(bench) == list(range(7))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from uuid_utils.compat import uuid7
 
+from bench import ided
 from spark_jobs.job import ConsumerJob
 
 
 def send(bench: Any, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
     """All into one partition: the number of the message is its offset."""
-    bench.send_raw(value, [("ce_id", str(uuid7()).encode()), *(headers or [])], "k", partition=0)
+    bench.send_raw(value, [*ided(), *(headers or [])], "k", partition=0)
 
 
 def run(bench: Any, decoder: Any, table: str, columns: str, group: str = "decoding", **options: Any) -> Any:
