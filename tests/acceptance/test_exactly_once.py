@@ -154,31 +154,6 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, chance, order):
-    """Three relays; killed, stopped and woken, ended and started, in any order."""
-    url, (kind, topic) = outbox_postgres.url, order
-    with Load(url, kind) as load:
-        relays = [outbox_relay(**exactly_once) for _ in range(3)]
-        asleep: set[int] = set()
-        for _ in range(14):
-            goal = load.committed() + chance.randint(30, 300)
-            wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
-            victim = chance.randrange(3)
-            if victim in asleep:
-                asleep.discard(victim)
-                relays[victim].resume()
-            elif chance.random() < 0.5:
-                relays[victim].pause()
-                asleep.add(victim)
-            else:
-                relays[victim].kill()
-                relays[victim] = outbox_relay(**exactly_once)
-        for sleeper in asleep:
-            relays[sleeper].resume()
-        load.drain()
-    assert check(url, outbox_kafka.consume(topic)) == 0
-
-
 def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, private_kafka, outbox_relay, back_soon):
     """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
     url = outbox_postgres.url
@@ -336,22 +311,4 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         assert "another relay has taken a lane over" not in first.log()
     assert backlog(other.url) == 40
     assert outbox_kafka.consume(other_topic) == []
-    assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_deliveries_can_be_changed_between_clean_stops(
-    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order
-):
-    url, (kind, topic) = outbox_postgres.url, order
-    with Load(url, kind) as load:
-        for delivery in ("exactly-once", "at-least-once"):
-            # A lease that no slow machine outlasts: at-least-once may repeat what took too long.
-            relay = outbox_relay(**exactly_once | {"delivery": delivery, "relay__lease_seconds": 15})
-            relay.wait_for_log("lanes acquired")
-            goal = load.committed() + 200
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
-            relay.terminate()
-            assert relay.wait() == 0, relay.log()
-        outbox_relay(**exactly_once)
-        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0

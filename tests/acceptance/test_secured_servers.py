@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -19,7 +18,7 @@ import schema_registry
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceType
 from psycopg import sql
-from secured import PASSWORD, Certificates, allow, secured_kafka, secured_postgres, set_password
+from secured import PASSWORD, SecuredKafka, allow, secured_postgres, set_password
 from secured_clients import CLIENTS, limit
 from support import wait_until
 from typer.testing import CliRunner
@@ -36,6 +35,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import OutboxError
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import token
 from relay.cli.app import app
 from relay.config import load
@@ -67,16 +67,12 @@ def give_text(request: CredentialRequest) -> Any:
     return "a secret that is no Credential"
 
 
-@dataclass
 class Servers:
-    certificates: Certificates
-    admin: AdminClient
-    plain_kafka: str
-    """The address of Kafka's other listener, where everybody is a superuser."""
-    kafka: dict[str, str]
-    database: Any
-    port: int
-    """Of Postgres with TLS."""
+    """Kafka, a Postgres with TLS at ``port``, and its server."""
+
+    def __init__(self, kafka: SecuredKafka, database: PostgresServer, port: int) -> None:
+        self.certificates, self.admin, self.kafka = kafka.certificates, kafka.admin, kafka.options
+        self.database, self.port = database, port
 
     @property
     def kafka_port(self) -> int:
@@ -94,15 +90,14 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[Servers]:
-    certificates = Certificates.made(tmp_path_factory.mktemp("tls"))
-    with secured_postgres(certificates) as (database, port), secured_kafka(certificates) as (admin, plain, kafka):
+def servers(secured) -> Iterator[Servers]:
+    with secured_postgres(secured.certificates) as (database, port):
         url = database.create_database("shop")
         db.upgrade(url)
         db.upgrade_consumer(url)
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE ROLE outbox SUPERUSER LOGIN PASSWORD {}").format(sql.Literal(PASSWORD)))
-        yield Servers(certificates, admin, plain, kafka, database, port)
+        yield Servers(secured, database, port)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,20 +32,8 @@ from support import backlog, drained, wait_until
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
-from outbox.testing.fixtures import Topics
 
 __all__ = ["delivery", "url"]
-
-
-@pytest.fixture(scope="module")
-def guarded_kafka() -> Iterator[KafkaCluster]:
-    """A broker of this module's own that knows access rights, and that may be killed."""
-    settings = {
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "allow.everyone.if.no.acl.found": "true",
-    }
-    with KafkaCluster(settings=settings) as cluster:
-        yield cluster
 
 
 def deny(
@@ -77,9 +64,9 @@ UNUSABLE, USABLE = "topic can't be written to; its events wait", "topic can be w
 
 
 @pytest.mark.parametrize("delivery", ["exactly-once"], indirect=True)
-def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, guarded_kafka, outbox_relay, delivery):
+def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, mortal_kafka, outbox_relay, delivery):
     """More than one batch of each, all mixed. No event is at fault: no attempt is counted, nothing is a dead letter."""
-    topics = Topics(guarded_kafka.bootstrap_servers)
+    guarded_kafka, topics = mortal_kafka
     good, guarded, hidden = (topics.create_topic(topics.name(name)) for name in ("good", "guarded", "hidden"))
     missing = topics.name("missing")
     # With a rule of its own, a topic is no longer open to everyone: it would be hidden too.
@@ -143,9 +130,9 @@ def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url
     assert dead(url) == ["a1"]
 
 
-def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, guarded_kafka, outbox_relay):
+def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, mortal_kafka, outbox_relay):
     """Two outboxes, one for each delivery, and one outage."""
-    topics = Topics(guarded_kafka.bootstrap_servers)
+    cluster, topics = mortal_kafka
     # A backoff longer than a try takes, or the lane would be busy with this one event.
     settings = {
         "failures__max_attempts": 1000,
@@ -155,7 +142,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         "kafka__reconnect_backoff_max_ms": 500,
         # At-least-once, what a slow broker acknowledges later than this is sent twice.
         "kafka__delivery_timeout_ms": 6000,
-        "bootstrap_servers": guarded_kafka.bootstrap_servers,
+        "bootstrap_servers": cluster.bootstrap_servers,
     }
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
     outboxes = []
@@ -172,7 +159,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
     for _, url, good, _, _ in outboxes:
         wait_until(lambda url=url: rows(url, attempts) > [(1,)], what="attempts")
         wait_until(lambda good=good: topics.consume(good), what="the good one")
-    guarded_kafka.kill_broker(0)
+    cluster.kill_broker(0)
     before = []
     try:
         for _, url, _, _, relay in outboxes:
@@ -185,7 +172,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
             assert rows(url, attempts)[0][0] <= counted + 1
             assert rows(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
-        guarded_kafka.start_broker(0)
+        cluster.start_broker(0)
     for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
         wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")

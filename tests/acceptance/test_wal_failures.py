@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -219,21 +218,15 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
 # --- Kafka is away ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def away(private_postgres, private_kafka) -> Iterator[Any]:
-    """Servers of our own: a broker to be stopped, and a Postgres that ends a silent stream after five seconds."""
-    server = private_postgres({"wal_sender_timeout": "5s", "fsync": "off"})
-    cluster = private_kafka()
-    return private_postgres.database(server), cluster, private_kafka.topics(cluster)
-
-
-def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay):
-    database, cluster, topics = away
-    url = database.url
-    topic = topics.create_topic("order-events", 3)
+def test_while_kafka_is_away_the_stream_waits_and_stays_alive(private_postgres, mortal_kafka, outbox_relay):
+    """Postgres ends a silent stream after five seconds."""
+    cluster, topics = mortal_kafka
+    url = private_postgres.database(private_postgres({"wal_sender_timeout": "5s", "fsync": "off"})).url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = {
         "source": "wal",
-        "name": "away",
+        "name": topics.name("away"),
         "wal__slot": "away",
         "delivery": "exactly-once",
         # Who loses its lease ends the stream as well.
@@ -251,7 +244,7 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
         "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
     )
-    with Load(url, "Order") as load:
+    with Load(url, kind) as load:
         more(load, 50)
         cluster.kill_broker(0)
         # Four batches of each lane are held.

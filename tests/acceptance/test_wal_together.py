@@ -98,13 +98,13 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
+def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
     """Postgres with asynchronous writers, the broker, and the walsender alone."""
     server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
     url = private_postgres.database(server).url
-    cluster = private_kafka()
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
+    cluster, topics = mortal_kafka
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = wal | {
         "delivery": "exactly-once",
         "relay__lease_seconds": 3,
@@ -112,7 +112,7 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
         "kafka__reconnect_backoff_max_ms": 500,
     }
     to_wal(url, settings)
-    with Load(url, "Order") as load:
+    with Load(url, kind) as load:
         relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         for strike in ("walsender", "broker", "postgres"):
@@ -131,7 +131,7 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
         more(load, 80)
         load.drain(90)
         assert relay.running
-    assert check(url, topics.consume("order-events", timeout=60)) == 0
+    assert check(url, topics.consume(topic, timeout=60)) == 0
 
 
 def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, outbox_relay, wal):

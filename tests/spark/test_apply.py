@@ -120,5 +120,7 @@ def test_a_shuffle_is_refused(bench):
 
 def test_a_sink_without_the_consumers_tables_says_how_to_make_them(bench):
     bench.run("DROP SCHEMA consumer CASCADE")
-    with pytest.raises(SchemaError, match=r'relation "consumer.groups" does not exist; run `outbox db upgrade --consumer`'):
+    with pytest.raises(
+        SchemaError, match=r'relation "consumer.groups" does not exist; run `outbox db upgrade --consumer`'
+    ):
         bench.once()

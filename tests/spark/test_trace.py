@@ -154,5 +154,7 @@ def test_what_can_not_be_traced():
         ([str(UUID(int=1)), "--aggregate", "a/b"], "say which"),
         (["--aggregate", "Order"], "--aggregate Order: say TYPE/ID"),
     ):
-        result = CliRunner().invoke(app, ["trace", *arguments], env={"OUTBOX_DATABASE_URL": "postgresql://127.0.0.1:1/x"})
+        result = CliRunner().invoke(
+            app, ["trace", *arguments], env={"OUTBOX_DATABASE_URL": "postgresql://127.0.0.1:1/x"}
+        )
         assert (result.exit_code, said in result.stderr) == (2, True)

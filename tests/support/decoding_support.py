@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-
 from bench import ided
+
 from spark_jobs.job import ConsumerJob
 
 
