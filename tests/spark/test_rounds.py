@@ -227,29 +227,6 @@ def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch
     assert all(size < 101 * 2_200 for size in told)
 
 
-def test_a_function_rejects_what_it_can_not_take(bench):
-    def effect(cursor, rows):
-        seen = rows.to_pylist()
-        wrong = [row["message_id"] for row in seen if row["n"] % 10 == 3]
-        if wrong:
-            raise Reject("no number that ends in 3", *wrong)
-        cursor.executemany("INSERT INTO numbers VALUES (%s, %s)", [(row["n"], row["payload"]) for row in seen])
-
-    bench.run("CREATE TABLE numbers (n int CHECK (n <> 15), raw bytea)")
-    job = ConsumerJob(
-        group="numbers",
-        topics=[bench.topic],
-        effect=effect,
-        transform=lambda rows: rows.withColumn("n", rows["payload"].cast("string").cast("int")),
-    )
-    for number in range(20):
-        put(bench, str(number).encode(), partition=0)
-    totals = bench.once(job)
-    assert (totals.applied, totals.dead) == (17, 3)
-    assert letters(bench) == [(3, "rejected"), (13, "rejected"), (15, "failed")]
-    assert bench.rows("SELECT count(*), bool_and(raw = n::text::bytea) FROM numbers") == [(17, True)]
-
-
 def test_messages_of_forgotten_days_and_of_other_types_and_ids_that_are_no_uuids(bench):
     job = replace(bench.job, types=["order.placed"])
     put(bench, order("a", 1), event_id="order/1")
