@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ import psutil
 import psycopg
 import pytest
 from bench import Bench, Consumer, expected
+from faults import stalling
 from proxy import Connection, TcpProxy
 from psycopg import sql
 from support import wait_until
@@ -27,52 +28,35 @@ pytestmark = pytest.mark.spark
 PATIENCE = 240.0
 
 
+@dataclass
 class Markers:
-    """Files by which an effect says where it is and is let go. ``first`` exists once an attempt has stalled."""
+    """Files by which an effect says where it is and is let go."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    stalls: Path
+    may_go: Path
 
     @property
     def stalled(self) -> bool:
-        return (self.folder / "first").exists()
-
-    def go(self) -> None:
-        (self.folder / "go").touch()
+        return self.stalls.exists()
 
     def stall(self) -> Callable[[], None]:
-        """A function that executors can unpickle: the first call of all waits for ``go``."""
-        folder = self.folder
-
-        def stall() -> None:
-            import time
-
-            try:
-                (folder / "first").touch(exist_ok=False)
-            except FileExistsError:
-                return
-            deadline = time.monotonic() + 240
-            while not (folder / "go").exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError("nobody let the effect go")
-                time.sleep(0.01)
-
-        return stall
+        return stalling(self.stalls, self.may_go)
 
 
 @pytest.fixture
 def markers(tmp_path) -> Markers:
-    return Markers(tmp_path)
+    return Markers(tmp_path / "stalls", tmp_path / "go")
 
 
 def stalling_in_transaction(bench: Bench, markers: Markers, order: str) -> ConsumerJob:
-    """The work is done, the transaction open, when a batch with this order stalls."""
+    """The work is done, the transaction open, when a batch with this order stalls; it is to go on in it."""
     stall, statement = markers.stall(), bench.job.effect
 
     def effect(cursor, table):
         cursor.execute(statement)
         if order in table["order_id"].to_pylist():
             stall()
+            cursor.execute("SELECT 1")
 
     return replace(bench.job, effect=effect)
 
@@ -194,7 +178,7 @@ def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, dri
     assert "outbox consumer order-totals" in told[0]["blocked_by"]
     assert "idle in transaction" in told[0]["blocked_by"]
     assert (generation(bench), younger.ended) == (1, False)
-    markers.go()
+    markers.may_go.touch()
     assert younger.result().applied <= 2
     with pytest.raises(Fenced, match="taken over from generation 1"):
         older.result()
@@ -210,7 +194,7 @@ def test_a_task_that_stalls_before_its_transaction_writes_nothing_after_the_take
     wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
     assert bench.once(patience=PATIENCE).applied >= 2
     assert bench.totals() == expected("ab", 2)
-    markers.go()
+    markers.may_go.touch()
     with pytest.raises(Fenced, match=rf"taken over from generation 1: {bench.topic}-\d offsets 0 to \d"):
         older.result()
     assert bench.totals() == expected("ab", 2)
@@ -326,15 +310,7 @@ def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, mar
             )
         )
     bench.orders("ab", range(1, 3))
-    stall, statement = markers.stall(), bench.job.effect
-
-    def effect(cursor, table):
-        cursor.execute(statement)
-        if "a" in table["order_id"].to_pylist():
-            stall()
-        cursor.execute("SELECT 1")
-
-    driver = drive(bench.runner(replace(bench.job, effect=effect), patience=PATIENCE), once=True)
+    driver = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE), once=True)
     wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")
     # Sessions of workers that have nothing to do stay open; the stalled one is the only one in a transaction.
     mine = (
@@ -342,7 +318,7 @@ def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, mar
         "AND datname = current_database() AND xact_start IS NOT NULL"
     )
     wait_until(lambda: bench.rows(mine) == [(0,)], PATIENCE, "Postgres to end the session")
-    markers.go()
+    markers.may_go.touch()
     driver.result()
     assert bench.totals() == expected("ab", 2)
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]

@@ -9,7 +9,7 @@ import pytest
 from bench import Bench, produce
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from faults import reading, stalling_at
+from faults import at, reading, stalling
 from support import wait_until
 
 from outbox.consumer.admin.offsets import Offsets
@@ -38,12 +38,11 @@ def topic(outbox_kafka_cluster) -> Iterator[str]:
 
 def test_retention_passes_a_range_while_it_is_read(bench: Bench, topic, tmp_path):
     seen, go = tmp_path / "seen", tmp_path / "go"
-    stalling = stalling_at(0, seen, go)
     job = ConsumerJob(
         "short",
         [topic],
         "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset",
-        schema=reading(stalling),
+        schema=reading(at(0, stalling(seen, go))),
         setup="CREATE TABLE IF NOT EXISTS seen (n int, at bigint)",
     )
     view = KafkaAdmin({"bootstrap.servers": bench.topics.bootstrap_servers})
