@@ -179,16 +179,14 @@ def test_a_take_over_in_the_midst_of_a_round_waits_for_it(bench):
         return job.transform(rows)
 
     send(bench, [(number, ided()) for number in range(10)])
-    with psycopg.connect(bench.database.url, autocommit=True) as connection:
-        # Whoever waits for longer gives up, and the test fails.
-        name = sql.Identifier(bench.database.name)
-        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '20s'").format(name))
-        with bench.runner(replace(job, transform=transform)) as runner:
-            assert runner._round(None) is True
-            thread.join(30)
-            assert taken == [runner._generation + 1]
-            send(bench, [(10, ided())])
-            with pytest.raises(Fenced, match="taken over"):
-                runner._round(None)
+    # Whoever waits for longer gives up, and the test fails.
+    bench.limit("lock_timeout", "20s")
+    with bench.runner(replace(job, transform=transform)) as runner:
+        assert runner._round(None) is True
+        thread.join(30)
+        assert taken == [runner._generation + 1]
+        send(bench, [(10, ided())])
+        with pytest.raises(Fenced, match="taken over"):
+            runner._round(None)
     successor.close()
     assert (len(calls), bench.rows("SELECT sum(messages)::int FROM sums"), bench.rows(STAGED)) == (2, [(10,)], [])

@@ -12,7 +12,6 @@ import psycopg
 import pytest
 from bench import Bench, ided
 from counting import Counting
-from psycopg import sql
 from support import wait_until
 
 from outbox.consumer.errors import ConsumerError, EffectFailed, Interrupted
@@ -216,8 +215,7 @@ def test_a_range_that_fails_does_not_hold_up_the_others(bench):
     """As for executors' tasks: one partition's offset is locked, and the other's messages are applied."""
     job = ConsumerJob("locked", (bench.topic,), SQL, schema="n int", setup=SETUP)
     with psycopg.connect(bench.database.url, autocommit=True) as connection, bench.runner(job) as runner:
-        name = sql.Identifier(bench.database.name)
-        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '500ms'").format(name))
+        bench.limit("lock_timeout", "500ms")
         assert runner._round(None) is False
         bench.produce((b'{"n":1}', None, part) for part in range(2))
         with connection.transaction():

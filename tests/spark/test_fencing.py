@@ -16,7 +16,6 @@ import pytest
 from bench import Bench, Consumer, expected
 from faults import stalling
 from proxy import Connection, TcpProxy
-from psycopg import sql
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
@@ -277,11 +276,7 @@ def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
     with psycopg.connect(bench.database.url, autocommit=True, application_name="psql of somebody") as connection:
         if setting is not None:
             # Long enough for every other statement on a slow machine: it stays when the lock is gone.
-            connection.execute(
-                sql.SQL("ALTER DATABASE {} SET {} = '2s'").format(
-                    sql.Identifier(bench.database.name), sql.Identifier(setting)
-                )
-            )
+            bench.limit(setting, "2s")
         with connection.transaction():
             connection.execute("LOCK TABLE order_totals IN ACCESS EXCLUSIVE MODE")
             job = replace(bench.job, setup=None)
@@ -302,13 +297,8 @@ def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
 
 
 def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, markers):
-    with psycopg.connect(bench.database.url, autocommit=True) as connection:
-        # Long enough for a driver and tasks that do not stall, on a slow machine too.
-        connection.execute(
-            sql.SQL("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '2s'").format(
-                sql.Identifier(bench.database.name)
-            )
-        )
+    # Long enough for a driver and tasks that do not stall, on a slow machine too.
+    bench.limit("idle_in_transaction_session_timeout", "2s")
     bench.orders("ab", range(1, 3))
     driver = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE), once=True)
     wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")

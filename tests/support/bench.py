@@ -215,6 +215,11 @@ class Bench:
         with psycopg.connect(self.database.url) as connection:
             connection.execute(statements)
 
+    def limit(self, name: str, value: str) -> None:
+        """Set a limit of the sink's database, for sessions that are opened from now on."""
+        [(database,)] = self.rows("SELECT current_database()")
+        self.run(sql.SQL("ALTER DATABASE {} SET {} = {}").format(*map(sql.Identifier, (database, name)), value))
+
     def totals(self) -> dict[str, tuple[Any, ...]]:
         """order: (total_cents, events_applied, last_seq, out_of_order, status)"""
         query = "SELECT order_id, total_cents, events_applied, last_seq, out_of_order, status FROM order_totals"
