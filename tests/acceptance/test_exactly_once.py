@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import nursery
-import psutil
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -21,6 +20,8 @@ from support import (
     caught_up,
     check,
     end_leases,
+    ends,
+    halted,
     look_up,
     order,
     owners,
@@ -87,10 +88,6 @@ def takes_over_in_vain(outbox_relay, url: str, **options: Any) -> Any:
     return relay
 
 
-def stopped(relay) -> bool:
-    return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
-
-
 def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
     """Each relay takes over from one that was killed, and is killed at the next step itself.
 
@@ -125,11 +122,10 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
             # All lanes are taken over at once.
             nth = 1 if point.startswith("takeover") else 2
             sleeper = outbox_relay(env=failing(f"{point}=pause@{nth}"), **exactly_once)
-            wait_until(lambda sleeper=sleeper: stopped(sleeper), 30, f"the relay to stop at {point}")
+            wait_until(lambda sleeper=sleeper: halted(sleeper), 30, f"the relay to stop at {point}")
             other = outbox_relay(relay__instance=f"after {point}", **exactly_once)
             wait_until(lambda point=point: owners(url) == {f"after {point}": 4}, 30, f"the take-over after {point}")
-            goal = load.committed() + 100
-            wait_until(lambda goal=goal: load.committed() > goal, what="load after the take-over")
+            load.more(100)
             sleeper.resume()
             sleeper.wait_for_log("lane lost")
             sleeper.kill()
@@ -168,8 +164,7 @@ def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, priva
         relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
         for moment in moments:
             wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
-            goal = load.committed() + 100
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            load.more(100)
             caught_up(url)
             killed = threading.Event()
 
@@ -189,8 +184,7 @@ def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, priva
         assert [fired.action.name for fired in proxy.fired] == [moment.__name__ for moment in moments]
         assert check(url, topics.consume("order-events")) == 0
         # While its way to the broker is open: the relay ends its transactions before it stops.
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
 
 
 def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
@@ -229,8 +223,7 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
         # One batch is left committed and not settled: of a turn before it nothing may be left to settle.
         relay = outbox_relay(env=failing("txn.committed=kill@10"), **exactly_once)
         assert relay.wait(40) == -signal.SIGKILL
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
+        load.more(100)
     admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     admin.delete_topics([state])[state].result()
     left = backlog(url)
@@ -304,8 +297,7 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         await_stops(second, 4)
         for relay in (again_and_again, second):
             assert "give each its own OUTBOX_NAME" in relay.log()
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load beside the second relay")
+        load.more(100)
         load.drain()
         assert (first.running, second.running) == (True, True)
         assert "another relay has taken a lane over" not in first.log()

@@ -23,7 +23,7 @@ from failing_relays import (
     wait_for_dead,
 )
 from psycopg import sql
-from support import Crashes, backlog, drained, wait_until
+from support import Crashes, backlog, drained, ends, wait_until
 
 __all__ = ["delivery", "url"]
 
@@ -139,8 +139,7 @@ def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
     assert names(outbox_kafka.consume(copies, 1)) == ["a1"]
     outbox(url, "dead-letters", "discard", "--all", "--reason", "test")
     drained(url)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert names(outbox_kafka.consume(copies)) == ["a1"]
     assert names(outbox_kafka.consume(small)) == ["a2"]
     times = names(outbox_kafka.consume(good))
@@ -221,6 +220,5 @@ def test_a_relay_needs_no_more_than_the_docs_grant(url, relay_role, outbox_kafka
         relay.wait_for_log("the archive's partitions could not be kept")
         count = "SELECT count(*) FROM outbox.published_default"
         wait_until(lambda: rows(url, count) == [(3,)], what="rows in the default partition")
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert rows(url, "SELECT count(*) FROM outbox.relays") == [(0,)]

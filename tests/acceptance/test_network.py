@@ -34,6 +34,7 @@ from support import (
     check,
     check_at_most_once,
     drained,
+    ends,
     look_up,
     said_to_be_lost,
     wait_until,
@@ -41,7 +42,7 @@ from support import (
 
 from outbox import Event, Outbox
 from outbox.sandbox.kafka import KafkaCluster
-from outbox.testing.fixtures import RelayProcess, Topics
+from outbox.testing.fixtures import Topics
 from relay.core.ports import Unavailable
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
@@ -100,11 +101,6 @@ def place(request, outbox_postgres, network) -> Iterator[Place]:
         made = Place(outbox_postgres.url, proxy, topics)
         topics.create_topic(made.topic, getattr(request, "param", 2))
         yield made
-
-
-def ends(relay: RelayProcess) -> None:
-    relay.terminate()
-    assert relay.wait() == 0
 
 
 def break_requests(proxy: KafkaProxy, rules: Sequence[tuple[int, Action]]) -> None:
@@ -239,8 +235,7 @@ def test_a_state_topic_that_can_not_be_read_is_waited_for(place, outbox_relay):
     with Load(url, place.kind) as load:
         relay = outbox_relay(env={VARIABLE: "txn.committed=kill@8"}, **settings)
         assert relay.wait(40) == -signal.SIGKILL
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
+        load.more(100)
     left, there = backlog(url), len(place.messages())
     # No answer to a Fetch: the only client that fetches is the relay's reader of the state topic.
     proxy.on(FETCH, drop_response, times=1_000_000)

@@ -15,6 +15,7 @@ from support import (
     caught_up,
     check,
     check_at_most_once,
+    ends,
     look_up,
     owners,
     said_to_be_lost,
@@ -44,20 +45,19 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
         third = outbox_relay(relay__instance="third", **settings)
         wait_until(lambda: sorted(owners(url).values()) == [1, 1, 2], what="three relays")
         before = load.committed()
-        first.terminate()
-        assert first.wait() == 0
+        ends(first)
         # Released, not expired.
         assert "first" not in owners(url)
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="two relays again")
         note_owners(url)
         second.kill()
-        ends = dict(look_up(url, "SELECT lane, lease_until FROM outbox.lanes WHERE owner = 'second'"))
+        leases = dict(look_up(url, "SELECT lane, lease_until FROM outbox.lanes WHERE owner = 'second'"))
         taken = "SELECT lane, at FROM taken WHERE owner = 'third'"
         wait_until(lambda: len(look_up(url, taken)) == 2, what="the lanes of the killed relay to be taken")
-        assert len(ends) == 2
+        assert len(leases) == 2
         for lane, at in look_up(url, taken):
             # Relays look for free lanes once a second.
-            assert ends[lane] <= at <= ends[lane] + dt.timedelta(seconds=1 + patience())
+            assert leases[lane] <= at <= leases[lane] + dt.timedelta(seconds=1 + patience())
         wait_until(lambda: load.committed() > before + 100, what="more load")
         load.drain()
     # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
@@ -125,8 +125,7 @@ def test_the_broker_restarts_under_load(outbox_postgres, mortal_kafka, outbox_re
         early = gave_up()
         cluster.kill_broker(0)
         wait_until(lambda: gave_up() > early, what="the relay to notice")
-        goal = load.committed() + 300
-        wait_until(lambda: load.committed() > goal, what="load while the broker is away")
+        load.more(300)
         assert backlog(url) > 0
         away = gave_up()
         cluster.start_broker(0)
@@ -157,8 +156,7 @@ def test_at_most_once_while_servers_are_killed(private_postgres, mortal_kafka, o
     with Load(url, kind) as load:
         relay = first = outbox_relay(**settings)
         for victim in ("broker", "Postgres", "relay", "broker"):
-            goal = load.committed() + 200
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            load.more(200)
             caught_up(url)
             if victim == "broker":
                 cluster.kill_broker(0)

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from secured import PASSWORD, allow
-from support import Crashes, Load, check, look_up, order, wait_until
+from support import Crashes, Load, check, ends, look_up, order
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
@@ -82,8 +82,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
             query = "SELECT (SELECT count(*) FROM outbox.events) = (SELECT coalesce(sum(seq), 0) FROM business)"
             assert look_up(url, query) == [(True,)]
             grant(admin, delivery, name, [topic])
-            goal = load.committed() + 100
-            wait_until(lambda: load.committed() > goal, what="some load")
+            load.more(100)
             relay.kill()
             crashes.note()
             point = "batch.acknowledged" if delivery == "at-least-once" else "txn.committed"
@@ -97,8 +96,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
         repeats = check(url, messages)
         assert repeats == (sum(crashes.repeats(messages)) if delivery == "at-least-once" else 0)
         assert PASSWORD not in relay.log()
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
         del settings["bootstrap_servers"]
         examined = run_outbox(url, settings, "doctor", "--json")
         findings = {each["about"]: each for each in json.loads(examined.stdout)["findings"]}

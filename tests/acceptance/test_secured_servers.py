@@ -20,7 +20,7 @@ from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceT
 from psycopg import sql
 from secured import PASSWORD, SecuredKafka, allow, secured_postgres, set_password
 from secured_clients import CLIENTS, limit
-from support import wait_until
+from support import ends, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -223,8 +223,7 @@ def test_relays_and_consumers_come_with_tokens_and_passwords_of_the_provider(
     waiting = "SELECT count(*) FROM outbox.events"
     with psycopg.connect(servers.database.url("shop"), autocommit=True) as connection:
         wait_until(lambda: connection.execute(waiting).fetchone() == (0,), what="the events to be published")
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert PASSWORD not in relay.log()
     _, output = run(environment, "doctor", "--json")
     findings = {each["about"]: each for each in json.loads(output)["findings"]}

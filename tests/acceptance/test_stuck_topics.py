@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import drained, end_leases, logged, look_up, numbers_by_key, wait_until
+from support import drained, end_leases, ends, logged, look_up, numbers_by_key, wait_until
 from wal_support import to_wal
 
 from outbox import Event, Outbox
@@ -133,5 +133,4 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
             if delivery == "exactly-once":
                 assert repeats == 0
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)

@@ -28,7 +28,7 @@ from failing_relays import (
     url,
     wait_for_dead,
 )
-from support import backlog, drained, wait_until
+from support import backlog, drained, ends, wait_until
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
@@ -109,8 +109,7 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
         assert said(relay, USABLE, topic)
     assert dead(url) == []
     assert relay.running
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
 
 
 def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url, outbox_kafka, outbox_relay, delivery):

@@ -18,7 +18,7 @@ import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby
 from support import Load, backlog, check, logged, order, wait_until
-from wal_support import cdc, done, more, run_outbox, to_wal, wal
+from wal_support import cdc, done, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -132,12 +132,12 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
             relay = outbox_relay(database_url=both, **settings)
             wait_until(lambda: streaming(both), what="the lanes to stream")
             standby.await_slot(wal["wal__slot"])
-            more(load, 100)
+            load.more(100)
             primary.kill()
             standby.promote()
-            more(load, 100)
+            load.more(100)
             wait_until(lambda: read_by_relay(both), what="the lanes to stream again")
-            more(load, 100)
+            load.more(100)
             load.drain()
         assert relay.running
         assert "lane stopped" not in relay.log()
@@ -246,7 +246,7 @@ def test_a_slot_that_the_failover_left_behind(
         with Load(both, kind, threads=2) as load:
             first = outbox_relay(database_url=url, **settings)
             wait_until(lambda: read_by_relay(url), what="the lanes to stream")
-            more(load, 100)
+            load.more(100)
             waiting = outbox_relay(database_url=aside, **settings)
             waiting.wait_for_log("is a standby that is not promoted")
             a_standby_is_called_one(aside)
@@ -263,14 +263,14 @@ def test_a_slot_that_the_failover_left_behind(
             assert "this server is a standby" in refused(aside, settings, "relay", "reconcile")
             assert ask(aside, "SELECT count(*) FROM pg_replication_slots") == 0
             first.kill()
-            more(load, 50)
+            load.more(50)
             primary.kill()
             standby.promote()
             waiting.wait_for_log("is gone: somebody dropped it, or a failover left it behind")
-            more(load, 50)
+            load.more(50)
             done(both, settings, "cdc", "setup", "--repair", "--reason", "the slot was left behind")
             wait_until(lambda: read_by_relay(both), what="the lanes to stream")
-            more(load, 50)
+            load.more(50)
             load.drain()
         assert waiting.running
         assert check(both, outbox_kafka.consume(topic)) == 0

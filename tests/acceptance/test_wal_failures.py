@@ -14,7 +14,7 @@ from acceptance.test_failures import (
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes, rows
 from support import Crashes, Load, await_stops, check, drained, order, wait_until
-from wal_support import done, more, streaming, to_wal, wal
+from wal_support import done, streaming, to_wal, wal
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
@@ -82,7 +82,7 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         relay.wait_for_log("topic can't be written to")
         wait_until(lambda: not streaming(url), what="a lane to read its table")
         add(url, event(late, "a3"))
-        more(load, 100)
+        load.more(100)
         assert len(outbox_kafka.consume(topic, load.committed())) > 100
         assert "does not exist" in relay.log()
         # No event is at fault.
@@ -91,7 +91,7 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         outbox_kafka.consume(f"{late.lower()}-events", 4)
         wait_until(lambda: streaming(url), 30, "the lanes to stream again")
         add(url, event(late, "a4"))
-        more(load, 50)
+        load.more(50)
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
     arrived = names(outbox_kafka.consume(f"{late.lower()}-events"))
@@ -192,7 +192,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
     with Load(url, kind) as load:
         relay = outbox_relay(**settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        more(load, 100)
+        load.more(100)
         relay.kill()
         crashes.note()
         with psycopg.connect(url) as connection:
@@ -200,9 +200,9 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         relay = outbox_relay(**settings)
         await_stops(relay, 1)
         relay.wait_for_log("the stream is read without lanes that can't be taken over", 60)
-        more(load, 200)
+        load.more(200)
         [(written,)] = rows(url, "SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
-        more(load, 200)
+        load.more(200)
         load.stop()
         wait_until(lambda: rows(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], 60, "the others to go on")
         wait_until(lambda: rows(url, confirmed, settings["wal__slot"])[0][0] >= written, 60, "the slot to go on")
@@ -245,10 +245,10 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(private_postgres, 
         "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
     )
     with Load(url, kind) as load:
-        more(load, 50)
+        load.more(50)
         cluster.kill_broker(0)
         # Four batches of each lane are held.
-        more(load, 200)
+        load.more(200)
         relay.wait_for_log("waiting for a server")
         ((reader, since),) = rows(url, heard)
         wait_until(lambda: rows(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")

@@ -10,8 +10,8 @@ import signal
 import urllib.request
 
 import psycopg
-from support import Load, check, look_up, order, wait_until
-from wal_support import done, more, streaming, to_wal, wal
+from support import Load, check, ends, look_up, order, wait_until
+from wal_support import done, streaming, to_wal, wal
 
 from outbox.sandbox._ports import free_ports
 
@@ -61,9 +61,8 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
         with Load(url, kind) as load:
             relay = outbox_relay(database_url=as_relay, **settings)
             wait_until(lambda: streaming(url), 30, "the lanes to stream")
-            more(load, 50)
-            relay.terminate()
-            assert relay.wait() == 0
+            load.more(50)
+            ends(relay)
             admin.execute(BULK, [kind])
             lose_wal(admin)
             for place in ("heal.dropped", "heal.made", "heal.noted"):
@@ -74,14 +73,13 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
             where = [{"database_url": as_relay, "relay__metrics_address": f"127.0.0.1:{port}"} for port in ports]
             relays = [outbox_relay(**settings, **one) for one in where]
             wait_until(lambda: streaming(url), 60, "the lanes to stream")
-            more(load, 50)
+            load.more(50)
             load.drain()
         assert audited(url) == 1
     healed = [relay for relay in relays if "the relay has replaced the slot" in relay.log()]
     assert len(healed) == sum(map(repairs, ports)) == 1
     for relay in relays:
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
     # No relay was killed that had published anything.
     assert check(url, outbox_kafka.consume(topic)) == 0
 

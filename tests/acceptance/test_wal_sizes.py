@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from support import Crashes, backlog, drained, numbers_by_key, order, wait_until
+from support import Crashes, backlog, drained, ends, numbers_by_key, order, wait_until
 from wal_support import streaming, to_wal, wal
 
 from outbox import Event, Outbox
@@ -46,8 +46,7 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     write(url, kind, 15_000, 30_000)
     relay = outbox_relay(**settings)
     drained(url, 120)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, 30_000, KEYS)) for key in range(KEYS)}
     # What one turn has at most: 2,000 of a lane, and of four lanes' worth over all.
@@ -73,8 +72,7 @@ def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
         values = (target, wal["wal__slot"])
         wait_until(lambda: connection.execute(there, values).fetchone() == (True,), 120, "the stream to be used up")
     drained(url)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert '"event": "waiting for a server"' not in relay.log()[said:]
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, count, 10)) for key in range(10)}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import psutil
 import psycopg
 import pytest
 from confluent_kafka import Message
@@ -153,6 +154,17 @@ def await_stops(relay: RelayProcess, lanes: int) -> None:
     wait_until(stopped, what="every lane to stop")
 
 
+def ends(relay: RelayProcess) -> None:
+    """Ask a relay to end, which it has to do in order."""
+    relay.terminate()
+    assert relay.wait() == 0, relay.log()[-3000:]
+
+
+def halted(relay: RelayProcess) -> bool:
+    """Return whether a relay has been stopped, as by SIGSTOP."""
+    return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
+
+
 def owners(url: str) -> dict[str, int]:
     """Living lanes by owner."""
     query = "SELECT owner, count(*) FROM outbox.lanes WHERE lease_until > clock_timestamp() GROUP BY owner"
@@ -214,6 +226,11 @@ class Load:
         if self._error is not None:
             raise self._error
         assert not any(thread.is_alive() for thread in self._threads), "the load does not end"
+
+    def more(self, count: int, seconds: float = 30.0) -> None:
+        """Wait until so many more events are committed."""
+        goal = self.committed() + count
+        wait_until(lambda: self.committed() >= goal, seconds, f"{count} more events")
 
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""

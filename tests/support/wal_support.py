@@ -11,7 +11,7 @@ from typing import Any
 import nursery
 import psycopg
 import pytest
-from support import Load, look_up, wait_until
+from support import look_up
 
 from relay.config import SourceKind
 from relay.operations.wal_setup import Cdc, Status
@@ -78,11 +78,6 @@ def sources(url: str) -> set[tuple[str, str | None]]:
 
 def held_by(url: str, source: str, instance: str) -> bool:
     return sources(url) == {(source, instance)}
-
-
-def more(load: Load, count: int) -> None:
-    goal = load.committed() + count
-    wait_until(lambda: load.committed() >= goal, what="more load")
 
 
 def status(url: str, settings: Mapping[str, Any]) -> Status:
