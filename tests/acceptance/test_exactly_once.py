@@ -26,9 +26,10 @@ from support import (
     order,
     owners,
     wait_until,
+    write,
 )
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox._process import patience
 from relay.failpoints import VARIABLE
 
@@ -289,8 +290,7 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         first = outbox_relay(**settings)
         wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
         other = private_postgres.database(private_postgres({"fsync": "off"}))
-        with psycopg.connect(other.url) as connection:
-            Outbox().add_many(connection, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
+        write(other.url, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
         elsewhere = settings | {"database_url": other.url, "log_format": "json"}
         again_and_again = takes_over_in_vain(outbox_relay, other.url, **elsewhere)
         second = outbox_relay(**elsewhere)

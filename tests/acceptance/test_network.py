@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psycopg
 import pytest
 from confluent_kafka import Message
 from kafka_proxy import (
@@ -38,9 +37,10 @@ from support import (
     look_up,
     said_to_be_lost,
     wait_until,
+    write,
 )
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Unavailable
@@ -205,8 +205,7 @@ def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_rel
     settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)
     # A turn is a batch of each of the four lanes, and the answers come one after the other.
     assert 4 * batch / of_a_request * request_seconds >= 2 * deadline
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event(place.kind, f"k{n}", "T", {"n": n}) for n in range(count)])
+    write(url, [Event(place.kind, f"k{n}", "T", {"n": n}) for n in range(count)])
     lanes = look_up(url, "SELECT count(*) FROM outbox.events GROUP BY lane")
     assert len(lanes) == 4
     assert all(number >= batch for (number,) in lanes), lanes

@@ -20,10 +20,10 @@ from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceT
 from psycopg import sql
 from secured import PASSWORD, SecuredKafka, allow, secured_postgres, set_password
 from secured_clients import CLIENTS, limit
-from support import ends, wait_until
+from support import ends, wait_until, write
 from typer.testing import CliRunner
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox._clients import credentials
 from outbox._clients.checks import Level
@@ -213,8 +213,7 @@ def test_relays_and_consumers_come_with_tokens_and_passwords_of_the_provider(
         "OUTBOX_DELIVERY": "exactly-once",
         "TEST_PASSWORD": PASSWORD,
     }
-    with psycopg.connect(servers.database.url("shop")) as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(20)])
+    write(servers.database.url("shop"), [Event(kind, f"k{number}", "T") for number in range(20)])
     relay = outbox_relay(
         database_url=environment["OUTBOX_DATABASE_URL"],
         bootstrap_servers=servers.kafka["bootstrap.servers"],
@@ -312,8 +311,7 @@ def shown(servers) -> dict[tuple[str, str], str]:
 
 def test_a_relay_logs_why_it_waits(servers, outbox_relay, request):
     url = servers.database.url("shop")
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event(f"Order-{token()}", "k", "T")])
+    write(url, [Event(f"Order-{token()}", "k", "T")])
     stranger = {"ssl.ca.location": str(servers.certificates.stranger)}
     relay = outbox_relay(
         database_url=url,

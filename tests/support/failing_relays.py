@@ -10,11 +10,11 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import wait_until
+from support import wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox.testing.fixtures import Topics
 from relay.cli.app import app
@@ -44,8 +44,7 @@ def event(kind: str, name: str, size: int = 0) -> Event:
 
 def add(url: str, *events: Event) -> None:
     """All in one transaction."""
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, events)
+    write(url, events)
 
 
 def rows(url: str, query: str, *values: Any) -> list[Any]:

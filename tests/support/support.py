@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from uuid import UUID
 
 import psutil
 import psycopg
@@ -115,6 +116,12 @@ def with_path_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the product's sessions in this process the search path that they are opened with."""
     monkeypatch.setattr(search_path.PinnedConnection, "pin", lambda _self: None)
     monkeypatch.setattr(connections, "_BEGIN_PINNED", connections._BEGIN)
+
+
+def write(url: str, events: Iterable[Event]) -> list[UUID]:
+    """Write events in one transaction, and return their ids."""
+    with psycopg.connect(url) as connection:
+        return list(Outbox().add_many(connection, list(events)))
 
 
 def backlog(url: str) -> int:
