@@ -7,9 +7,9 @@ tests/integration/relay/operations/test_healing.py.
 from __future__ import annotations
 
 import signal
-import urllib.request
 
 import psycopg
+from alerting import scraped
 from support import Load, check, ends, look_up, order, wait_until
 from wal_support import done, streaming, to_wal, wal
 
@@ -69,23 +69,18 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
                 killed = outbox_relay(database_url=as_relay, env={"OUTBOX_FAILPOINTS": f"{place}=kill"}, **settings)
                 assert killed.wait(60) == -signal.SIGKILL
                 assert audited(url) == 0
-            ports = free_ports(2)
-            where = [{"database_url": as_relay, "relay__metrics_address": f"127.0.0.1:{port}"} for port in ports]
-            relays = [outbox_relay(**settings, **one) for one in where]
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+            relays = [
+                outbox_relay(database_url=as_relay, relay__metrics_address=address, **settings) for address in addresses
+            ]
             wait_until(lambda: streaming(url), 60, "the lanes to stream")
             load.more(50)
             load.drain()
         assert audited(url) == 1
+        counted = {name: n for name, n in scraped(*addresses).items() if name.startswith("outbox_slot_repairs_total")}
     healed = [relay for relay in relays if "the relay has replaced the slot" in relay.log()]
-    assert len(healed) == sum(map(repairs, ports)) == 1
+    assert len(healed) == sum(counted.values()) == 1
     for relay in relays:
         ends(relay)
     # No relay was killed that had published anything.
     assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def repairs(port):
-    """The relay's counter."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("outbox_slot_repairs_total ")))
