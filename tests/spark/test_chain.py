@@ -133,14 +133,14 @@ def test_the_whole_chain_killed_at_every_hop(bench, chain, outbox_postgres, outb
     settings, (orders, enriched), (enrich, total) = chain
     chance = random.Random(11)
 
-    def applied(topic: str) -> int:
+    def effects(topic: str) -> int:
         """How many of its events have had their effect."""
         return bench.rows(f"SELECT coalesce(sum(applied), 0)::int FROM consumer.offsets WHERE topic = '{topic}'")[0][0]
 
     def await_more(consumer: Consumer, topic: str) -> None:
         """Wait until more events have had their effect, and then for a moment in any part of a round."""
-        goal = applied(topic) + chance.randint(1, 200)
-        consumer.until(lambda: applied(topic) >= goal, f"{goal} to be applied")
+        goal = effects(topic) + chance.randint(1, 200)
+        consumer.until(lambda: effects(topic) >= goal, f"{goal} to be applied")
         # Progress is seen when a transaction has just ended.
         time.sleep(chance.uniform(0, 1))
 
