@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import psycopg
 import pytest
@@ -13,8 +12,10 @@ from acceptance.test_failures import (
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes, rows
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 from support import Crashes, Load, await_stops, check, drained, order, wait_until
-from wal_support import done, streaming, to_wal, wal
+from wal_support import done, streaming, to_wal, used_up, wal
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
@@ -52,17 +53,6 @@ def url(outbox_postgres, wal):
     to_wal(outbox_postgres.url, wal)
     rows(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
     return outbox_postgres.url
-
-
-def used_up(load: Load, url: str, settings: dict[str, Any]) -> None:
-    """End the load, and wait until the stream is used up to here and nothing is left in the table."""
-    load.stop()
-    (target,) = rows(url, "SELECT pg_current_wal_lsn()")[0]
-    # A heartbeat moves the slot on, but only for some WAL.
-    rows(url, "SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
-    there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
-    wait_until(lambda: rows(url, there, target, settings["wal__slot"]) == [(True,)], 60, "the stream to be used up")
-    drained(url)
 
 
 # --- refused events --------------------------------------------------------------------------------------------------
@@ -140,7 +130,8 @@ def test_relays_killed_at_each_step(outbox_postgres, outbox_kafka, outbox_relay,
             assert relay.wait(40) == -signal.SIGKILL, point
             crashes.note()
         outbox_relay(**settings)
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     messages = outbox_kafka.consume(topic)
     repeats = check(url, messages)
     if delivery == "exactly-once":
@@ -171,7 +162,8 @@ def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, o
             assert relay.wait(40) == -signal.SIGKILL, point
         outbox_relay(env=environment, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -218,16 +210,16 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
 # --- Kafka is away ---------------------------------------------------------------------------------------------------
 
 
-def test_while_kafka_is_away_the_stream_waits_and_stays_alive(private_postgres, mortal_kafka, outbox_relay):
+def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, mortal_kafka, outbox_relay, wal):
     """Postgres ends a silent stream after five seconds."""
     cluster, topics = mortal_kafka
-    url = private_postgres.database(private_postgres({"wal_sender_timeout": "5s", "fsync": "off"})).url
+    url = outbox_postgres.url
+    database = sql.Identifier(conninfo_to_dict(url)["dbname"])
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(sql.SQL("ALTER DATABASE {} SET wal_sender_timeout = '5s'").format(database))
     kind = topics.name("Order")
     topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    settings = {
-        "source": "wal",
-        "name": topics.name("away"),
-        "wal__slot": "away",
+    settings = wal | {
         "delivery": "exactly-once",
         # Who loses its lease ends the stream as well.
         "relay__lease_seconds": 20,
@@ -238,11 +230,11 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(private_postgres, 
         "wal__heartbeat_seconds": 0.2,
     }
     to_wal(url, settings)
-    relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+    relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings)
     wait_until(lambda: streaming(url), 30, "the lanes to stream")
     heard = (
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
-        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
+        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database()"
     )
     with Load(url, kind) as load:
         load.more(50)
@@ -256,6 +248,7 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(private_postgres, 
         assert rows(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     assert check(url, topics.consume(topic)) == 0
     assert relay.running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 from support import Crashes, backlog, drained, ends, numbers_by_key, order, wait_until
-from wal_support import streaming, to_wal, wal
+from wal_support import streaming, to_wal, used_up, wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -65,13 +65,7 @@ def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
         for number in range(count):
             Outbox().add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
             connection.commit()
-    with psycopg.connect(url, autocommit=True) as connection:
-        (target,) = connection.execute("SELECT pg_current_wal_lsn()").fetchone()
-        connection.execute("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
-        there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
-        values = (target, wal["wal__slot"])
-        wait_until(lambda: connection.execute(there, values).fetchone() == (True,), 120, "the stream to be used up")
-    drained(url)
+    used_up(url, wal)
     ends(relay)
     assert '"event": "waiting for a server"' not in relay.log()[said:]
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
