@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, rows, url
-from support import drained, wait_until
+from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, url
+from support import drained, look_up, wait_until
 
 __all__ = ["delivery", "url"]
 
 
 def places(url: str) -> dict[str, tuple[str, int, int]]:
-    found = rows(url, 'SELECT event_id::text, topic, partition, "offset" FROM outbox.published')
+    found = look_up(url, 'SELECT event_id::text, topic, partition, "offset" FROM outbox.published')
     assert len({event_id for event_id, *_ in found}) == len(found)
     return {event_id: tuple(place) for event_id, *place in found}
 
@@ -44,4 +44,4 @@ def test_after_a_kill_each_event_is_archived_once(url, outbox_kafka, outbox_rela
     assert names(replayed) == [f"a{number}" for number in range(5)]
     assert all("outbox-replay" in headers(message) for message in replayed)
     assert {headers(message)["ce_id"] for message in replayed} == {headers(message)["ce_id"] for message in messages}
-    wait_until(lambda: rows(url, "SELECT count(*) FROM outbox.published") == [(10,)], what="the archive")
+    wait_until(lambda: look_up(url, "SELECT count(*) FROM outbox.published") == [(10,)], what="the archive")

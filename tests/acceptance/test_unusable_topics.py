@@ -24,11 +24,10 @@ from failing_relays import (
     let_pass,
     names,
     routes,
-    rows,
     url,
     wait_for_dead,
 )
-from support import backlog, drained, ends, wait_until
+from support import backlog, drained, ends, look_up, wait_until
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
@@ -94,7 +93,7 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
             sent[kind].append(f"{key}{number}")
         assert names(topics.consume(good, number + 1)) == sent["Good"]
     wait_until(lambda: backlog(url) == 60, what="the good ones to be settled")
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
     assert dead(url) == []
 
     permit(guarded_kafka, guarded)
@@ -122,7 +121,7 @@ def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url
     wait_until(lambda: said(relay, UNUSABLE, copies), 60, "the topic of the copies to be named")
     add(url, event("Small", "a2"), event("Small", "c1"))
     assert sorted(names(outbox_kafka.consume(small, 7))) == ["a2", "b0", "b1", "b2", "b3", "b4", "c1"]
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
     outbox_kafka.create_topic(copies)
     drained(url)
     assert names(outbox_kafka.consume(copies)) == ["a1"]
@@ -156,7 +155,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         add(url, event("Small", "a1", 30_000), event("Small", "a2"), event("Good", "g1"))
         outboxes.append((name, url, good, small, relay))
     for _, url, good, _, _ in outboxes:
-        wait_until(lambda url=url: rows(url, attempts) > [(1,)], what="attempts")
+        wait_until(lambda url=url: look_up(url, attempts) > [(1,)], what="attempts")
         wait_until(lambda good=good: topics.consume(good), what="the good one")
     cluster.kill_broker(0)
     before = []
@@ -164,17 +163,17 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         for _, url, _, _, relay in outboxes:
             relay.wait_for_log("waiting for a server")
             add(url, event("Good", "g2"), event("Good", "h1"))
-            before.append((rows(url, attempts)[0][0], relay.log().count("waiting for a server")))
+            before.append((look_up(url, attempts)[0][0], relay.log().count("waiting for a server")))
         for (_, url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
             wait_until(lambda relay=relay, tries=tries: relay.log().count("waiting for a server") > tries, what="a try")
             # One may have been under way.
-            assert rows(url, attempts)[0][0] <= counted + 1
-            assert rows(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
+            assert look_up(url, attempts)[0][0] <= counted + 1
+            assert look_up(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
         cluster.start_broker(0)
     for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
-        wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")
+        wait_until(lambda url=url, counted=counted: look_up(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)
         drained(url)
         assert sorted(set(names(topics.consume(good)))) == ["g1", "g2", "h1"]

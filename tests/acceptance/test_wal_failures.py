@@ -11,10 +11,10 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from failing_relays import QUICK, add, dead, event, headers, names, routes, rows
+from failing_relays import QUICK, add, dead, event, headers, names, routes
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
-from support import Crashes, Load, await_stops, check, drained, order, wait_until
+from support import Crashes, Load, await_stops, check, drained, look_up, order, wait_until
 from wal_support import done, streaming, to_wal, used_up, wal
 
 from outbox._app import migrate as db
@@ -51,7 +51,7 @@ def url(outbox_postgres, wal):
     """An outbox with one lane that is read from the WAL."""
     db.change_lanes(outbox_postgres.url, 1)
     to_wal(outbox_postgres.url, wal)
-    rows(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
+    look_up(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
     return outbox_postgres.url
 
 
@@ -76,7 +76,7 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         assert len(outbox_kafka.consume(topic, load.committed())) > 100
         assert "does not exist" in relay.log()
         # No event is at fault.
-        assert rows(url, "SELECT * FROM outbox.failures") == []
+        assert look_up(url, "SELECT * FROM outbox.failures") == []
         outbox_kafka.create_topic(f"{late.lower()}-events", 1)
         outbox_kafka.consume(f"{late.lower()}-events", 4)
         wait_until(lambda: streaming(url), 30, "the lanes to stream again")
@@ -98,8 +98,8 @@ def test_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
     add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
     sent = outbox_kafka.consume(topic, 3)
     archived = 'SELECT event_type, topic, partition, "offset" FROM outbox.published ORDER BY id'
-    wait_until(lambda: len(rows(url, archived)) == 3, what="the archive")
-    assert rows(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
+    wait_until(lambda: len(look_up(url, archived)) == 3, what="the archive")
+    assert look_up(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
     done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
     again = outbox_kafka.consume(topic, 5)[3:]
     assert names(again) == ["a1", "a2"]
@@ -193,12 +193,12 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         await_stops(relay, 1)
         relay.wait_for_log("the stream is read without lanes that can't be taken over", 60)
         load.more(200)
-        [(written,)] = rows(url, "SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
+        [(written,)] = look_up(url, "SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
         load.more(200)
         load.stop()
-        wait_until(lambda: rows(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], 60, "the others to go on")
-        wait_until(lambda: rows(url, confirmed, settings["wal__slot"])[0][0] >= written, 60, "the slot to go on")
-        assert rows(url, "SELECT lane FROM outbox.lanes WHERE NOT streaming") == [(2,)]
+        wait_until(lambda: look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], 60, "the others to go on")
+        wait_until(lambda: look_up(url, confirmed, settings["wal__slot"])[0][0] >= written, 60, "the slot to go on")
+        assert look_up(url, "SELECT lane FROM outbox.lanes WHERE NOT streaming") == [(2,)]
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE outbox.lanes SET last_batch = last_batch - 50 WHERE lane = 2")
         drained(url)
@@ -242,10 +242,10 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, m
         # Four batches of each lane are held.
         load.more(200)
         relay.wait_for_log("waiting for a server")
-        ((reader, since),) = rows(url, heard)
-        wait_until(lambda: rows(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
-        assert rows(url, heard)[0][0] == reader
-        assert rows(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
+        ((reader, since),) = look_up(url, heard)
+        wait_until(lambda: look_up(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
+        assert look_up(url, heard)[0][0] == reader
+        assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
         load.stop()

@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import wait_until, write
+from support import look_up, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -47,11 +46,6 @@ def add(url: str, *events: Event) -> None:
     write(url, events)
 
 
-def rows(url: str, query: str, *values: Any) -> list[Any]:
-    with psycopg.connect(url, autocommit=True) as connection:
-        return connection.execute(query, values).fetchall()
-
-
 def headers(message: Any) -> dict[str, str]:
     return {name: value.decode() for name, value in message.headers()}
 
@@ -61,7 +55,7 @@ def names(messages: Iterable[Any]) -> list[str]:
 
 
 def dead(url: str) -> list[str]:
-    return [name for (name,) in rows(url, "SELECT event_type FROM outbox.dead_letters ORDER BY id")]
+    return [name for (name,) in look_up(url, "SELECT event_type FROM outbox.dead_letters ORDER BY id")]
 
 
 def wait_for_dead(url: str, *names: str) -> None:
@@ -72,7 +66,7 @@ def lease_runs_out(url: str) -> None:
     """As time would have it, once a relay is dead. A short lease would be outlasted by living ones, which then repeat
     or lose what they are allowed to.
     """
-    rows(url, "UPDATE outbox.lanes SET lease_until = '-infinity' RETURNING 1")
+    look_up(url, "UPDATE outbox.lanes SET lease_until = '-infinity' RETURNING 1")
 
 
 def outbox(url: str, *arguments: str) -> Any:
