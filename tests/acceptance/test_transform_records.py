@@ -89,7 +89,7 @@ def test_an_assignment_that_fails_ends_the_session_and_not_the_member(place, mon
     with running(member):
         wait_until(lambda: member.committed == 10, 60, "it to go on")
     assert failed == [4]
-    assert f"group {place.group} begins anew: " in caplog.text
+    assert f"group {place.group} starts a new session: " in caplog.text
 
 
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:

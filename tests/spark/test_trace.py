@@ -146,10 +146,10 @@ def test_an_event_that_kafka_refuses(bench, traced, outbox_relay):
 
 def test_what_can_not_be_traced():
     for arguments, said in (
-        ([], "say which: an event's id, or --aggregate TYPE/ID"),
-        (["x"], "'x' is not an event's id: that is a UUID"),
-        ([str(UUID(int=1)), "--aggregate", "a/b"], "say which"),
-        (["--aggregate", "Order"], "--aggregate Order: say TYPE/ID"),
+        ([], "give an event's id, or --aggregate TYPE/ID"),
+        (["x"], "'x' is not an event id (a UUID)"),
+        ([str(UUID(int=1)), "--aggregate", "a/b"], "give an event's id, or --aggregate TYPE/ID"),
+        (["--aggregate", "Order"], "--aggregate Order: must be TYPE/ID"),
     ):
         result = CliRunner().invoke(
             app, ["trace", *arguments], env={"OUTBOX_DATABASE_URL": "postgresql://127.0.0.1:1/x"}
