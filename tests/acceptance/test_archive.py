@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, rows, url
-from support import drained, wait_until
+from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, url
+from support import drained, look_up, wait_until
 
 __all__ = ["delivery", "url"]
 
 
 def places(url: str) -> dict[str, tuple[str, int, int]]:
-    found = rows(url, 'SELECT event_id::text, topic, partition, "offset" FROM outbox.published')
+    found = look_up(url, 'SELECT event_id::text, topic, partition, "offset" FROM outbox.published')
     assert len({event_id for event_id, *_ in found}) == len(found)
     return {event_id: tuple(place) for event_id, *place in found}
-
-
-def test_every_published_event_is_archived_with_its_place(outbox_postgres, outbox_kafka, outbox_relay, delivery):
-    url, topic = outbox_postgres.url, outbox_kafka.create_topic(outbox_kafka.name("archived"), 3)
-    settings = delivery | {"env": routes(Order=topic), "relay__archive_days": 7}
-    relays = [outbox_relay(**settings) for _ in range(2)]
-    for relay in relays:
-        relay.wait_for_log("lanes acquired")
-    for number in range(5):
-        add(url, *(event("Order", f"{key}{number}") for key in "abcdef"))
-    drained(url)
-    for relay in relays:
-        relay.terminate()
-        assert relay.wait() == 0
-    read = {headers(m)["ce_id"]: (m.topic(), m.partition(), m.offset()) for m in outbox_kafka.consume(topic)}
-    assert len(read) == 30
-    assert places(url) == read
-    assert sum(relay.log().count("archive kept") for relay in relays) == 1
-    partitions = rows(url, "SELECT DISTINCT tableoid::regclass::text FROM outbox.published")
-    assert [name.partition("_20")[0] for (name,) in partitions] == ["outbox.published"]
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES, indirect=True)
@@ -64,4 +44,4 @@ def test_after_a_kill_each_event_is_archived_once(url, outbox_kafka, outbox_rela
     assert names(replayed) == [f"a{number}" for number in range(5)]
     assert all("outbox-replay" in headers(message) for message in replayed)
     assert {headers(message)["ce_id"] for message in replayed} == {headers(message)["ce_id"] for message in messages}
-    wait_until(lambda: rows(url, "SELECT count(*) FROM outbox.published") == [(10,)], what="the archive")
+    wait_until(lambda: look_up(url, "SELECT count(*) FROM outbox.published") == [(10,)], what="the archive")

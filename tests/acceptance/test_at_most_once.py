@@ -13,7 +13,7 @@ from failing_relays import (
     routes,
     url,
 )
-from support import backlog, drained, wait_until
+from support import backlog, drained, ends, wait_until
 
 __all__ = ["url"]
 
@@ -78,8 +78,7 @@ def test_at_most_once_what_comes_behind_a_refused_event_of_its_key_is_not_lost(u
     wait_until(
         lambda: {"a2", "a3"} <= set(dead(url)) | set(names(outbox_kafka.consume(small))), what="what came behind"
     )
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert "events may be lost" not in relay.log()
 
 

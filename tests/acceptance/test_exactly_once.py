@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import nursery
-import psutil
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -21,13 +20,16 @@ from support import (
     caught_up,
     check,
     end_leases,
+    ends,
+    halted,
     look_up,
     order,
     owners,
     wait_until,
+    write,
 )
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox._process import patience
 from relay.failpoints import VARIABLE
 
@@ -87,10 +89,6 @@ def takes_over_in_vain(outbox_relay, url: str, **options: Any) -> Any:
     return relay
 
 
-def stopped(relay) -> bool:
-    return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
-
-
 def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
     """Each relay takes over from one that was killed, and is killed at the next step itself.
 
@@ -125,11 +123,10 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
             # All lanes are taken over at once.
             nth = 1 if point.startswith("takeover") else 2
             sleeper = outbox_relay(env=failing(f"{point}=pause@{nth}"), **exactly_once)
-            wait_until(lambda sleeper=sleeper: stopped(sleeper), 30, f"the relay to stop at {point}")
+            wait_until(lambda sleeper=sleeper: halted(sleeper), 30, f"the relay to stop at {point}")
             other = outbox_relay(relay__instance=f"after {point}", **exactly_once)
             wait_until(lambda point=point: owners(url) == {f"after {point}": 4}, 30, f"the take-over after {point}")
-            goal = load.committed() + 100
-            wait_until(lambda goal=goal: load.committed() > goal, what="load after the take-over")
+            load.more(100)
             sleeper.resume()
             sleeper.wait_for_log("lane lost")
             sleeper.kill()
@@ -154,31 +151,6 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, chance, order):
-    """Three relays; killed, stopped and woken, ended and started, in any order."""
-    url, (kind, topic) = outbox_postgres.url, order
-    with Load(url, kind) as load:
-        relays = [outbox_relay(**exactly_once) for _ in range(3)]
-        asleep: set[int] = set()
-        for _ in range(14):
-            goal = load.committed() + chance.randint(30, 300)
-            wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
-            victim = chance.randrange(3)
-            if victim in asleep:
-                asleep.discard(victim)
-                relays[victim].resume()
-            elif chance.random() < 0.5:
-                relays[victim].pause()
-                asleep.add(victim)
-            else:
-                relays[victim].kill()
-                relays[victim] = outbox_relay(**exactly_once)
-        for sleeper in asleep:
-            relays[sleeper].resume()
-        load.drain()
-    assert check(url, outbox_kafka.consume(topic)) == 0
-
-
 def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, private_kafka, outbox_relay, back_soon):
     """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
     url = outbox_postgres.url
@@ -193,8 +165,7 @@ def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, priva
         relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
         for moment in moments:
             wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
-            goal = load.committed() + 100
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            load.more(100)
             caught_up(url)
             killed = threading.Event()
 
@@ -214,8 +185,7 @@ def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, priva
         assert [fired.action.name for fired in proxy.fired] == [moment.__name__ for moment in moments]
         assert check(url, topics.consume("order-events")) == 0
         # While its way to the broker is open: the relay ends its transactions before it stops.
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
 
 
 def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
@@ -254,8 +224,7 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
         # One batch is left committed and not settled: of a turn before it nothing may be left to settle.
         relay = outbox_relay(env=failing("txn.committed=kill@10"), **exactly_once)
         assert relay.wait(40) == -signal.SIGKILL
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
+        load.more(100)
     admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     admin.delete_topics([state])[state].result()
     left = backlog(url)
@@ -321,37 +290,17 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         first = outbox_relay(**settings)
         wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
         other = private_postgres.database(private_postgres({"fsync": "off"}))
-        with psycopg.connect(other.url) as connection:
-            Outbox().add_many(connection, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
+        write(other.url, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
         elsewhere = settings | {"database_url": other.url, "log_format": "json"}
         again_and_again = takes_over_in_vain(outbox_relay, other.url, **elsewhere)
         second = outbox_relay(**elsewhere)
         await_stops(second, 4)
         for relay in (again_and_again, second):
             assert "give each its own OUTBOX_NAME" in relay.log()
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load beside the second relay")
+        load.more(100)
         load.drain()
         assert (first.running, second.running) == (True, True)
         assert "another relay has taken a lane over" not in first.log()
     assert backlog(other.url) == 40
     assert outbox_kafka.consume(other_topic) == []
-    assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_deliveries_can_be_changed_between_clean_stops(
-    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order
-):
-    url, (kind, topic) = outbox_postgres.url, order
-    with Load(url, kind) as load:
-        for delivery in ("exactly-once", "at-least-once"):
-            # A lease that no slow machine outlasts: at-least-once may repeat what took too long.
-            relay = outbox_relay(**exactly_once | {"delivery": delivery, "relay__lease_seconds": 15})
-            relay.wait_for_log("lanes acquired")
-            goal = load.committed() + 200
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
-            relay.terminate()
-            assert relay.wait() == 0, relay.log()
-        outbox_relay(**exactly_once)
-        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0

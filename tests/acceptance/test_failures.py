@@ -18,12 +18,11 @@ from failing_relays import (
     names,
     outbox,
     routes,
-    rows,
     url,
     wait_for_dead,
 )
 from psycopg import sql
-from support import Crashes, backlog, drained, wait_until
+from support import Crashes, backlog, drained, ends, look_up, wait_until
 
 __all__ = ["delivery", "url"]
 
@@ -64,7 +63,7 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
     assert waiting == {"a1": "dead, its key waits", "n1": "dead, its key waits", "s1": "dead", "t1": "dead"}
     # The copies are on Kafka, and settled a moment later.
     waits = "SELECT event_type FROM outbox.events ORDER BY event_type"
-    wait_until(lambda: rows(url, waits) == [("a2",), ("n2",)], what="the others to be settled")
+    wait_until(lambda: look_up(url, waits) == [("a2",), ("n2",)], what="the others to be settled")
     add(url, event("Block", "a3"), event("Good", "g2"), event("Skip", "s3"))
     assert names(outbox_kafka.consume(good, 2)) == ["g1", "g2"]
     assert names(outbox_kafka.consume(skip, 3))[-1] == "s3"
@@ -82,8 +81,8 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
     wait_for_dead(url, "n2")
     outbox(url, "dead-letters", "discard", "--all", "--reason", "no route")
     assert backlog(url) == 0
-    assert rows(url, "SELECT * FROM outbox.failures") == []
-    audit = rows(url, "SELECT what, why FROM outbox.audit ORDER BY id")
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
+    audit = look_up(url, "SELECT what, why FROM outbox.audit ORDER BY id")
     assert audit == [("retry", None), ("discard", "no route"), ("discard", "no route")]
     assert names(outbox_kafka.consume(good)) == ["g1", "g2"]
     assert relay.running
@@ -98,7 +97,7 @@ def test_a_batch_too_large_for_its_topic_is_made_smaller_and_no_event_fails(url,
     assert names(outbox_kafka.consume(topic)) == sent
     assert "event refused" not in relay.log()
     assert dead(url) == []
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
 
 
 def test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other(url, outbox_kafka, outbox_relay, delivery):
@@ -111,7 +110,7 @@ def test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other(url, outbox_kaf
     drained(url)
     assert names(outbox_kafka.consume(topic)) == ["a2"]
     assert outbox_kafka.consume(copies) == []
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
     let_pass(outbox_kafka, topic)
     let_pass(outbox_kafka, copies)
     assert len(outbox(url, "dead-letters", "retry", "--all")["retried"]) == 1
@@ -130,17 +129,16 @@ def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
     add(url, event("Small", "a1", 30_000), event("Small", "a2"), event("Good", "g1"))
     relay = outbox_relay(env=allowed | {"OUTBOX_FAILPOINTS": "failure.recorded=kill"}, **settings)
     assert relay.wait() == -9
-    assert rows(url, "SELECT event_type FROM outbox.events WHERE headers ? 'outbox-dead-letter'") == []
-    assert {("a1",), ("a2",)} <= set(rows(url, "SELECT event_type FROM outbox.events"))
-    assert (dead(url), rows(url, "SELECT * FROM outbox.failures")) == ([], [])
+    assert look_up(url, "SELECT event_type FROM outbox.events WHERE headers ? 'outbox-dead-letter'") == []
+    assert {("a1",), ("a2",)} <= set(look_up(url, "SELECT event_type FROM outbox.events"))
+    assert (dead(url), look_up(url, "SELECT * FROM outbox.failures")) == ([], [])
     lease_runs_out(url)
     relay = outbox_relay(env=allowed, **settings)
     wait_for_dead(url, "a1")
     assert names(outbox_kafka.consume(copies, 1)) == ["a1"]
     outbox(url, "dead-letters", "discard", "--all", "--reason", "test")
     drained(url)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert names(outbox_kafka.consume(copies)) == ["a1"]
     assert names(outbox_kafka.consume(small)) == ["a2"]
     times = names(outbox_kafka.consume(good))
@@ -220,7 +218,6 @@ def test_a_relay_needs_no_more_than_the_docs_grant(url, relay_role, outbox_kafka
     if not at_most_once:
         relay.wait_for_log("the archive's partitions could not be kept")
         count = "SELECT count(*) FROM outbox.published_default"
-        wait_until(lambda: rows(url, count) == [(3,)], what="rows in the default partition")
-    relay.terminate()
-    assert relay.wait() == 0
-    assert rows(url, "SELECT count(*) FROM outbox.relays") == [(0,)]
+        wait_until(lambda: look_up(url, count) == [(3,)], what="rows in the default partition")
+    ends(relay)
+    assert look_up(url, "SELECT count(*) FROM outbox.relays") == [(0,)]

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
 import psycopg
 import pytest
 from support import (
@@ -22,6 +21,8 @@ from support import (
     caught_up,
     check,
     drained,
+    ends,
+    halted,
     look_up,
     numbers_by_key,
     owners,
@@ -94,7 +95,7 @@ def test_a_sleeper_that_wakes_with_a_batch_in_hand(outbox_postgres, outbox_kafka
     program = (MUTANT, "no_epoch_recheck")
     with Load(url, kind) as load:
         sleeper = outbox_relay(env={VARIABLE: "txn.confirmed=pause@8"}, program=program, **settings)
-        wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, what="the relay to stop")
+        wait_until(lambda: halted(sleeper), what="the relay to stop")
         other = outbox_relay(relay__instance="other", program=program, **settings)
         wait_until(lambda: owners(url) == {"other": 4}, what="the other relay with all lanes")
         # The other relay must have published what the sleeper has in hand.
@@ -127,8 +128,7 @@ def test_a_relay_that_stops(outbox_postgres, outbox_kafka, outbox_relay, scenari
     slow = settings | {"relay__batch_size": 5}
     first = outbox_relay(env={VARIABLE: "batch.sent=delay:0.3@1+"}, program=(MUTANT, mutation), **slow)
     wait_until(lambda: backlog(url) < written, 60, "some of it to be published")
-    first.terminate()
-    assert first.wait() == 0
+    ends(first)
     assert owners(url) == {}
     assert look_up(url, "SELECT count(*) FROM outbox.relays") == [(0,)]
     assert backlog(url) > 0

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psycopg
 import pytest
+from confluent_kafka import Message
 from kafka_proxy import (
     CREATE_TOPICS,
     END_TXN,
@@ -33,12 +33,14 @@ from support import (
     check,
     check_at_most_once,
     drained,
+    ends,
     look_up,
     said_to_be_lost,
     wait_until,
+    write,
 )
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Unavailable
@@ -73,11 +75,32 @@ LOST_LATE_OR_DOUBLED = [drop_response, drop_request, duplicate_request, delay_re
 RULES = {api: [(api, action) for action in LOST_LATE_OR_DOUBLED for _ in range(4)] for api in (END_TXN, PRODUCE)}
 
 
+class Place:
+    """An outbox whose relay reaches that broker through the proxy; its topics are read by the way past it."""
+
+    def __init__(self, url: str, proxy: KafkaProxy, topics: Topics) -> None:
+        self.url, self.proxy, self.topics = url, proxy, topics
+        self.kind = topics.name("Order")
+        self.topic = f"{self.kind.lower()}-events"
+        self.settings = QUICK | {"bootstrap_servers": proxy.address, "name": topics.name("outbox")}
+
+    def messages(self) -> list[Message]:
+        return self.topics.consume(self.topic)
+
+    def begins(self, load: Load) -> None:
+        """Wait until the relay keeps up with a load."""
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(self.url)
+
+
 @pytest.fixture
-def topics(network) -> Iterator[Topics]:
-    """Topics of that broker, by the way past the proxy."""
-    with Topics(network[0].bootstrap_servers) as topics:
-        yield topics
+def place(request, outbox_postgres, network) -> Iterator[Place]:
+    """With a topic of two partitions, or so many as a test says."""
+    cluster, proxy = network
+    with Topics(cluster.bootstrap_servers) as topics:
+        made = Place(outbox_postgres.url, proxy, topics)
+        topics.create_topic(made.topic, getattr(request, "param", 2))
+        yield made
 
 
 def break_requests(proxy: KafkaProxy, rules: Sequence[tuple[int, Action]]) -> None:
@@ -89,77 +112,46 @@ def break_requests(proxy: KafkaProxy, rules: Sequence[tuple[int, Action]]) -> No
     proxy.wait_done()
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=["EndTxn", "Produce"])
-def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, network, topics, rules):
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
-    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox")}
-    before = len(proxy.fired)
-    with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-        wait_until(lambda: load.committed() > 200, what="some load")
-        caught_up(url)
-        break_requests(proxy, rules)
+@pytest.mark.parametrize(
+    ("delivery", "api"), [("exactly-once", END_TXN), ("exactly-once", PRODUCE), ("at-least-once", PRODUCE)]
+)
+def test_requests_that_are_lost_late_or_doubled(place, outbox_relay, delivery, api):
+    """At-least-once, brokers know what an idempotent producer repeats: as long as it lives, nothing is there twice."""
+    before = len(place.proxy.fired)
+    with Load(place.url, place.kind) as load:
+        relay = outbox_relay(**place.settings | {"delivery": delivery, "relay__lease_seconds": 30})
+        place.begins(load)
+        break_requests(place.proxy, RULES[api])
         load.drain(90)
         assert relay.running
-    assert len(proxy.fired) == before + len(rules)
-    assert check(url, topics.consume(topic)) == 0
-    relay.terminate()
-    assert relay.wait() == 0
+    assert len(place.proxy.fired) == before + len(RULES[api])
+    assert check(place.url, place.messages()) == 0
+    assert delivery == "exactly-once" or "waiting for a server" not in relay.log()
+    ends(relay)
 
 
-def test_at_least_once_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, network, topics):
-    """Brokers know what an idempotent producer repeats: as long as it lives, nothing stands there twice."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
-    rules = RULES[PRODUCE]
-    before = len(proxy.fired)
-    with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=proxy.address, **QUICK | {"relay__lease_seconds": 30})
-        wait_until(lambda: load.committed() > 200, what="some load")
-        caught_up(url)
-        break_requests(proxy, rules)
-        load.drain(90)
-        assert relay.running
-    assert len(proxy.fired) == before + len(rules)
-    assert check(url, topics.consume(topic)) == 0
-    assert "waiting for a server" not in relay.log()
-    relay.terminate()
-    assert relay.wait() == 0
-
-
-def test_at_most_once_requests_and_answers_that_are_lost(outbox_postgres, outbox_relay, network, topics):
+def test_at_most_once_requests_and_answers_that_are_lost(place, outbox_relay):
     """Nothing is sent again. What may be lost is what the log counts."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
-    settings = QUICK | {"delivery": "at-most-once", "relay__lease_seconds": 30, "log_format": "json"}
+    settings = {"delivery": "at-most-once", "relay__lease_seconds": 30, "log_format": "json"}
     rules = [(PRODUCE, drop_response), (PRODUCE, drop_request), (PRODUCE, delay_request(1.5))]
-    with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-        wait_until(lambda: load.committed() > 200, what="some load")
-        caught_up(url)
+    with Load(place.url, place.kind) as load:
+        relay = outbox_relay(**place.settings | settings)
+        place.begins(load)
         for rule in 2 * rules:
             lost = said_to_be_lost(relay)
-            break_requests(proxy, [rule])
+            break_requests(place.proxy, [rule])
             wait_until(lambda lost=lost: said_to_be_lost(relay) > lost, what="the loss to be counted")
         load.drain(90)
         assert relay.running
-    relay.terminate()
-    assert relay.wait() == 0
-    assert 0 < check_at_most_once(url, topics.consume(topic)) <= said_to_be_lost(relay)
+    ends(relay)
+    assert 0 < check_at_most_once(place.url, place.messages()) <= said_to_be_lost(relay)
 
 
-def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, topics, monkeypatch):
+def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(place, monkeypatch):
     """Kafka's client alone would wait a minute for it, with all lanes of the relay behind."""
-    _, proxy = network
+    proxy = place.proxy
     monkeypatch.setattr(state_topic, "_READ_SECONDS", 2.0)
-    state = StateTopic({"bootstrap.servers": proxy.address}, topics.name("outbox.relay.state"))
+    state = StateTopic({"bootstrap.servers": proxy.address}, place.topics.name("outbox.relay.state"))
     proxy.on(CREATE_TOPICS, delay_response())
     fired = len(proxy.fired)
     # Again where the broker is too slow even to say which topics there are.
@@ -174,20 +166,16 @@ def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, top
     assert state.last_markers([0])[0] is None
 
 
-def test_an_outage_longer_than_lease_delivery_and_transaction(outbox_postgres, outbox_relay, network, topics):
+def test_an_outage_longer_than_lease_delivery_and_transaction(place, outbox_relay):
     """The network swallows everything. The coordinator ends the transaction by itself; the relay keeps its lanes."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
-    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox"), "relay__max_backoff_seconds": 0.5}
+    url, proxy = place.url, place.proxy
+    settings = place.settings | {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
     settings |= {"kafka__delivery_timeout_ms": 1000, "kafka__transaction_timeout_ms": 1000, "relay__lease_seconds": 4.0}
     lease = dt.timedelta(seconds=settings["relay__lease_seconds"])
     leases = "SELECT min(lease_until) FROM outbox.lanes"
-    with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-        wait_until(lambda: load.committed() > 200, what="some load")
-        caught_up(url)
+    with Load(url, place.kind) as load:
+        relay = outbox_relay(**settings)
+        place.begins(load)
         said = relay.log().count("waiting for a server")
         proxy.blackhole()
         [(began,)] = look_up(url, "SELECT clock_timestamp()")
@@ -195,37 +183,29 @@ def test_an_outage_longer_than_lease_delivery_and_transaction(outbox_postgres, o
         # Prolonged when it had been dark for longer than a lease.
         wait_until(lambda: look_up(url, leases)[0][0] > began + 2 * lease, 60, "leases to be prolonged")
         # By the way past the proxy: nothing of it is open any more.
-        topics.await_transactions(topic)
+        place.topics.await_transactions(place.topic)
         assert "lane lost" not in relay.log()
-        waited = backlog(url)
-        assert waited > 0
+        assert backlog(url) > 0
         said = relay.log().count("publishing again")
         proxy.heal()
         wait_until(lambda: relay.log().count("publishing again") > said, 90, "the relay to go on")
         load.drain(90)
-    assert check(url, topics.consume(topic)) == 0
-    relay.terminate()
-    assert relay.wait() == 0
+    assert check(url, place.messages()) == 0
+    ends(relay)
 
 
+@pytest.mark.parametrize("place", [1], indirect=True)
 @pytest.mark.parametrize("mutation", ["none", "no_halving"])
-def test_a_batch_that_is_always_late_is_halved_until_it_is_not(
-    outbox_postgres, outbox_relay, network, topics, mutation
-):
+def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_relay, mutation):
     """Exactly-once, over a way to the broker on which the whole batch takes twice the time there is for it."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 1)
+    url, proxy = place.url, place.proxy
     count, batch, of_a_request, request_seconds, deadline = 320, 40, 5, 0.1, 1.6
-    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox"), "relay__batch_size": batch}
+    settings = place.settings | {"delivery": "exactly-once", "relay__batch_size": batch}
     settings |= {"relay__max_backoff_seconds": 0.5, "kafka__batch_num_messages": of_a_request}
     settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)
-    settings["bootstrap_servers"] = proxy.address
     # A turn is a batch of each of the four lanes, and the answers come one after the other.
     assert 4 * batch / of_a_request * request_seconds >= 2 * deadline
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {"n": n}) for n in range(count)])
+    write(url, [Event(place.kind, f"k{n}", "T", {"n": n}) for n in range(count)])
     lanes = look_up(url, "SELECT count(*) FROM outbox.events GROUP BY lane")
     assert len(lanes) == 4
     assert all(number >= batch for (number,) in lanes), lanes
@@ -242,50 +222,41 @@ def test_a_batch_that_is_always_late_is_halved_until_it_is_not(
     relay.terminate()
     relay.wait()
     proxy.clear()
-    found = Counter(message.key().decode() for message in topics.consume(topic))
+    found = Counter(message.key().decode() for message in place.messages())
     assert found == (Counter(f"k{n}" for n in range(count)) if mutation == "none" else Counter())
 
 
-def test_a_state_topic_that_can_not_be_read_is_waited_for(outbox_postgres, outbox_relay, network, topics):
+def test_a_state_topic_that_can_not_be_read_is_waited_for(place, outbox_relay):
     """A batch is committed and not settled: to publish without its marker would double it."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
-    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox"), "relay__lease_seconds": 1.0}
-    settings |= {"bootstrap_servers": proxy.address, "relay__max_backoff_seconds": 0.5}
-    with Load(url, kind) as load:
+    url, proxy = place.url, place.proxy
+    settings = place.settings | {"delivery": "exactly-once", "relay__lease_seconds": 1.0}
+    settings["relay__max_backoff_seconds"] = 0.5
+    with Load(url, place.kind) as load:
         relay = outbox_relay(env={VARIABLE: "txn.committed=kill@8"}, **settings)
         assert relay.wait(40) == -signal.SIGKILL
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
-    left, there = backlog(url), len(topics.consume(topic))
+        load.more(100)
+    left, there = backlog(url), len(place.messages())
     # No answer to a Fetch: the only client that fetches is the relay's reader of the state topic.
     proxy.on(FETCH, drop_response, times=1_000_000)
     relay = outbox_relay(**settings)
     relay.wait_for_log("could not be read to the end", 60)
-    assert (backlog(url), len(topics.consume(topic))) == (left, there)
+    assert (backlog(url), len(place.messages())) == (left, there)
     assert "lane stopped" not in relay.log()
     proxy.clear()
     load.drain(90)
-    assert check(url, topics.consume(topic)) == 0
-    relay.terminate()
-    assert relay.wait() == 0
+    assert check(url, place.messages()) == 0
+    ends(relay)
 
 
-def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(outbox_postgres, outbox_relay, network, topics):
+def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(place, outbox_relay):
     """The first one waits for the acknowledgements, which do not come."""
-    _, proxy = network
-    url = outbox_postgres.url
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    url, proxy = place.url, place.proxy
     # Neither the batch's time nor the time to stop is over before the test is.
-    settings = QUICK | {"bootstrap_servers": proxy.address, "relay__lease_seconds": 900}
+    settings = place.settings | {"relay__lease_seconds": 900}
     relay = outbox_relay(relay__shutdown_seconds=900, **settings)
-    crashes = Crashes(url, kind, settings["relay__batch_size"])
-    with Load(url, kind) as load:
-        wait_until(lambda: load.committed() > 200, what="some load")
-        caught_up(url)
+    crashes = Crashes(url, place.kind, settings["relay__batch_size"])
+    with Load(url, place.kind) as load:
+        place.begins(load)
         fired = len(proxy.fired)
         proxy.on(PRODUCE, delay_response(), times=1_000_000)
         # A relay that has nothing in flight stops at the first signal.
@@ -301,5 +272,5 @@ def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(outbox_postg
         crashes.note()
         outbox_relay(**settings)
         load.drain(90)
-    messages = topics.consume(topic)
+    messages = place.messages()
     assert check(url, messages) == sum(crashes.repeats(messages))

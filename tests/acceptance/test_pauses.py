@@ -18,8 +18,8 @@ from pause_support import (
     scope_named,
 )
 from shown import Shown
-from support import backlog, check, end_leases, look_up, owners, wait_until
-from wal_support import held_by, more, run_outbox, set_up, status, streaming, switch, to_wal, wal
+from support import backlog, check, end_leases, ends, look_up, owners, wait_until
+from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
@@ -84,7 +84,7 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         wait_until(lambda: published.of(scope) > 20, what="some load")
         pause(url, scope)
         before, besides, written = published.of(scope), published.besides(scope), place.written()
-        more(load, 150)
+        load.more(150)
         if scope != ALL:
             wait_until(lambda: published.besides(scope) > besides + 30, what="the others to go on")
         if place.wal:
@@ -115,8 +115,7 @@ def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
         relay = outbox_relay(relay__instance="second", **place.settings)
         besides = published.besides(scope)
         wait_until(lambda: published.besides(scope) > besides + 30, 60, "the others to go on")
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
         outbox_relay(relay__instance="third", **place.settings)
         besides = published.besides(scope)
         wait_until(lambda: published.besides(scope) > besides + 30, 60, "the others to go on again")
@@ -164,7 +163,7 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         old.execute("INSERT INTO business VALUES (%s, 1)", (key,))
         committed = load.committed()
         draining = stack.enter_context(Draining(url, scope))
-        more(load, 100)
+        load.more(100)
         (left,) = draining.look().values()
         assert not left.drained
         assert any("a transaction from before the drain is open" in cause for cause in left.causes)
@@ -179,7 +178,7 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         assert published.of(scope) > 0
         assert len(before) >= committed or scope != ALL
         count = published.of(scope)
-        more(load, 100)
+        load.more(100)
         assert published.of(scope) == count
         resume(url, scope)
         assert check(url, published.all_of(load)) == 0
@@ -235,10 +234,9 @@ def test_at_most_once_loses_nothing_to_a_pause(polled, outbox_relay):
             pause(url, scope)
             before, besides = published.of(scope), published.besides(scope)
             # A relay that has never sent anything does not know yet which types lead to the topic.
-            relay.terminate()
-            assert relay.wait() == 0
+            ends(relay)
             relay = outbox_relay(**settings)
-            more(load, 100)
+            load.more(100)
             if scope != ALL:
                 wait_until(lambda scope=scope, n=besides: published.besides(scope) > n, what="the others to go on")
             assert published.of(scope) == before
@@ -262,13 +260,13 @@ def test_with_256_lanes(outbox_postgres, outbox_kafka, outbox_relay, wal):
         wait_until(lambda: len(published.messages()) > 50, what="some load")
         pause(url, *odd)
         before = [published.of(scope) for scope in odd[:8]], len(published.messages())
-        more(load, 200)
+        load.more(200)
         wait_until(lambda: len(published.messages()) > before[1] + 50, what="the others to go on")
         assert [published.of(scope) for scope in odd[:8]] == before[0]
         pause(url, ALL)
         count = len(published.messages())
         resume(url, *odd)
-        more(load, 100)
+        load.more(100)
         assert len(published.messages()) == count
         resume(url, ALL)
         assert check(url, published.all_of(load)) == 0

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pytest
 from pgbouncer import PgBouncer
-from support import Crashes, Load, caught_up, check, look_up, wait_until
+from support import Crashes, Load, caught_up, check, ends, look_up, wait_until
 
 SERVERS = 4
 BATCH = 50
@@ -46,8 +46,7 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
         relay = outbox_relay(**settings)
         relay.wait_for_log("lanes acquired")
         for victim in ("relay", "Postgres"):
-            goal = load.committed() + 200
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            load.more(200)
             caught_up(url)
             if victim == "relay":
                 relay.kill()
@@ -66,12 +65,10 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
                 server.kill()
                 server.start()
                 wait_until(lambda: answers(pooler.url), what="the pooler to log in again")
-        goal = load.committed() + 100
-        wait_until(lambda: load.committed() > goal, what="load after the crash")
+        load.more(100)
         load.drain()
         assert relay.running
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
     messages = outbox_kafka.consume(topic)
     repeats = check(url, messages)
     if delivery == "exactly-once":

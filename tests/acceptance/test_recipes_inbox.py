@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 
-import psycopg
 from confluent_kafka import Producer
 from recipes_support import shop
-from support import look_up, wait_until
+from support import look_up, wait_until, write
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.urls import sqlalchemy_url
 
 __all__ = ["shop"]
@@ -17,8 +16,7 @@ __all__ = ["shop"]
 
 def test_faststream_inbox(shop, outbox_kafka):
     def happen(*events: Event) -> None:
-        with psycopg.connect(shop.url) as connection:
-            Outbox().add_many(connection, events)
+        write(shop.url, events)
 
     def invoiced(count: int) -> list[tuple[str, str, int]]:
         """Wait for so many invoices, and return them all."""

@@ -1,6 +1,6 @@
 """Real relay processes under load, joined, stopped and killed; held against the business rows afterwards.
 
-Exactly-once: test_exactly_once.py.
+Exactly-once: test_exactly_once.py. Each kill by itself: test_failures.py; relay and Postgres: test_pgbouncer.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 
 import psycopg
-import pytest
 from support import (
     Crashes,
     Load,
@@ -16,6 +15,7 @@ from support import (
     caught_up,
     check,
     check_at_most_once,
+    ends,
     look_up,
     owners,
     said_to_be_lost,
@@ -45,20 +45,19 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
         third = outbox_relay(relay__instance="third", **settings)
         wait_until(lambda: sorted(owners(url).values()) == [1, 1, 2], what="three relays")
         before = load.committed()
-        first.terminate()
-        assert first.wait() == 0
+        ends(first)
         # Released, not expired.
         assert "first" not in owners(url)
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="two relays again")
         note_owners(url)
         second.kill()
-        ends = dict(look_up(url, "SELECT lane, lease_until FROM outbox.lanes WHERE owner = 'second'"))
+        leases = dict(look_up(url, "SELECT lane, lease_until FROM outbox.lanes WHERE owner = 'second'"))
         taken = "SELECT lane, at FROM taken WHERE owner = 'third'"
         wait_until(lambda: len(look_up(url, taken)) == 2, what="the lanes of the killed relay to be taken")
-        assert len(ends) == 2
+        assert len(leases) == 2
         for lane, at in look_up(url, taken):
             # Relays look for free lanes once a second.
-            assert ends[lane] <= at <= ends[lane] + dt.timedelta(seconds=1 + patience())
+            assert leases[lane] <= at <= leases[lane] + dt.timedelta(seconds=1 + patience())
         wait_until(lambda: load.committed() > before + 100, what="more load")
         load.drain()
     # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
@@ -78,30 +77,6 @@ def note_owners(url: str) -> None:
             WHEN (NEW.owner IS DISTINCT FROM OLD.owner) EXECUTE FUNCTION note_taken()
             """
         )
-
-
-@pytest.mark.chaos
-def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, chance):
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
-    settings = {"relay__lease_seconds": 20, "relay__batch_size": 20}
-    crashes = Crashes(url, kind, 20)
-    names = ["first", "second"]
-    with Load(url, kind) as load:
-        relays = {name: outbox_relay(relay__instance=name, **settings) for name in names}
-        for number in range(4):
-            victim = chance.choice(names)
-            relays[victim].wait_for_log("lanes acquired")
-            goal = load.committed() + chance.randint(50, 400)
-            wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
-            relays.pop(victim).kill()
-            crashes.note(victim)
-            names[names.index(victim)] = name = f"successor {number}"
-            relays[name] = outbox_relay(relay__instance=name, **settings)
-        load.drain()
-    messages = outbox_kafka.consume(topic)
-    assert check(url, messages) == sum(crashes.repeats(messages))
 
 
 def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
@@ -126,11 +101,10 @@ def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outb
     assert repeats <= 4 * BATCH or "lane lost" in other.log()
 
 
-def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay):
-    url, kind = outbox_postgres.url, "Order"
-    cluster = private_kafka()
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
+def test_the_broker_restarts_under_load(outbox_postgres, mortal_kafka, outbox_relay):
+    cluster, topics = mortal_kafka
+    url, kind = outbox_postgres.url, topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
     with Load(url, kind) as load:
         relay = outbox_relay(
             bootstrap_servers=cluster.bootstrap_servers,
@@ -151,8 +125,7 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         early = gave_up()
         cluster.kill_broker(0)
         wait_until(lambda: gave_up() > early, what="the relay to notice")
-        goal = load.committed() + 300
-        wait_until(lambda: load.committed() > goal, what="load while the broker is away")
+        load.more(300)
         assert backlog(url) > 0
         away = gave_up()
         cluster.start_broker(0)
@@ -160,37 +133,14 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         load.drain()
         assert relay.running
     # What was in flight may stand there, unacknowledged: when the broker was killed, and when it was back and too late.
-    assert check(url, topics.consume("order-events")) <= 4 * BATCH * (1 + early + gave_up() - away)
+    assert check(url, topics.consume(topic)) <= 4 * BATCH * (1 + early + gave_up() - away)
 
 
-def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay):
-    server = private_postgres()
-    database = private_postgres.database(server)
-    kind = outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
-    with Load(database.url, kind) as load:
-        relay = outbox_relay(database_url=database.url, relay__lease_seconds=60, relay__batch_size=BATCH)
-        wait_until(lambda: load.committed() > 300, what="some load")
-        server.kill()
-        relay.wait_for_log("waiting for Postgres")
-        server.start()
-        relay.wait_for_log("Postgres is back")
-        goal = load.committed() + 300
-        wait_until(lambda: load.committed() > goal, what="load after the crash")
-        server.restart()
-        wait_until(lambda: load.committed() > goal + 300, what="load after the restart")
-        load.drain()
-        assert relay.running
-    # The relay has lived, its leases too: what was acknowledged is settled when Postgres is back, and not sent again.
-    assert check(database.url, outbox_kafka.consume(topic)) == 0
-
-
-def test_at_most_once_while_servers_are_killed(private_postgres, private_kafka, outbox_relay):
+def test_at_most_once_while_servers_are_killed(private_postgres, mortal_kafka, outbox_relay):
     """Broker, Postgres with asynchronous writers, relay: nothing stands in the topic twice."""
-    server, cluster = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "10s"}), private_kafka()
-    url, topics = private_postgres.database(server).url, private_kafka.topics(cluster)
-    topic = topics.create_topic("order-events", 3)
+    server, (cluster, topics) = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "10s"}), mortal_kafka
+    url, kind = private_postgres.database(server).url, topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = {
         "database_url": url,
         "bootstrap_servers": cluster.bootstrap_servers,
@@ -202,12 +152,11 @@ def test_at_most_once_while_servers_are_killed(private_postgres, private_kafka, 
         "relay__max_backoff_seconds": 0.5,
         "kafka__reconnect_backoff_max_ms": 500,
     }
-    crashes = Crashes(url, "Order", BATCH)
-    with Load(url, "Order") as load:
+    crashes = Crashes(url, kind, BATCH)
+    with Load(url, kind) as load:
         relay = first = outbox_relay(**settings)
         for victim in ("broker", "Postgres", "relay", "broker"):
-            goal = load.committed() + 200
-            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            load.more(200)
             caught_up(url)
             if victim == "broker":
                 cluster.kill_broker(0)

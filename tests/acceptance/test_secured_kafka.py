@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import psycopg
 import pytest
@@ -20,8 +18,8 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from secured import PASSWORD, Certificates, allow, secured_kafka
-from support import Crashes, Load, check, look_up, order, wait_until
+from secured import PASSWORD, allow
+from support import Crashes, Load, check, ends, look_up, order
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
@@ -37,14 +35,6 @@ from spark_jobs.spark import job_groups
 __all__ = ["order"]
 
 BATCH = 50
-
-
-@pytest.fixture(scope="module")
-def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
-    """Settings of a client of such a Kafka, and of a superuser who comes by another listener."""
-    with secured_kafka(Certificates.made(tmp_path_factory.mktemp("tls"))) as (admin, past_all_this, options):
-        settings = {f"kafka__{name.replace('.', '_')}": value for name, value in options.items()}
-        yield {"admin": admin, "past_all_this": past_all_this, **settings}
 
 
 def documented() -> list[tuple[ResourceType, str, list[AclOperation], str]]:
@@ -75,9 +65,8 @@ def grant(admin: AdminClient, delivery: str, name: str, topics: list[str]) -> No
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, outbox_relay, secured, delivery):
-    url, settings = outbox_postgres.url, dict(secured)
-    admin, past_all_this = settings.pop("admin"), settings.pop("past_all_this")
-    with Topics(past_all_this) as topics:
+    url, settings, admin = outbox_postgres.url, secured.settings, secured.admin
+    with Topics(secured.plain) as topics:
         kind, name = topics.name("Order"), topics.name("outbox")
         topic = topics.create_topic(f"{kind.lower()}-events", 3)
         state = topics.create_topic(f"{name}.relay.state", 4, {"cleanup.policy": "compact"})
@@ -93,8 +82,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
             query = "SELECT (SELECT count(*) FROM outbox.events) = (SELECT coalesce(sum(seq), 0) FROM business)"
             assert look_up(url, query) == [(True,)]
             grant(admin, delivery, name, [topic])
-            goal = load.committed() + 100
-            wait_until(lambda: load.committed() > goal, what="some load")
+            load.more(100)
             relay.kill()
             crashes.note()
             point = "batch.acknowledged" if delivery == "at-least-once" else "txn.committed"
@@ -108,8 +96,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
         repeats = check(url, messages)
         assert repeats == (sum(crashes.repeats(messages)) if delivery == "at-least-once" else 0)
         assert PASSWORD not in relay.log()
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
         del settings["bootstrap_servers"]
         examined = run_outbox(url, settings, "doctor", "--json")
         findings = {each["about"]: each for each in json.loads(examined.stdout)["findings"]}
@@ -138,14 +125,9 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
 def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch):
     """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
     db.upgrade_consumer(outbox_postgres.url)
-    kafka = {
-        name.removeprefix("kafka__").replace("_", "."): value
-        for name, value in secured.items()
-        if name.startswith("kafka__")
-    }
-    kafka["sasl.password"] = "incorrect"
+    kafka = secured.options | {"sasl.password": "incorrect"}
     reports: list[str] = []
-    with Topics(secured["past_all_this"]) as topics:
+    with Topics(secured.plain) as topics:
         topic = topics.create_topic(topics.name("refused"), 1)
         job = ConsumerJob("refused", (topic,), schema="n int", effect="SELECT")
         # The job ends before Spark is asked for anything, but for its job group.

@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -19,12 +18,12 @@ import schema_registry
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceType
 from psycopg import sql
-from secured import PASSWORD, Certificates, allow, secured_kafka, secured_postgres, set_password
+from secured import PASSWORD, SecuredKafka, allow, secured_postgres, set_password
 from secured_clients import CLIENTS, limit
-from support import wait_until
+from support import ends, wait_until, write
 from typer.testing import CliRunner
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox._clients import credentials
 from outbox._clients.checks import Level
@@ -36,6 +35,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import OutboxError
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import token
 from relay.cli.app import app
 from relay.config import load
@@ -67,16 +67,12 @@ def give_text(request: CredentialRequest) -> Any:
     return "a secret that is no Credential"
 
 
-@dataclass
 class Servers:
-    certificates: Certificates
-    admin: AdminClient
-    plain_kafka: str
-    """The address of Kafka's other listener, where everybody is a superuser."""
-    kafka: dict[str, str]
-    database: Any
-    port: int
-    """Of Postgres with TLS."""
+    """Kafka, a Postgres with TLS at ``port``, and its server."""
+
+    def __init__(self, kafka: SecuredKafka, database: PostgresServer, port: int) -> None:
+        self.certificates, self.admin, self.kafka = kafka.certificates, kafka.admin, kafka.options
+        self.database, self.port = database, port
 
     @property
     def kafka_port(self) -> int:
@@ -94,15 +90,14 @@ class Servers:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[Servers]:
-    certificates = Certificates.made(tmp_path_factory.mktemp("tls"))
-    with secured_postgres(certificates) as (database, port), secured_kafka(certificates) as (admin, plain, kafka):
+def servers(secured) -> Iterator[Servers]:
+    with secured_postgres(secured.certificates) as (database, port):
         url = database.create_database("shop")
         db.upgrade(url)
         db.upgrade_consumer(url)
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE ROLE outbox SUPERUSER LOGIN PASSWORD {}").format(sql.Literal(PASSWORD)))
-        yield Servers(certificates, admin, plain, kafka, database, port)
+        yield Servers(secured, database, port)
 
 
 @pytest.fixture(autouse=True)
@@ -218,8 +213,7 @@ def test_relays_and_consumers_come_with_tokens_and_passwords_of_the_provider(
         "OUTBOX_DELIVERY": "exactly-once",
         "TEST_PASSWORD": PASSWORD,
     }
-    with psycopg.connect(servers.database.url("shop")) as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(20)])
+    write(servers.database.url("shop"), [Event(kind, f"k{number}", "T") for number in range(20)])
     relay = outbox_relay(
         database_url=environment["OUTBOX_DATABASE_URL"],
         bootstrap_servers=servers.kafka["bootstrap.servers"],
@@ -228,8 +222,7 @@ def test_relays_and_consumers_come_with_tokens_and_passwords_of_the_provider(
     waiting = "SELECT count(*) FROM outbox.events"
     with psycopg.connect(servers.database.url("shop"), autocommit=True) as connection:
         wait_until(lambda: connection.execute(waiting).fetchone() == (0,), what="the events to be published")
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert PASSWORD not in relay.log()
     _, output = run(environment, "doctor", "--json")
     findings = {each["about"]: each for each in json.loads(output)["findings"]}
@@ -318,8 +311,7 @@ def shown(servers) -> dict[tuple[str, str], str]:
 
 def test_a_relay_logs_why_it_waits(servers, outbox_relay, request):
     url = servers.database.url("shop")
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event(f"Order-{token()}", "k", "T")])
+    write(url, [Event(f"Order-{token()}", "k", "T")])
     stranger = {"ssl.ca.location": str(servers.certificates.stranger)}
     relay = outbox_relay(
         database_url=url,

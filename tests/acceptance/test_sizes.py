@@ -7,9 +7,8 @@ import signal
 from collections import defaultdict
 from pathlib import Path
 
-import psutil
 import psycopg
-from support import Crashes, backlog, drained, end_leases, look_up, owners, wait_until
+from support import Crashes, backlog, drained, end_leases, ends, halted, look_up, owners, wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -52,7 +51,7 @@ def test_256_lanes_take_one_relays_connections_and_survive_its_kill(outbox_postg
     _add(outbox_postgres, kind, _EVENTS)
     # Halted in the middle, with all that it will ever have. The first acknowledgement is of the markers.
     first = outbox_relay(env={VARIABLE: "batch.acknowledged=pause@3"}, **settings)
-    wait_until(lambda: psutil.Process(first.pid).status() == psutil.STATUS_STOPPED, 120, "the middle of the work")
+    wait_until(lambda: halted(first), 120, "the middle of the work")
     assert 0 < backlog(outbox_postgres.url) < _EVENTS - 2_000
     assert _connections(outbox_postgres) <= 4
     # Librdkafka has a thread for each broker it knows and some of its own, in each of three clients at most.
@@ -62,8 +61,7 @@ def test_256_lanes_take_one_relays_connections_and_survive_its_kill(outbox_postg
     second = outbox_relay(**settings)
     drained(outbox_postgres.url, 180)
     assert list(owners(outbox_postgres.url).values()) == [_LANES]
-    second.terminate()
-    assert second.wait() == 0
+    ends(second)
     numbers = [json.loads(message.value())["n"] for message in outbox_kafka.consume(topic)]
     assert sorted(numbers) == list(range(_EVENTS))
     order: dict[int, list[int]] = defaultdict(list)
@@ -87,8 +85,7 @@ def test_events_near_the_limit_take_a_bounded_amount_of_memory(outbox_postgres, 
     drained(outbox_postgres.url, 180)
     # In kB: the largest amount of memory that was ever resident.
     assert _status(relay.pid, "VmHWM") < 300_000
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
 
 
 def test_a_backlog_with_nothing_set_but_what_must_be(private_postgres, outbox_kafka, outbox_relay):
@@ -126,8 +123,7 @@ def test_a_backlog_with_nothing_set_but_what_must_be(private_postgres, outbox_ka
         relay.wait_for_log("lanes acquired")
         assert look_up(url, "SELECT clock_timestamp()")[0][0] >= killed[delivery]
         drained(url, 90)
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
         numbers = [json.loads(message.value())["n"] for message in outbox_kafka.consume(topics[delivery])]
         first = list(dict.fromkeys(numbers))
         assert sorted(first) == list(range(count))
@@ -169,8 +165,7 @@ def test_a_transaction_of_20000_events_in_100_partitions(outbox_postgres, outbox
     assert len(marker.positions) == most
     relay = outbox_relay(**settings)
     drained(url, 90)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     messages = outbox_kafka.consume(topics)
     assert len({(message.topic(), message.partition()) for message in messages}) == 100
     order: dict[int, list[int]] = defaultdict(list)

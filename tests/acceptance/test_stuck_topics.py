@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import drained, end_leases, logged, look_up, numbers_by_key, wait_until
+from support import drained, end_leases, ends, logged, look_up, numbers_by_key, wait_until, write
 from wal_support import to_wal
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 
@@ -44,11 +43,6 @@ def create_topic(cluster: KafkaCluster, name: str, replicas: Sequence[Sequence[i
         return found is not None and [p.leader for p in found.partitions.values()] == [each[0] for each in replicas]
 
     wait_until(led, what=f"leaders of {name}")
-
-
-def add(url: str, events: Sequence[Event], **options: Any) -> None:
-    with psycopg.connect(url) as connection:
-        Outbox(**options).add_many(connection, events)
 
 
 def events(kind: str, sizes: range, keys: int = 40) -> list[Event]:
@@ -92,12 +86,12 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
         settings |= {"relay__lease_seconds": 9, "relay__batch_size": 200}
         relay = outbox_relay(**settings)
         for kind in kinds.values():
-            add(url, events(kind, range(2)))
+            write(url, events(kind, range(2)))
         drained(url)
         cluster.kill_broker(0)
         try:
             # They are the first of every lane, and more than a turn has of it.
-            add(url, events(kinds[STUCK], range(2, 42)))
+            write(url, events(kinds[STUCK], range(2, 42)))
             lowest = "SELECT count(*), bool_and(aggregate_type = %s) FROM (SELECT DISTINCT ON (lane) aggregate_type "
             lowest += "FROM outbox.events ORDER BY lane, id) AS first"
             others = "SELECT count(*) FROM outbox.events WHERE aggregate_type <> %s"
@@ -109,13 +103,13 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
                     end_leases(url)
                     relay = outbox_relay(**settings)
                 for kind in HEALTHY:
-                    add(url, events(kinds[kind], range(start, start + 20)))
+                    write(url, events(kinds[kind], range(start, start + 20)))
                 wait_until(
                     lambda: look_up(url, others, kinds[STUCK]) == [(0,)], 60, f"events of other topics, round {number}"
                 )
                 assert look_up(url, lowest, kinds[STUCK]) == [(LANES, True)]
             [(highest,)] = look_up(url, "SELECT max(id) FROM outbox.events")
-            add(url, events(kinds[STUCK], range(42, 44)))
+            write(url, events(kinds[STUCK], range(42, 44)))
             above = "SELECT count(*) FROM outbox.events WHERE id > %s"
             wait_until(lambda: look_up(url, above, highest) == [(80,)], what="events to wait in the table")
             [reason] = [line["reason"] for line in logged(relay, UNUSABLE) if line["topic"] == stuck]
@@ -133,5 +127,4 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
             if delivery == "exactly-once":
                 assert repeats == 0
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)

@@ -140,10 +140,9 @@ def test_an_added_partition_is_read_from_its_beginning(place, read):
     assert came == {f"k{n}": [n] for n in (range(10, 40) if read else range(20, 40))}
 
 
-def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
-    # How often the coordinator looks for transactions that are too old: every ten seconds by default.
-    cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})
-    place = Place(private_kafka.topics(cluster), 2)
+def test_slow_transforms_and_brokers_that_go_away(mortal_kafka, caplog):
+    cluster, topics = mortal_kafka
+    place = Place(topics, 2)
     place.feed(range(8), partition=0)
     threads = len(list(Path("/proc/self/task").iterdir()))
     slow = threading.Event()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import psycopg
-from support import drained, owners, wait_until
+from support import drained, owners, wait_until, write
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox._ports import free_ports
 
 
@@ -13,8 +12,7 @@ def test_lanes_go_to_a_relay_that_reaches_kafka(outbox_postgres, outbox_kafka, o
     kind = outbox_kafka.name("Order")
     outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
     [nobody] = free_ports(1)
-    with psycopg.connect(outbox_postgres.url) as connection:
-        Outbox().add_many(connection, [Event(kind, f"key-{n}", "T", {"n": n}) for n in range(1_000)])
+    write(outbox_postgres.url, [Event(kind, f"key-{n}", "T", {"n": n}) for n in range(1_000)])
     blind = outbox_relay(
         bootstrap_servers=f"127.0.0.1:{nobody}", relay__lease_seconds=2, relay__instance="blind", create_topics=False
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,28 +24,15 @@ from failing_relays import (
     let_pass,
     names,
     routes,
-    rows,
     url,
     wait_for_dead,
 )
-from support import backlog, drained, wait_until
+from support import backlog, drained, ends, look_up, wait_until
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
-from outbox.testing.fixtures import Topics
 
 __all__ = ["delivery", "url"]
-
-
-@pytest.fixture(scope="module")
-def guarded_kafka() -> Iterator[KafkaCluster]:
-    """A broker of this module's own that knows access rights, and that may be killed."""
-    settings = {
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "allow.everyone.if.no.acl.found": "true",
-    }
-    with KafkaCluster(settings=settings) as cluster:
-        yield cluster
 
 
 def deny(
@@ -77,9 +63,9 @@ UNUSABLE, USABLE = "topic can't be written to; its events wait", "topic can be w
 
 
 @pytest.mark.parametrize("delivery", ["exactly-once"], indirect=True)
-def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, guarded_kafka, outbox_relay, delivery):
+def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, mortal_kafka, outbox_relay, delivery):
     """More than one batch of each, all mixed. No event is at fault: no attempt is counted, nothing is a dead letter."""
-    topics = Topics(guarded_kafka.bootstrap_servers)
+    guarded_kafka, topics = mortal_kafka
     good, guarded, hidden = (topics.create_topic(topics.name(name)) for name in ("good", "guarded", "hidden"))
     missing = topics.name("missing")
     # With a rule of its own, a topic is no longer open to everyone: it would be hidden too.
@@ -107,7 +93,7 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
             sent[kind].append(f"{key}{number}")
         assert names(topics.consume(good, number + 1)) == sent["Good"]
     wait_until(lambda: backlog(url) == 60, what="the good ones to be settled")
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
     assert dead(url) == []
 
     permit(guarded_kafka, guarded)
@@ -122,8 +108,7 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
         assert said(relay, USABLE, topic)
     assert dead(url) == []
     assert relay.running
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
 
 
 def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url, outbox_kafka, outbox_relay, delivery):
@@ -136,16 +121,16 @@ def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url
     wait_until(lambda: said(relay, UNUSABLE, copies), 60, "the topic of the copies to be named")
     add(url, event("Small", "a2"), event("Small", "c1"))
     assert sorted(names(outbox_kafka.consume(small, 7))) == ["a2", "b0", "b1", "b2", "b3", "b4", "c1"]
-    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
     outbox_kafka.create_topic(copies)
     drained(url)
     assert names(outbox_kafka.consume(copies)) == ["a1"]
     assert dead(url) == ["a1"]
 
 
-def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, guarded_kafka, outbox_relay):
+def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, mortal_kafka, outbox_relay):
     """Two outboxes, one for each delivery, and one outage."""
-    topics = Topics(guarded_kafka.bootstrap_servers)
+    cluster, topics = mortal_kafka
     # A backoff longer than a try takes, or the lane would be busy with this one event.
     settings = {
         "failures__max_attempts": 1000,
@@ -155,7 +140,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         "kafka__reconnect_backoff_max_ms": 500,
         # At-least-once, what a slow broker acknowledges later than this is sent twice.
         "kafka__delivery_timeout_ms": 6000,
-        "bootstrap_servers": guarded_kafka.bootstrap_servers,
+        "bootstrap_servers": cluster.bootstrap_servers,
     }
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
     outboxes = []
@@ -170,25 +155,25 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         add(url, event("Small", "a1", 30_000), event("Small", "a2"), event("Good", "g1"))
         outboxes.append((name, url, good, small, relay))
     for _, url, good, _, _ in outboxes:
-        wait_until(lambda url=url: rows(url, attempts) > [(1,)], what="attempts")
+        wait_until(lambda url=url: look_up(url, attempts) > [(1,)], what="attempts")
         wait_until(lambda good=good: topics.consume(good), what="the good one")
-    guarded_kafka.kill_broker(0)
+    cluster.kill_broker(0)
     before = []
     try:
         for _, url, _, _, relay in outboxes:
             relay.wait_for_log("waiting for a server")
             add(url, event("Good", "g2"), event("Good", "h1"))
-            before.append((rows(url, attempts)[0][0], relay.log().count("waiting for a server")))
+            before.append((look_up(url, attempts)[0][0], relay.log().count("waiting for a server")))
         for (_, url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
             wait_until(lambda relay=relay, tries=tries: relay.log().count("waiting for a server") > tries, what="a try")
             # One may have been under way.
-            assert rows(url, attempts)[0][0] <= counted + 1
-            assert rows(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
+            assert look_up(url, attempts)[0][0] <= counted + 1
+            assert look_up(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
-        guarded_kafka.start_broker(0)
+        cluster.start_broker(0)
     for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
-        wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")
+        wait_until(lambda url=url, counted=counted: look_up(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)
         drained(url)
         assert sorted(set(names(topics.consume(good)))) == ["g1", "g2", "h1"]

@@ -1,8 +1,10 @@
-"""The WAL as the source, and a failover: real servers, real standbys, a primary that is killed."""
+"""The WAL as the source, and a failover: real servers, real standbys, a primary that is killed.
+
+What no standby has is not published: tests/integration/relay/wal/test_visibility.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import time
@@ -14,9 +16,9 @@ from typing import Any
 import psycopg
 import pytest
 from proxy import TcpProxy
-from standby import Standby, ask, either, require_standby, set_parameter
-from support import Load, backlog, check, logged, look_up, order, wait_until
-from wal_support import cdc, done, more, run_outbox, to_wal, wal
+from standby import Standby, ask, either, require_standby
+from support import Load, backlog, check, logged, order, wait_until
+from wal_support import cdc, done, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -130,12 +132,12 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
             relay = outbox_relay(database_url=both, **settings)
             wait_until(lambda: streaming(both), what="the lanes to stream")
             standby.await_slot(wal["wal__slot"])
-            more(load, 100)
+            load.more(100)
             primary.kill()
             standby.promote()
-            more(load, 100)
+            load.more(100)
             wait_until(lambda: read_by_relay(both), what="the lanes to stream again")
-            more(load, 100)
+            load.more(100)
             load.drain()
         assert relay.running
         assert "lane stopped" not in relay.log()
@@ -244,7 +246,7 @@ def test_a_slot_that_the_failover_left_behind(
         with Load(both, kind, threads=2) as load:
             first = outbox_relay(database_url=url, **settings)
             wait_until(lambda: read_by_relay(url), what="the lanes to stream")
-            more(load, 100)
+            load.more(100)
             waiting = outbox_relay(database_url=aside, **settings)
             waiting.wait_for_log("is a standby that is not promoted")
             a_standby_is_called_one(aside)
@@ -261,76 +263,18 @@ def test_a_slot_that_the_failover_left_behind(
             assert "this server is a standby" in refused(aside, settings, "relay", "reconcile")
             assert ask(aside, "SELECT count(*) FROM pg_replication_slots") == 0
             first.kill()
-            more(load, 50)
+            load.more(50)
             primary.kill()
             standby.promote()
             waiting.wait_for_log("is gone: somebody dropped it, or a failover left it behind")
-            more(load, 50)
+            load.more(50)
             done(both, settings, "cdc", "setup", "--repair", "--reason", "the slot was left behind")
             wait_until(lambda: read_by_relay(both), what="the lanes to stream")
-            more(load, 50)
+            load.more(50)
             load.drain()
         assert waiting.running
         assert check(both, outbox_kafka.consume(topic)) == 0
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
-
-
-def test_what_no_standby_has_is_not_published(private_postgres, outbox_kafka, outbox_relay, wal, order):
-    """A commit stands in the WAL, the relay has read it, and its writer still waits for the standby."""
-    kind, topic = order
-    primary = private_postgres(FAST)
-    url = private_postgres.database(primary).url
-    db.change_lanes(url, 1)
-    # Its lease can't be renewed while no commit comes back.
-    settings = wal | IMPATIENT | {"relay__lease_seconds": 60}
-    to_wal(url, settings)
-    journal = Journal(url, kind)
-    with Standby(primary, synced_slots=True) as standby:
-        require_standby(primary)
-        both = either(primary, standby, "outbox")
-        outbox_relay(database_url=both, **settings)
-        wait_until(lambda: read_by_relay(both), what="the lane to stream")
-        there = journal.write(both, ["a"] * 5)
-        wait_until(lambda: on_kafka(outbox_kafka, topic).keys() == there, what="the first events")
-        standby.await_slot(wal["wal__slot"])
-        standby.kill()
-        with contextlib.closing(psycopg.connect(url)) as writer:
-            Outbox().add(writer, Event(kind, "a", "Counted", {"n": 100}))
-            writer.pgconn.send_query(b"COMMIT")
-            wait_until(lambda: waits_for_standby(url, writer.info.backend_pid), what="the commit to wait")
-            await_looks(url)
-            assert on_kafka(outbox_kafka, topic).keys() == there
-            primary.kill()
-        standby.start()
-        standby.promote()
-        set_parameter(standby.url(), "synchronous_standby_names", "")
-        there |= journal.write(both, ["a"] * 5)
-        published(outbox_kafka, topic, there)
-        assert on_kafka(outbox_kafka, topic) == Counter(there)
-
-
-def waits_for_standby(url: str, pid: int) -> bool:
-    return ask(url, "SELECT wait_event FROM pg_stat_activity WHERE pid = %s", pid) == "SyncRep"
-
-
-def await_looks(url: str) -> None:
-    """Wait until the stream has given all that is in the WAL now, and the relay has looked for it again and again.
-
-    A lane that has nothing to look for asks Postgres once a second; one that waits for an event to become visible does
-    so ten times a second, on one connection. What its other connections ask does not add up to that.
-    """
-    end = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
-    given = "SELECT bool_and(sent_lsn >= %s::pg_lsn) FROM pg_stat_replication WHERE application_name LIKE %s"
-    wait_until(lambda: ask(url, given, end, "outbox relay %"), what="the stream to give the events")
-    began = "SELECT pid, query_start FROM pg_stat_activity WHERE application_name LIKE %s"
-    asked: defaultdict[int, set[Any]] = defaultdict(set)
-
-    def looked() -> bool:
-        for pid, at in look_up(url, began, "outbox relay %"):
-            asked[pid].add(at)
-        return max(map(len, asked.values()), default=0) > 5
-
-    wait_until(looked, what="the relay to look for the events")
 
 
 def postgres_16() -> Path:

@@ -10,8 +10,8 @@ import orjson
 import psycopg
 import pytest
 from psycopg import sql
-from support import Load, backlog, caught_up, check, order, wait_until
-from wal_support import cdc, more, run_outbox, set_up, streaming, to_wal, wal
+from support import Load, backlog, caught_up, check, ends, order, wait_until
+from wal_support import cdc, run_outbox, set_up, streaming, to_wal, wal
 
 from outbox.errors import OperationRefused
 from outbox.testing.fixtures import migrate, token
@@ -123,25 +123,25 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
     """The relay replaces the slot by itself: every event is a row of the table."""
     kind, topic = order
     with Load(stage.url, kind) as load:
-        more(load, 30)
+        load.more(30)
         # Moved past what was read.
         stage.stop()
-        more(load, 20)
+        load.more(20)
         stage.admin.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", [stage.slot])
-        more(load, 20)
+        load.more(20)
         with stage.healed("somebody advanced it or made it anew"):
             stage.start()
-        more(load, 20)
+        load.more(20)
         # Dropped, and made anew by hand, while it streams.
         with stage.healed(""):
             stage.drop_slot()
-            more(load, 20)
+            load.more(20)
             stage.admin.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", [stage.slot])
-        more(load, 20)
+        load.more(20)
         # Dropped while nobody reads it.
         stage.stop()
         stage.drop_slot()
-        more(load, 20)
+        load.more(20)
         with stage.healed("is gone: somebody dropped it"):
             stage.start()
         load.drain()
@@ -183,9 +183,9 @@ def test_what_happens_to_publications(stage, outbox_kafka, order):
             # What was done while nobody looked can't be seen by looking afterwards.
             stage.relay.pause()
             for statement in statements:
-                more(load, 20)
+                load.more(20)
                 stage.admin.execute(statement.replace("{columns}", columns or ""))
-            more(load, 20)
+            load.more(20)
             stage.relay.resume()
             said = stage.says("publication 'outbox_relay'", REPAIR)
             assert (said["event"], said["level"]) == ("lane stopped", "error")
@@ -195,7 +195,7 @@ def test_what_happens_to_publications(stage, outbox_kafka, order):
         stage.admin.execute("CREATE TABLE other (n int)")
         stage.admin.execute("ALTER PUBLICATION outbox_relay ADD TABLE other")
         stage.admin.execute("INSERT INTO other VALUES (1)")
-        more(load, 20)
+        load.more(20)
         stage.stop()
         stage.start()
         stage.says("publication 'outbox_relay' was changed", REPAIR)
@@ -210,17 +210,17 @@ def test_what_happens_to_the_table(stage, outbox_kafka, order):
     kind, topic = order
     insert = "INSERT INTO {} (aggregate_type, aggregate_id, event_type, payload) VALUES (%s, 'k0-0', 'Counted', %s)"
     with Load(stage.url, kind) as load:
-        more(load, 30)
+        load.more(30)
         stage.admin.execute("ALTER TABLE outbox.events ADD COLUMN tenant text")
-        more(load, 50)
+        load.more(50)
         caught_up(stage.url)
         stage.admin.execute("ALTER TABLE outbox.events DROP COLUMN tenant")
-        more(load, 50)
+        load.more(50)
         caught_up(stage.url)
         assert "outbox db check" not in stage.relay.log()
         # The writer does not name this column; the relay reads it.
         stage.admin.execute("ALTER TABLE outbox.events RENAME COLUMN created_at TO made_at")
-        more(load, 20)
+        load.more(20)
         said = stage.says("created_at", "outbox db check")
         assert said["level"] == "warning"
         stage.admin.execute("ALTER TABLE outbox.events RENAME COLUMN made_at TO created_at")
@@ -271,12 +271,11 @@ def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, o
         admin.execute("UPDATE outbox.lanes SET source = 'wal'")
         relay.wait_for_log("is not set up for this outbox: run `outbox cdc setup`")
         with Load(url, kind) as load:
-            more(load, 20)
+            load.more(20)
             set_up(url, wal)
             wait_until(lambda: streaming(url), 30, "the lanes to stream")
             load.drain()
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -318,10 +317,9 @@ def test_a_server_without_logical_wal(private_postgres, outbox_kafka, outbox_rel
     server.stop()
     server.start()
     with Load(url, kind) as load:
-        more(load, 20)
+        load.more(20)
         set_up(url, wal)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         load.drain()
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert check(url, outbox_kafka.consume(topic)) == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import psycopg
 import pytest
@@ -13,9 +11,11 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from failing_relays import QUICK, add, dead, event, headers, names, routes, rows
-from support import Crashes, Load, await_stops, check, drained, order, wait_until
-from wal_support import done, more, streaming, to_wal, wal
+from failing_relays import QUICK, add, dead, event, headers, names, routes
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
+from support import Crashes, Load, await_stops, check, drained, look_up, order, wait_until
+from wal_support import done, streaming, to_wal, used_up, wal
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
@@ -51,19 +51,8 @@ def url(outbox_postgres, wal):
     """An outbox with one lane that is read from the WAL."""
     db.change_lanes(outbox_postgres.url, 1)
     to_wal(outbox_postgres.url, wal)
-    rows(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
+    look_up(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
     return outbox_postgres.url
-
-
-def used_up(load: Load, url: str, settings: dict[str, Any]) -> None:
-    """End the load, and wait until the stream is used up to here and nothing is left in the table."""
-    load.stop()
-    (target,) = rows(url, "SELECT pg_current_wal_lsn()")[0]
-    # A heartbeat moves the slot on, but only for some WAL.
-    rows(url, "SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
-    there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
-    wait_until(lambda: rows(url, there, target, settings["wal__slot"]) == [(True,)], 60, "the stream to be used up")
-    drained(url)
 
 
 # --- refused events --------------------------------------------------------------------------------------------------
@@ -83,16 +72,16 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         relay.wait_for_log("topic can't be written to")
         wait_until(lambda: not streaming(url), what="a lane to read its table")
         add(url, event(late, "a3"))
-        more(load, 100)
+        load.more(100)
         assert len(outbox_kafka.consume(topic, load.committed())) > 100
         assert "does not exist" in relay.log()
         # No event is at fault.
-        assert rows(url, "SELECT * FROM outbox.failures") == []
+        assert look_up(url, "SELECT * FROM outbox.failures") == []
         outbox_kafka.create_topic(f"{late.lower()}-events", 1)
         outbox_kafka.consume(f"{late.lower()}-events", 4)
         wait_until(lambda: streaming(url), 30, "the lanes to stream again")
         add(url, event(late, "a4"))
-        more(load, 50)
+        load.more(50)
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
     arrived = names(outbox_kafka.consume(f"{late.lower()}-events"))
@@ -109,8 +98,8 @@ def test_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
     add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
     sent = outbox_kafka.consume(topic, 3)
     archived = 'SELECT event_type, topic, partition, "offset" FROM outbox.published ORDER BY id'
-    wait_until(lambda: len(rows(url, archived)) == 3, what="the archive")
-    assert rows(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
+    wait_until(lambda: len(look_up(url, archived)) == 3, what="the archive")
+    assert look_up(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
     done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
     again = outbox_kafka.consume(topic, 5)[3:]
     assert names(again) == ["a1", "a2"]
@@ -141,7 +130,8 @@ def test_relays_killed_at_each_step(outbox_postgres, outbox_kafka, outbox_relay,
             assert relay.wait(40) == -signal.SIGKILL, point
             crashes.note()
         outbox_relay(**settings)
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     messages = outbox_kafka.consume(topic)
     repeats = check(url, messages)
     if delivery == "exactly-once":
@@ -172,7 +162,8 @@ def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, o
             assert relay.wait(40) == -signal.SIGKILL, point
         outbox_relay(env=environment, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -193,7 +184,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
     with Load(url, kind) as load:
         relay = outbox_relay(**settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        more(load, 100)
+        load.more(100)
         relay.kill()
         crashes.note()
         with psycopg.connect(url) as connection:
@@ -201,13 +192,13 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         relay = outbox_relay(**settings)
         await_stops(relay, 1)
         relay.wait_for_log("the stream is read without lanes that can't be taken over", 60)
-        more(load, 200)
-        [(written,)] = rows(url, "SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
-        more(load, 200)
+        load.more(200)
+        [(written,)] = look_up(url, "SELECT (pg_current_wal_lsn() - '0/0'::pg_lsn)::bigint")
+        load.more(200)
         load.stop()
-        wait_until(lambda: rows(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], 60, "the others to go on")
-        wait_until(lambda: rows(url, confirmed, settings["wal__slot"])[0][0] >= written, 60, "the slot to go on")
-        assert rows(url, "SELECT lane FROM outbox.lanes WHERE NOT streaming") == [(2,)]
+        wait_until(lambda: look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], 60, "the others to go on")
+        wait_until(lambda: look_up(url, confirmed, settings["wal__slot"])[0][0] >= written, 60, "the slot to go on")
+        assert look_up(url, "SELECT lane FROM outbox.lanes WHERE NOT streaming") == [(2,)]
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE outbox.lanes SET last_batch = last_batch - 50 WHERE lane = 2")
         drained(url)
@@ -219,22 +210,16 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
 # --- Kafka is away ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def away(private_postgres, private_kafka) -> Iterator[Any]:
-    """Servers of our own: a broker to be stopped, and a Postgres that ends a silent stream after five seconds."""
-    server = private_postgres({"wal_sender_timeout": "5s", "fsync": "off"})
-    cluster = private_kafka()
-    return private_postgres.database(server), cluster, private_kafka.topics(cluster)
-
-
-def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay):
-    database, cluster, topics = away
-    url = database.url
-    topic = topics.create_topic("order-events", 3)
-    settings = {
-        "source": "wal",
-        "name": "away",
-        "wal__slot": "away",
+def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, mortal_kafka, outbox_relay, wal):
+    """Postgres ends a silent stream after five seconds."""
+    cluster, topics = mortal_kafka
+    url = outbox_postgres.url
+    database = sql.Identifier(conninfo_to_dict(url)["dbname"])
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(sql.SQL("ALTER DATABASE {} SET wal_sender_timeout = '5s'").format(database))
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
+    settings = wal | {
         "delivery": "exactly-once",
         # Who loses its lease ends the stream as well.
         "relay__lease_seconds": 20,
@@ -245,24 +230,25 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         "wal__heartbeat_seconds": 0.2,
     }
     to_wal(url, settings)
-    relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+    relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings)
     wait_until(lambda: streaming(url), 30, "the lanes to stream")
     heard = (
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
-        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
+        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database()"
     )
-    with Load(url, "Order") as load:
-        more(load, 50)
+    with Load(url, kind) as load:
+        load.more(50)
         cluster.kill_broker(0)
         # Four batches of each lane are held.
-        more(load, 200)
+        load.more(200)
         relay.wait_for_log("waiting for a server")
-        ((reader, since),) = rows(url, heard)
-        wait_until(lambda: rows(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
-        assert rows(url, heard)[0][0] == reader
-        assert rows(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
+        ((reader, since),) = look_up(url, heard)
+        wait_until(lambda: look_up(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
+        assert look_up(url, heard)[0][0] == reader
+        assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
-        used_up(load, url, settings)
+        load.stop()
+        used_up(url, settings)
     assert check(url, topics.consume(topic)) == 0
     assert relay.running

@@ -6,15 +6,13 @@ tests/integration/relay/operations/test_healing.py.
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import urllib.request
 
 import psycopg
-from support import Load, check, look_up, order, wait_until
-from wal_support import done, more, streaming, to_wal, wal
+from alerting import scraped
+from support import Load, check, ends, look_up, order, wait_until
+from wal_support import done, streaming, to_wal, wal
 
-from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
 
 __all__ = ["order", "wal"]
@@ -63,70 +61,26 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
         with Load(url, kind) as load:
             relay = outbox_relay(database_url=as_relay, **settings)
             wait_until(lambda: streaming(url), 30, "the lanes to stream")
-            more(load, 50)
-            relay.terminate()
-            assert relay.wait() == 0
+            load.more(50)
+            ends(relay)
             admin.execute(BULK, [kind])
             lose_wal(admin)
             for place in ("heal.dropped", "heal.made", "heal.noted"):
                 killed = outbox_relay(database_url=as_relay, env={"OUTBOX_FAILPOINTS": f"{place}=kill"}, **settings)
                 assert killed.wait(60) == -signal.SIGKILL
                 assert audited(url) == 0
-            relays = [outbox_relay(database_url=as_relay, **settings) for _ in range(2)]
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+            relays = [
+                outbox_relay(database_url=as_relay, relay__metrics_address=address, **settings) for address in addresses
+            ]
             wait_until(lambda: streaming(url), 60, "the lanes to stream")
-            more(load, 50)
+            load.more(50)
             load.drain()
         assert audited(url) == 1
+        counted = {name: n for name, n in scraped(*addresses).items() if name.startswith("outbox_slot_repairs_total")}
     healed = [relay for relay in relays if "the relay has replaced the slot" in relay.log()]
-    assert len(healed) == 1
+    assert len(healed) == sum(counted.values()) == 1
     for relay in relays:
-        relay.terminate()
-        assert relay.wait() == 0
+        ends(relay)
     # No relay was killed that had published anything.
     assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_a_slot_that_is_dropped_under_a_relay(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
-    """It goes on by itself, with a standby beside it; and it counts what it has done."""
-    kind, topic = order
-    url = outbox_postgres.url
-    settings = wal | PATIENT | {"delivery": "exactly-once"}
-    to_wal(url, settings)
-    ports = free_ports(2)
-    relays = [outbox_relay(relay__metrics_address=f"127.0.0.1:{port}", **settings) for port in ports]
-    with Load(url, kind) as load, psycopg.connect(url, autocommit=True) as admin:
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        more(load, 50)
-
-        def dropped():
-            admin.execute(
-                "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots "
-                "WHERE slot_name = %s AND active_pid IS NOT NULL",
-                [wal["wal__slot"]],
-            )
-            with contextlib.suppress(psycopg.errors.ObjectInUse):
-                return admin.execute("SELECT pg_drop_replication_slot(%s)", [wal["wal__slot"]]).rowcount
-
-        # The new slot waits for this transaction; meanwhile the relays try to read it, again and again.
-        with psycopg.connect(url) as writer:
-            writer.execute("INSERT INTO business VALUES ('open', 1)")
-            Outbox().add(writer, Event(kind, "open", "Counted", {"seq": 1}))
-            wait_until(dropped, 20, "the slot to be dropped")
-            wait_until(lambda: any("is being made" in relay.log() for relay in relays), 30, "the new slot to wait")
-            writer.commit()
-        wait_until(lambda: audited(url) == 1, 5, "a relay to repair it")
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        more(load, 50)
-        load.drain()
-    assert sum(repairs(port) for port in ports) == 1
-    for relay in relays:
-        relay.terminate()
-        assert relay.wait() == 0
-    assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def repairs(port):
-    """The relay's counter."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("outbox_slot_repairs_total ")))

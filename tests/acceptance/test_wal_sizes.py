@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from support import Crashes, backlog, drained, numbers_by_key, order, wait_until
-from wal_support import streaming, to_wal, wal
+from support import Crashes, backlog, drained, ends, numbers_by_key, order, wait_until
+from wal_support import streaming, to_wal, used_up, wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -46,8 +46,7 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     write(url, kind, 15_000, 30_000)
     relay = outbox_relay(**settings)
     drained(url, 120)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, 30_000, KEYS)) for key in range(KEYS)}
     # What one turn has at most: 2,000 of a lane, and of four lanes' worth over all.
@@ -66,15 +65,8 @@ def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
         for number in range(count):
             Outbox().add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
             connection.commit()
-    with psycopg.connect(url, autocommit=True) as connection:
-        (target,) = connection.execute("SELECT pg_current_wal_lsn()").fetchone()
-        connection.execute("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
-        there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
-        values = (target, wal["wal__slot"])
-        wait_until(lambda: connection.execute(there, values).fetchone() == (True,), 120, "the stream to be used up")
-    drained(url)
-    relay.terminate()
-    assert relay.wait() == 0
+    used_up(url, wal)
+    ends(relay)
     assert '"event": "waiting for a server"' not in relay.log()[said:]
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, count, 10)) for key in range(10)}

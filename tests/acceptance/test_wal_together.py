@@ -9,8 +9,8 @@ import signal
 
 import psutil
 import psycopg
-from support import Load, backlog, caught_up, check, drained, order, owners, wait_until
-from wal_support import held_by, more, set_up, status, streaming, switch, to_wal, wal
+from support import Load, backlog, caught_up, check, drained, ends, order, owners, wait_until
+from wal_support import held_by, set_up, status, streaming, switch, to_wal, wal
 
 from relay.failpoints import VARIABLE
 from relay.wal.replication import lsn_text
@@ -26,19 +26,18 @@ def test_switching_under_load_repeats_nothing(outbox_postgres, outbox_kafka, out
         polling = outbox_relay(**settings | {"source": "polling", "relay__instance": "polls"})
         reading = outbox_relay(**settings | {"relay__instance": "reads"})
         reading.wait_for_log("this relay waits")
-        more(load, 50)
+        load.more(50)
         set_up(url, settings)
         for _ in range(2):
             switch(url, settings, "wal")
             wait_until(lambda: held_by(url, "wal", "reads") and streaming(url), 30, "the lanes to stream")
-            more(load, 100)
+            load.more(100)
             switch(url, settings, "polling")
             wait_until(lambda: held_by(url, "polling", "polls"), 30, "the lanes to be polled")
-            more(load, 100)
+            load.more(100)
         load.drain()
         for relay in (polling, reading):
-            relay.terminate()
-            assert relay.wait() == 0
+            ends(relay)
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -57,7 +56,7 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
                 victim = outbox_relay(env={VARIABLE: f"{point}=kill"}, **settings | {"source": source})
                 assert victim.wait(40) == -signal.SIGKILL, (point, source)
                 heir = outbox_relay(**settings | {"source": source})
-                more(load, 60)
+                load.more(60)
                 wait_until(lambda heir=heir: "acquired" in heir.log(), 20, "the heir to take over")
                 # Switched away while it works; killed before it has let go, or just after.
                 switch(url, settings, other)
@@ -78,7 +77,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
         first = outbox_relay(**settings | {"relay__instance": "first"})
         wait_until(lambda: held_by(url, "wal", "first"), 30, "the first relay to read")
         others = [outbox_relay(**settings | {"relay__instance": name}) for name in ("second", "third")]
-        more(load, 100)
+        load.more(100)
         assert owners(url) == {"first": 4}
         first.kill()
         wait_until(lambda: set(owners(url)) - {"first"}, 30, "a standby to take over")
@@ -88,7 +87,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
         caught_up(url)
         sleeper.pause()
         wait_until(lambda: owners(url) and holder not in owners(url), 30, "the other standby to take over")
-        more(load, 100)
+        load.more(100)
         # It reads although the slot was in use.
         caught_up(url)
         sleeper.resume()
@@ -98,13 +97,13 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
+def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
     """Postgres with asynchronous writers, the broker, and the walsender alone."""
     server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
     url = private_postgres.database(server).url
-    cluster = private_kafka()
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
+    cluster, topics = mortal_kafka
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = wal | {
         "delivery": "exactly-once",
         "relay__lease_seconds": 3,
@@ -112,11 +111,11 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
         "kafka__reconnect_backoff_max_ms": 500,
     }
     to_wal(url, settings)
-    with Load(url, "Order") as load:
+    with Load(url, kind) as load:
         relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         for strike in ("walsender", "broker", "postgres"):
-            more(load, 80)
+            load.more(80)
             if strike == "walsender":
                 with psycopg.connect(url, autocommit=True) as connection:
                     connection.execute(
@@ -128,10 +127,10 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
             else:
                 server.kill()
                 server.start()
-        more(load, 80)
+        load.more(80)
         load.drain(90)
         assert relay.running
-    assert check(url, topics.consume("order-events", timeout=60)) == 0
+    assert check(url, topics.consume(topic, timeout=60)) == 0
 
 
 def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, outbox_relay, wal):

@@ -9,9 +9,9 @@ import sys
 
 import psutil
 import psycopg
-from support import drained, wait_until
+from support import drained, wait_until, write
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox.sandbox._process import patience
 
 
@@ -38,8 +38,7 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka)
     workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
     try:
         wait_until(lambda: _owners(outbox_postgres.url) == ["shop-0", "shop-1"], what="both workers to hold lanes")
-        with psycopg.connect(outbox_postgres.url) as connection:
-            Outbox().add_many(connection, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
+        write(outbox_postgres.url, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
         drained(outbox_postgres.url)
         workers.send_signal(signal.SIGTERM)
         assert workers.wait(60 * patience()) == 0
@@ -57,8 +56,7 @@ def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_
     workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
     try:
         wait_until(lambda: len(_owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
-        with psycopg.connect(outbox_postgres.url) as connection:
-            Outbox().add_many(connection, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
+        write(outbox_postgres.url, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
         children = psutil.Process(workers.pid).children()
     finally:
         workers.kill()

@@ -10,7 +10,7 @@ from typing import Any
 
 import connector
 import pytest
-from bench import Bench, Driver
+from bench import Bench, Consumer, Driver
 
 from spark_jobs.driver.runner import Runner
 
@@ -33,6 +33,13 @@ def spark() -> Iterator[Any]:
 @pytest.fixture
 def bench(spark, outbox_postgres, outbox_kafka) -> Bench:
     return Bench(spark, outbox_postgres, outbox_kafka)
+
+
+@pytest.fixture
+def consumer(bench, tmp_path) -> Iterator[Consumer]:
+    made = Consumer(bench, tmp_path)
+    yield made
+    made.kill()
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
-"""A partition that is added to a topic that always gets messages, read by runs of ``--once``."""
+"""Partitions that are added to a topic: their messages wait for what their keys have in the others."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 from bench import Bench
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, NewPartitions
 from support import wait_until
 
 from spark_jobs.driver.options import Totals
@@ -19,42 +16,23 @@ BACKLOG = 1_200
 ROUND = 500
 
 
-def add_partition(bench: Bench) -> None:
-    """Add a third partition, and wait until it accepts messages."""
-    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
-    admin.create_partitions([NewPartitions(bench.topic, 3)])[bench.topic].result(30)
-    wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 3, what="the partition")
-
-
 def run_while_messages_come(bench: Bench, seq: int, count: int) -> Totals:
     """Run once. As soon as the run has its targets, the old partition gets ``count`` more messages."""
-    with bench.runner(max_records=ROUND) as runner:
-        report = runner._report
 
-        def sending(text: str, figures: Any) -> None:
-            report(text, figures)
-            if text == "planned":
-                bench.orders(["a"], range(seq, seq + count), 0)
+    def sending(text: str) -> None:
+        if text == "planned":
+            bench.orders(["a"], range(seq, seq + count), 0)
 
-        runner._report = sending
+    with bench.runner(then=sending, max_records=ROUND) as runner:
         return runner.once(threading.Event())
 
 
 def test_runs_of_once_reach_the_ends_that_the_first_one_has_stored(bench):
     bench.orders(["a"], [1], 0)
     bench.once()
-    add_partition(bench)
+    bench.add_partitions(3)
     bench.orders(["a"], range(2, BACKLOG + 1), 0)
-
-    def sent_to_the_new_one() -> bool:
-        # A producer that knew the topic before learns of the partition minutes later.
-        try:
-            bench.orders(["a"], [BACKLOG + 601], 2)
-        except KafkaException:
-            return False
-        return True
-
-    wait_until(sent_to_the_new_one, what="the new partition to take messages")
+    bench.send_to_added("a", BACKLOG + 601, 2)
     # The ends that count are those when the run looked: 600 messages beyond what this run reads.
     run_while_messages_come(bench, BACKLOG + 1, 600)
     assert bench.positions() == {0: BACKLOG, 1: 0}
@@ -78,3 +56,45 @@ def test_ends_of_another_incarnation_of_the_topic_are_ignored(bench):
         runner._store.note_added({at: ends}, {bench.topic: "then"}, generation)
         assert runner._store.added_ends({bench.topic: "then"}) == {at: ends}
         assert runner._store.added_ends({bench.topic: "now"}) == {}
+
+
+def test_a_run_that_is_stopped_has_the_next_one_wait_too(bench):
+    """A backlog of one key in the old partition; its next message goes to a new one, and is applied last."""
+    bench.send("a", 1)
+    bench.once()
+    bench.orders(["a"], range(2, 3_001))
+    bench.add_partitions(4)
+    bench.send_to_added("a", 3_001, 3, status="last")
+    # Stopped in the middle and started again: nothing has been noted of the new partition, and it still waits.
+    stop = threading.Event()
+    with bench.runner(then=lambda text: stop.set() if text == "round" else None, max_records=ROUND) as runner:
+        runner.once(stop)
+    assert len(bench.positions()) == 2
+    bench.once(max_records=ROUND)
+    assert bench.totals()["a"][1:] == (3_001, 3_001, 0, "last")
+    # The other new one has no messages yet, and is none of the group's.
+    assert bench.positions().keys() == {0, 1, 3}
+    waits = [figures["partitions"] for text, figures in bench.reports if text.startswith("new partitions wait")]
+    assert waits == [[f"{bench.topic}-3"]] * 2
+
+
+def test_one_that_was_seen_empty_waits_too(bench):
+    """Producers hear of a new partition minutes after the driver; and an open transaction hides what came before."""
+    bench.send("a", 1)
+    bench.once()
+    ((part, _),) = [(at, offset) for at, offset in bench.positions().items() if offset]
+    bench.add_partitions(4)
+    with bench.runner(max_records=ROUND) as runner:
+        assert runner._round(None) is False
+        assert bench.positions().keys() == {0, 1}
+        bench.orders(["a"], range(2, 2_001), part)
+        hidden = bench.in_transaction()
+        bench.send("a", 2_001, producer=hidden, part=part)
+        bench.send_to_added("a", 2_002, 3)
+        while runner._round(None):
+            pass
+        # Everything that is committed in the old one has been applied; what the transaction hides has not.
+        assert bench.totals()["a"][1:3] == (2_000, 2_000)
+        hidden.commit_transaction(30)
+        wait_until(lambda: runner._round(None) is False and bench.totals()["a"][1] == 2_002, what="the rest")
+    assert bench.totals()["a"][1:4] == (2_002, 2_002, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,12 +9,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, ided
 from psycopg import sql
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import EffectFailed, Fenced
+from outbox.consumer.messages import Headers
 from outbox.consumer.model import Range
 from spark_jobs.driver import batch_attempts as batch
 from spark_jobs.driver.round_context import OffsetRanges
@@ -46,13 +45,9 @@ def sums(bench: Bench) -> ConsumerJob:
     )
 
 
-def send(bench: Bench, numbered: Iterable[tuple[int, bytes]]) -> None:
-    producer = bench.producer(**{"linger.ms": 20})
-    for number, event_id in numbered:
-        value = json.dumps({"kind": number % 2, "n": number}).encode()
-        producer.produce(bench.topic, value, str(number), headers=[("ce_id", event_id)], partition=number % 2)
-        producer.poll(0)
-    assert producer.flush(60) == 0
+def send(bench: Bench, numbered: Iterable[tuple[int, Headers]]) -> None:
+    """Send numbers with the headers of their ids."""
+    bench.produce(({"kind": n % 2, "n": n}, str(n), n % 2, headers) for n, headers in numbered)
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def plans(monkeypatch) -> list[int]:
 
 
 def test_very_many_repeats_cost_a_round_that_shuffles_no_plan_of_their_number(bench, plans):
-    ids = [str(uuid7()).encode() for _ in range(REPEATS)]
+    ids = [ided() for _ in range(REPEATS)]
     send(bench, enumerate(ids))
     job = sums(bench)
     assert bench.once(job).applied == REPEATS
@@ -78,7 +73,7 @@ def test_very_many_repeats_cost_a_round_that_shuffles_no_plan_of_their_number(be
     plans.clear()
     # The producer sends all of it again, with a few others in between.
     send(bench, enumerate(ids[: REPEATS // 2]))
-    send(bench, [(number, str(uuid7()).encode()) for number in (1, 2, 3)])
+    send(bench, [(number, ided()) for number in (1, 2, 3)])
     send(bench, enumerate(ids[REPEATS // 2 :], REPEATS // 2))
     totals = bench.once(job)
     assert (totals.read, totals.applied, totals.duplicates) == (REPEATS + 3, 3, REPEATS)
@@ -95,7 +90,7 @@ def test_very_many_repeats_cost_a_round_that_shuffles_no_plan_of_their_number(be
 
 
 def test_what_is_left_out_of_a_range_are_these_messages_and_no_others(bench, spark):
-    send(bench, [(number, str(uuid7()).encode()) for number in range(2_000)])
+    send(bench, [(number, ided()) for number in range(2_000)])
     whole = {(bench.topic, part): Range("", 0, 1_000) for part in range(2)}
     # Some offsets of one partition, another one of the other, one of another topic, and one that is not there.
     out = {(bench.topic, 0): list(range(0, 1_000, 2)), (bench.topic, 1): [7, 5_000], (f"{bench.topic}x", 1): [8]}
@@ -116,7 +111,7 @@ def test_a_round_leaves_no_table(bench):
         effect=lambda cursor, rows: seen.append((cursor.execute(STAGED).fetchall(), rows.num_rows)),
     )
     seen: list[tuple[list[tuple[str]], int]] = []
-    fresh = ((number, str(uuid7()).encode()) for number in range(1_000))
+    fresh = ((number, ided()) for number in range(1_000))
     send(bench, [next(fresh), next(fresh)])
     runner = bench.runner(job)
     assert runner.once(threading.Event()).applied == 2
@@ -183,17 +178,15 @@ def test_a_take_over_in_the_midst_of_a_round_waits_for_it(bench):
         assert job.transform is not None
         return job.transform(rows)
 
-    send(bench, [(number, str(uuid7()).encode()) for number in range(10)])
-    with psycopg.connect(bench.database.url, autocommit=True) as connection:
-        # Whoever waits for longer gives up, and the test fails.
-        name = sql.Identifier(bench.database.name)
-        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '20s'").format(name))
-        with bench.runner(replace(job, transform=transform)) as runner:
-            assert runner._round(None) is True
-            thread.join(30)
-            assert taken == [runner._generation + 1]
-            send(bench, [(10, str(uuid7()).encode())])
-            with pytest.raises(Fenced, match="taken over"):
-                runner._round(None)
+    send(bench, [(number, ided()) for number in range(10)])
+    # Whoever waits for longer gives up, and the test fails.
+    bench.limit("lock_timeout", "20s")
+    with bench.runner(replace(job, transform=transform)) as runner:
+        assert runner._round(None) is True
+        thread.join(30)
+        assert taken == [runner._generation + 1]
+        send(bench, [(10, ided())])
+        with pytest.raises(Fenced, match="taken over"):
+            runner._round(None)
     successor.close()
     assert (len(calls), bench.rows("SELECT sum(messages)::int FROM sums"), bench.rows(STAGED)) == (2, [(10,)], [])

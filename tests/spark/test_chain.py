@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
+from bench import Consumer, ided
 from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
-from outbox._app import migrate as db
 from outbox.consumer.errors import JobError
 from spark_jobs import enrich_orders, order_totals
-from spark_jobs.driver.options import Options
-from spark_jobs.driver.runner import Runner
 from spark_jobs.effects.produce import Traced, derived_id
-from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
@@ -58,11 +50,11 @@ def test_what_is_made_of_messages(bench):
         [],
     ]
     for seq, (event_id, own) in enumerate(zip(ids, headers, strict=False), 1):
-        bench.send_raw(order(seq), [("ce_id", str(event_id).encode()), *own], "o")
+        bench.send_raw(order(seq), [*ided(event_id), *own], "o")
     bench.send_raw(order(4), [("ce_id", str(ids[3]).encode())], "o")
     bench.send_raw(order(5, "bob"), [("ce_id", str(ids[4]).encode())], "o")
-    bench.send_raw(b'{"order_id": "o"}', [("ce_id", str(uuid7()).encode())], "o")
-    bench.send_raw(None, [("ce_id", str(uuid7()).encode())], "o")
+    bench.send_raw(b'{"order_id": "o"}', ided(), "o")
+    bench.send_raw(None, ided(), "o")
     totals = bench.once(job)
     assert (totals.applied, totals.duplicates, totals.dead) == (6, 1, 1)
 
@@ -108,73 +100,12 @@ class Orders(Load):
         super()._transaction(connection, Filled, chance, keys)
 
 
-class Consumer:
-    """One group's driver, as a process; started again after it was killed."""
-
-    def __init__(self, url: str, bootstrap: str, spec: str, topic: str, group: str, log: Path) -> None:
-        self._connection = psycopg.connect(url, autocommit=True)
-        self._group, self._log = group, log
-        # One core each: two of them run at a time, and partition after partition leaves more between them to be killed.
-        consume = ["consume", spec, "--topic", topic, "--master", "local[1,4]"]
-        self._command = [sys.executable, "-m", "relay.cli", *consume]
-        self._environment = os.environ | {
-            "OUTBOX_DATABASE_URL": url,
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap,
-        }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *arguments: str) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*self._command, *arguments], env=self._environment, stdout=log, stderr=log
-            )
-
-    def kill(self) -> None:
-        """End it by SIGKILL. It must have been running: a driver that ended by itself is a failure."""
-        assert self._process is not None
-        assert self._process.poll() is None, self._log.read_text()
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        print(self._log.read_text() if self._log.exists() else "", file=sys.stderr)
-
-    def applied(self) -> int:
-        """How many events have had their effect."""
-        query = "SELECT coalesce(sum(applied), 0)::int FROM consumer.offsets WHERE grp = %s"
-        return self._connection.execute(query, (self._group,)).fetchone()[0]
-
-    def wait_for(self, more: int) -> None:
-        """Wait until so many more events have had their effect."""
-        goal = self.applied() + more
-
-        def there() -> bool:
-            assert self._process is not None
-            assert self._process.poll() is None, self._log.read_text()
-            return self.applied() >= goal
-
-        wait_until(there, 120, f"{self._group} to apply {more} more")
-
-
-def apply(spark: Any, job: ConsumerJob, url: str, topics: Any) -> None:
-    """Apply what is there, to the end, by the tests' own driver: it takes the group of a killed one over."""
-    options = Options(url, {"bootstrap.servers": topics.bootstrap_servers}, patience=30.0)
-    with Runner(spark, job, options, lambda *_: None) as runner:
-        runner.once(threading.Event())
-
-
 @pytest.fixture
-def chain(outbox_postgres, outbox_kafka, tmp_path) -> Iterator[tuple[dict[str, Any], list[str], list[Consumer]]]:
+def chain(bench, outbox_kafka, tmp_path) -> Iterator[tuple[dict[str, Any], list[str], list[Consumer]]]:
     """Settings of the relay, the two topics, and the two consumers."""
-    url, name = outbox_postgres.url, outbox_kafka.name("chain")
-    db.upgrade_consumer(url)
-    with outbox_postgres.connect() as connection:
-        connection.execute(enrich_orders.job.setup)
-        connection.execute("INSERT INTO customers VALUES ('c0', 'gold', 'NO'), ('c1', 'new', 'SE')")
+    name = outbox_kafka.name("chain")
+    bench.run(enrich_orders.job.setup)
+    bench.run("INSERT INTO customers VALUES ('c0', 'gold', 'NO'), ('c1', 'new', 'SE')")
     topics = [outbox_kafka.create_topic(f"{name}.{kind}-events", 3) for kind in ("order", "enrichedorder")]
     settings = {
         "delivery": "exactly-once",
@@ -183,51 +114,61 @@ def chain(outbox_postgres, outbox_kafka, tmp_path) -> Iterator[tuple[dict[str, A
         "relay__lease_seconds": 1.0,
         "relay__batch_size": 50,
     }
-    jobs = [
-        ("spark_jobs.enrich_orders:job", "enrich-orders"),
-        ("spark_jobs.order_totals:job", "order-totals"),
-    ]
-    consumers = [
-        Consumer(url, outbox_kafka.bootstrap_servers, spec, topic, group, tmp_path / f"{group}.log")
-        for (spec, group), topic in zip(jobs, topics, strict=True)
-    ]
+    consumers = []
+    for job, topic in zip(("enrich_orders", "order_totals"), topics, strict=True):
+        folder = tmp_path / job
+        folder.mkdir()
+        # One core each: two of them run at a time, and partition after partition leaves more between them to be killed.
+        options = ("--continuous", "--max-records", "300", "--master", "local[1,4]")
+        consumers.append(Consumer(bench, folder, *options, job=f"spark_jobs.{job}:job", topic=topic))
     yield settings, topics, consumers
     for consumer in consumers:
-        consumer.end()
+        consumer.kill()
 
 
 @pytest.mark.chaos
-def test_the_whole_chain_killed_at_every_hop(spark, chain, outbox_postgres, outbox_kafka, outbox_relay):
+def test_the_whole_chain_killed_at_every_hop(bench, chain, outbox_postgres, outbox_kafka, outbox_relay):
     """writer → relay → Spark → outbox → relay → Spark: as many events at the end as were written, in their order."""
     url = outbox_postgres.url
     settings, (orders, enriched), (enrich, total) = chain
     chance = random.Random(11)
+
+    def effects(topic: str) -> int:
+        """How many of its events have had their effect."""
+        return bench.rows(f"SELECT coalesce(sum(applied), 0)::int FROM consumer.offsets WHERE topic = '{topic}'")[0][0]
+
+    def await_more(consumer: Consumer, topic: str) -> None:
+        """Wait until more events have had their effect, and then for a moment in any part of a round."""
+        goal = effects(topic) + chance.randint(1, 200)
+        consumer.until(lambda: effects(topic) >= goal, f"{goal} to be applied")
+        # Progress is seen when a transaction has just ended.
+        time.sleep(chance.uniform(0, 1))
+
     # Drivers take seconds to start: hundreds of events wait for each of them even so, which is more than a round.
     with Orders(url, "Order", pause=0.1) as load:
         relay = outbox_relay(**settings)
-        for consumer in (enrich, total):
-            consumer.start("--continuous", "--max-records", "300")
+        enrich.start()
+        total.start()
+        relay.wait_for_log("lanes acquired")
+        load.more(chance.randint(50, 150))
+        relay.kill()
+        relay = outbox_relay(**settings)
         # Each kill comes while events flow through every hop, at a point that nobody has chosen.
-        for consumer, victim in ((None, "relay"), (enrich, "enrich"), (total, "relay"), (total, "total"), (enrich, "")):
-            if consumer is None:
-                relay.wait_for_log("lanes acquired")
-                goal = load.committed() + chance.randint(50, 150)
-                wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
-            else:
-                consumer.wait_for(chance.randint(1, 200))
-            # Progress is seen when a transaction has just ended; the kill is to fall into any part of a round.
-            time.sleep(chance.uniform(0, 1))
-            if victim == "relay":
-                relay.kill()
-                relay = outbox_relay(**settings)
-            else:
-                consumer.kill()
-            if victim == "enrich":
-                enrich.start("--continuous", "--max-records", "300")
+        await_more(enrich, orders)
+        enrich.kill()
+        enrich.start()
+        await_more(total, enriched)
+        relay.kill()
+        relay = outbox_relay(**settings)
+        await_more(total, enriched)
+        total.kill()
+        await_more(enrich, orders)
+        enrich.kill()
     wait_until(lambda: backlog(url) == 0, 120, "the relay to publish the orders")
-    apply(spark, enrich_orders.job.with_topics([orders]), url, outbox_kafka)
+    # By the tests' own driver, which takes the groups of the killed ones over.
+    bench.once(enrich_orders.job.with_topics([orders]))
     wait_until(lambda: backlog(url) == 0, 120, "the relay to publish the enriched orders")
-    apply(spark, order_totals.job.with_topics([enriched]), url, outbox_kafka)
+    bench.once(order_totals.job.with_topics([enriched]))
     assert relay.running
 
     messages = {topic: outbox_kafka.consume(topic) for topic in (orders, enriched)}

@@ -15,10 +15,9 @@ import psutil
 import psycopg
 import pyspark
 import pytest
-from bench import Bench
+from bench import Bench, expected, ided, order
 from spark_cluster import Cluster
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 pytestmark = pytest.mark.spark
 
@@ -172,17 +171,10 @@ def waiting(process: subprocess.Popen[bytes], condition: Callable[[], object], s
 
 
 def send(bench: Bench, orders: list[str], seqs: range, repeats: int = 0) -> None:
-    producer = bench.producer(**{"enable.idempotence": True, "acks": "all", "linger.ms": 20})
-    sent = 0
-    for seq in seqs:
-        for order in orders:
-            payload = {"order_id": order, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"}
-            headers = [("ce_id", str(uuid7()).encode())]
-            sent += 1
-            for _ in range(2 if repeats and sent % repeats == 0 else 1):
-                producer.produce(bench.topic, json.dumps(payload), order, headers=headers)
-        producer.poll(0)
-    assert producer.flush(60) == 0
+    """Send events; of each so many one comes twice."""
+    events = [(order(name, seq), name, None, ided()) for seq in seqs for name in orders]
+    again = [2 if repeats and number % repeats == 0 else 1 for number in range(1, len(events) + 1)]
+    bench.produce(one for event, times in zip(events, again, strict=True) for one in [event] * times)
 
 
 def applied(bench: Bench, like: str = "%") -> int:
@@ -249,9 +241,7 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
         assert process.wait(120) == 0
     figures = json.loads(next(line for line in reversed(project.log.read_text().splitlines()) if line[:1] == "{"))
     assert figures["group"] == "order-totals"
-    expected = dict.fromkeys(orders, (600, 60, 60, 0, "s60"))
-    expected |= dict.fromkeys(("before", "inside"), (100, 10, 10, 0, "s10")) | {"killed": (20, 2, 2, 0, "s2")}
-    assert bench.totals() == expected
+    assert bench.totals() == expected(orders, 60) | expected(("before", "inside"), 10) | expected(["killed"], 2)
     repeats = 20 * len(orders) // 19 + 40 * len(orders) // 19
     assert sum(bench.positions().values()) == total + repeats
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(total,)]

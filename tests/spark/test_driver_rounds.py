@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from dataclasses import replace
@@ -11,11 +10,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, ided
 from counting import Counting
-from psycopg import sql
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerError, EffectFailed, Interrupted
 from spark_jobs.driver.round_context import RoundContext
@@ -47,7 +44,6 @@ def jobs_of_spark(monkeypatch) -> list[int]:
 
 def send_everything(bench: Bench) -> None:
     """Send what can be the matter with messages: in both partitions, with the same numbers each time."""
-    producer = bench.producer()
     values: list[tuple[int | bytes | None, str, int | None]] = [
         (1, "a", 1),
         (2, "b", 2),
@@ -64,12 +60,15 @@ def send_everything(bench: Bench) -> None:
     ]
     for part in range(2):
         # A repeat is in the partition of what it repeats.
-        ids = [str(uuid7()).encode() for _ in range(11)]
-        for value, key, number in values:
-            given = json.dumps({"n": value}).encode() if isinstance(value, int) else value
-            headers: Any = [] if number is None else [("ce_id", ids[number])]
-            producer.produce(bench.topic, given, f"{key}{part}", partition=part, headers=headers)
-    assert producer.flush(30) == 0
+        ids = [ided() for _ in range(11)]
+        bench.produce(
+            (numbered(value), f"{key}{part}", part, [] if number is None else ids[number])
+            for value, key, number in values
+        )
+
+
+def numbered(value: int | bytes | None) -> Any:
+    return {"n": value} if isinstance(value, int) else value
 
 
 def outcome(bench: Bench, job: ConsumerJob, **options: Any) -> dict[str, Any]:
@@ -125,14 +124,9 @@ def test_what_is_behind_a_dead_letter_is_put_aside_as_it_is_read(bench, jobs_of_
     monkeypatch.setattr(reader.RangeReader, "_read", counted)
     options = {"driver_records": 2_000 if where == "driver" else 0}
     job = ConsumerJob("behind", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True, max_dead=7)
-    producer = bench.producer()
 
     def send(*messages: tuple[int, str, int | bytes | None]) -> None:
-        for part, key, value in messages:
-            given = json.dumps({"n": value}).encode() if isinstance(value, int) else value
-            headers = [("ce_id", str(uuid7()).encode()), ("h", b"\xff")]
-            producer.produce(bench.topic, given, key, partition=part, headers=headers)
-        assert producer.flush(30) == 0
+        bench.produce((numbered(value), key, part, [*ided(), ("h", b"\xff")]) for part, key, value in messages)
 
     def once(**changes: Any) -> tuple[int, int, int]:
         reads.clear()
@@ -185,7 +179,7 @@ def test_functions_run_in_executors(bench, jobs_of_spark):
         for n in rows.column("n").to_pylist():
             cursor.execute("INSERT INTO seen (n, pid) VALUES (%s, %s)", (n, os.getpid()))
 
-    bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+    bench.send_raw(b'{"n":1}', ided())
     totals = bench.once(ConsumerJob("function", (bench.topic,), effect, schema="n int", setup=SETUP))
     assert (totals.applied, len(jobs_of_spark)) == (1, 1)
     ((pid,),) = bench.rows("SELECT pid FROM seen")
@@ -209,7 +203,7 @@ def test_an_idle_driver_hears_of_new_messages_at_once(bench):
     thread.start()
     try:
         for number in range(5):
-            bench.send_raw(b'{"n":%d}' % number, [("ce_id", str(uuid7()).encode())])
+            bench.send_raw(b'{"n":%d}' % number, ided())
             wait_until(lambda there=number + 1: runner.totals.applied == there, what="the message")
     finally:
         stop.set()
@@ -221,8 +215,7 @@ def test_a_range_that_fails_does_not_hold_up_the_others(bench):
     """As for executors' tasks: one partition's offset is locked, and the other's messages are applied."""
     job = ConsumerJob("locked", (bench.topic,), SQL, schema="n int", setup=SETUP)
     with psycopg.connect(bench.database.url, autocommit=True) as connection, bench.runner(job) as runner:
-        name = sql.Identifier(bench.database.name)
-        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '500ms'").format(name))
+        bench.limit("lock_timeout", "500ms")
         assert runner._round(None) is False
         bench.produce((b'{"n":1}', None, part) for part in range(2))
         with connection.transaction():
@@ -240,7 +233,7 @@ def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
     stop = threading.Event()
     with Counting(bench.database.url) as counting:
         bench.database = SimpleNamespace(url=counting.url)
-        bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+        bench.send_raw(b'{"n":1}', ided())
         marks: list[dict[Any, int]] = []
         with bench.runner(job) as runner:
 
@@ -270,7 +263,7 @@ def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
 @pytest.mark.parametrize("error", ["a fault of the decoder", "an order that is not Kafka's"])
 def test_errors_mean_the_same_in_the_driver(bench, monkeypatch, where, error):
     """What may pass by itself is tried again, also of a single message; anything else ends the job at once."""
-    bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+    bench.send_raw(b'{"n":1}', ided())
     job = ConsumerJob("errors", (bench.topic,), SQL, schema=failing(error), setup=SETUP)
     options = {"patience": 60.0, "verdict_seconds": 0.0, "driver_records": 2_000 if where == "driver" else 0}
     if error == "a fault of the decoder":
@@ -325,14 +318,13 @@ def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
 @pytest.mark.parametrize(("way", "driver_records"), [("plain", 0), ("plain", 2_000), ("transform", 0)])
 def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver_records):
     """One partition, whose large messages do not decode or are of another type, between small ones that are applied."""
-    producer = bench.producer()
+    sent = []
     for number in range(400):
         large = number % 4 != 0
-        skipped = large and number % 2
-        value = b"not json" + b"x" * 50_000 if large else json.dumps({"n": 100 + number}).encode()
-        headers = [("ce_id", str(uuid7()).encode()), ("ce_type", b"Other" if skipped else b"Wanted")]
-        producer.produce(bench.topic, value, partition=0, headers=headers)
-    assert producer.flush(60) == 0
+        value = b"not json" + b"x" * 50_000 if large else {"n": 100 + number}
+        kind = b"Other" if large and number % 2 else b"Wanted"
+        sent.append((value, None, 0, [*ided(), ("ce_type", kind)]))
+    bench.produce(sent)
     job = ConsumerJob(
         "bytes",
         (bench.topic,),
@@ -384,7 +376,7 @@ def test_after_a_driver_that_was_killed_executors_do_what_waits(bench, jobs_of_s
     job = ConsumerJob("killed", (bench.topic,), SQL, schema="n int", setup=SETUP)
 
     def sent(number: int) -> None:
-        bench.send_raw(b'{"n":%d}' % number, [("ce_id", str(uuid7()).encode())])
+        bench.send_raw(b'{"n":%d}' % number, ided())
 
     sent(1)
     # This one never says that it has ended.

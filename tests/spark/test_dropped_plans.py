@@ -6,9 +6,8 @@ import threading
 from dataclasses import replace
 
 import pytest
-from bench import order
+from bench import ided, order
 from pyspark.sql import functions
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.spark import rows as rows_of_spark
@@ -52,7 +51,7 @@ def test_a_task_whose_rows_were_all_filtered_says_so(bench, monkeypatch):
     """Then nothing is read a second time: only where no task has run is there something to look for."""
     job = replace(bench.job, transform=lambda rows: rows.filter("amount_cents < 0"))
     for part in range(2):
-        bench.send_raw(b"{", [("ce_id", str(uuid7()).encode())], partition=part)
+        bench.send_raw(b"{", ided(), partition=part)
         bench.send("a", 1, customer="x")
     assert bench.once(job).dead == 2
     looked = []

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, Consumer, expected
 from proxy import TcpProxy
 from support import wait_until
 
@@ -26,61 +26,13 @@ ROOT = Path(__file__).parents[2]
 DRIVER, TASK = "outbox driver order-totals", "outbox consumer order-totals"
 
 
-class Consumer:
-    """``outbox consume`` in a process of its own, in a folder of its own."""
-
-    def __init__(self, bench: Bench, folder: Path) -> None:
-        self.bench = bench
-        self.folder = folder
-        self._started = 0
-
-    def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "relay.cli"), **settings: str) -> None:
-        self._started += 1
-        folder = self.folder / str(self._started)
-        folder.mkdir()
-        self._log = folder / "consume.log"
-        self.process = self.bench.consume(folder, *arguments, program=program, **settings)
-
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def until(self, condition, what: str) -> None:
-        wait_until(lambda: self.process.poll() is not None or condition(), 120, what)
-        assert self.process.poll() is None, f"{what}: ended with {self.process.poll()}\n{self.log()[-3000:]}"
-
-    def ended(self, status: int, *said: str) -> None:
-        assert self.process.wait(240) == status, self.log()[-3000:]
-        assert "Traceback" not in self.log()
-        for text in said:
-            assert text in self.log()
-
-    def jvm(self) -> psutil.Process:
-        [found] = [child for child in psutil.Process(self.process.pid).children() if "java" in child.name()]
-        return found
-
-
-@pytest.fixture
-def consumer(bench, tmp_path) -> Iterator[Consumer]:
-    with ending(Consumer(bench, tmp_path)) as made:
-        yield made
-
-
-@contextmanager
-def ending(consumer: Consumer) -> Iterator[Consumer]:
-    try:
-        yield consumer
-    finally:
-        if consumer._started:
-            consumer.process.kill()
-            consumer.process.wait()
+def jvm_of(consumer: Consumer) -> psutil.Process:
+    [found] = [child for child in psutil.Process(consumer.process.pid).children() if "java" in child.name()]
+    return found
 
 
 def names(orders: int) -> list[str]:
     return [f"o{number}" for number in range(orders)]
-
-
-def expected(seqs: int, orders: int) -> dict[str, tuple[int, int, int, int, str]]:
-    return dict.fromkeys(names(orders), (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
 
 
 def waiting(bench: Bench, name: str) -> bool:
@@ -108,36 +60,25 @@ def locked(bench: Bench) -> Iterator[None]:
         yield
 
 
-def test_once_gives_up_without_its_servers_and_the_next_run_goes_on(
-    spark, outbox_postgres, private_kafka, tmp_path, monkeypatch
-):
-    """In the middle of its rounds: first Postgres goes away, then Kafka."""
-    cluster = private_kafka()
-    bench = Bench(spark, outbox_postgres, private_kafka.topics(cluster))
+def test_once_gives_up_without_its_sink_and_the_next_run_goes_on(bench, consumer):
+    """In the middle of its rounds. Without Kafka: below."""
     seqs, orders = 120, 50
     bench.orders(names(orders), range(1, seqs + 1))
-    address = urlsplit(outbox_postgres.url)
+    address = urlsplit(bench.database.url)
     program = (str(ROOT / "tests" / "support" / "impatient_consumer.py"),)
 
     def applied() -> int:
         return sum(bench.positions().values())
 
-    with TcpProxy(address.hostname, address.port) as proxy, ending(Consumer(bench, tmp_path)) as consumer:
-        through = outbox_postgres.url.replace(f"{address.hostname}:{address.port}", proxy.address)
-        for server, stop, start in (
-            ("127.0.0.1", proxy.stop, proxy.start),
-            ("Kafka", lambda: cluster.kill_broker(0), lambda: cluster.start_broker(0)),
-        ):
-            at = applied()
-            consumer.start("--once", "--max-records", "20", program=program, OUTBOX_DATABASE_URL=through)
-            consumer.until(lambda at=at: applied() >= at + 100, "some rounds")
-            stop()
-            consumer.ended(1, "outbox: gave up after 10 s; nothing is lost, run the job again. Last error: ", server)
-            assert at < applied() < seqs * orders
-            start()
-    # That a process goes on where another gave up was seen above: this applies the rest.
+    with TcpProxy(address.hostname, address.port) as proxy:
+        through = bench.database.url.replace(f"{address.hostname}:{address.port}", proxy.address)
+        consumer.start("--once", "--max-records", "20", program=program, OUTBOX_DATABASE_URL=through)
+        consumer.until(lambda: applied() >= 100, "some rounds")
+        proxy.stop()
+        consumer.ended(1, "outbox: gave up after 10 s; nothing is lost, run the job again. Last error: ", "127.0.0.1")
+    assert 0 < applied() < seqs * orders
     bench.once()
-    assert bench.totals() == expected(seqs, orders)
+    assert bench.totals() == expected(names(orders), seqs)
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(seqs * orders, 0)]
 
 
@@ -163,7 +104,7 @@ def test_a_question_that_nobody_answers_is_a_part_of_the_patience(bench, silent)
 
 
 def test_signals_and_a_jvm_that_dies(bench, consumer):
-    """One test: what each of these leaves, the next run finds."""
+    """One test: what each of these leaves, the next run finds. A single signal: test_process.py."""
     bench.run(bench.job.setup)
     bench.orders(names(10), range(1, 5))
     nothing = (0, {})
@@ -175,11 +116,11 @@ def test_signals_and_a_jvm_that_dies(bench, consumer):
     with locked(bench):
         consumer.start("--continuous")
         consumer.until(lambda: waiting(bench, DRIVER), "the driver's round to wait")
-        jvm = consumer.jvm()
-        consumer.process.send_signal(signal.SIGTERM)
+        jvm = jvm_of(consumer)
+        consumer.signal(signal.SIGTERM)
         consumer.until(lambda: "stopping" in consumer.log(), "the first signal to be heard")
         assert waiting(bench, DRIVER)
-        consumer.process.send_signal(signal.SIGINT)
+        consumer.signal(signal.SIGINT)
         consumer.ended(1, "outbox: ended in the middle of a round, after two signals")
     wait_until(lambda: gone(bench) and not jvm.is_running(), 60, "its sessions and its JVM to be gone")
     assert state() == nothing
@@ -188,25 +129,16 @@ def test_signals_and_a_jvm_that_dies(bench, consumer):
     with locked(bench):
         consumer.start("--continuous", OUTBOX_CONSUMER__DRIVER_RECORDS="0")
         consumer.until(lambda: waiting(bench, TASK), "a task to wait")
-        consumer.jvm().kill()
+        jvm_of(consumer).kill()
         consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
     wait_until(lambda: gone(bench), 60, "its sessions to be gone")
     assert state() == nothing
 
-    # One signal lets the round end, and no other one begins. Of 40 messages it takes ten.
-    with locked(bench):
-        consumer.start("--continuous", "--max-records", "10", OUTBOX_CONSUMER__DRIVER_RECORDS="0")
-        consumer.until(lambda: waiting(bench, TASK), "a task to wait")
-        consumer.process.send_signal(signal.SIGINT)
-        consumer.until(lambda: "stopping" in consumer.log(), "the signal to be heard")
-    consumer.ended(0)
-    assert state()[0] == 10
-
     # The JVM is killed under a driver that needs it for nothing now.
     consumer.start("--continuous")
     consumer.until(lambda: state()[0] == 40, "everything to be applied")
-    consumer.jvm().kill()
+    jvm_of(consumer).kill()
     consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
     bench.orders(names(10), range(5, 7))
     bench.once()
-    assert state() == (60, expected(6, 10))
+    assert state() == (60, expected(names(10), 6))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import psutil
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, Consumer, expected
+from faults import stalling
 from proxy import Connection, TcpProxy
-from psycopg import sql
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
@@ -27,52 +27,35 @@ pytestmark = pytest.mark.spark
 PATIENCE = 240.0
 
 
+@dataclass
 class Markers:
-    """Files by which an effect says where it is and is let go. ``first`` exists once an attempt has stalled."""
+    """Files by which an effect says where it is and is let go."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    stalls: Path
+    may_go: Path
 
     @property
     def stalled(self) -> bool:
-        return (self.folder / "first").exists()
-
-    def go(self) -> None:
-        (self.folder / "go").touch()
+        return self.stalls.exists()
 
     def stall(self) -> Callable[[], None]:
-        """A function that executors can unpickle: the first call of all waits for ``go``."""
-        folder = self.folder
-
-        def stall() -> None:
-            import time
-
-            try:
-                (folder / "first").touch(exist_ok=False)
-            except FileExistsError:
-                return
-            deadline = time.monotonic() + 240
-            while not (folder / "go").exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError("nobody let the effect go")
-                time.sleep(0.01)
-
-        return stall
+        return stalling(self.stalls, self.may_go)
 
 
 @pytest.fixture
 def markers(tmp_path) -> Markers:
-    return Markers(tmp_path)
+    return Markers(tmp_path / "stalls", tmp_path / "go")
 
 
 def stalling_in_transaction(bench: Bench, markers: Markers, order: str) -> ConsumerJob:
-    """The work is done, the transaction open, when a batch with this order stalls."""
+    """The work is done, the transaction open, when a batch with this order stalls; it is to go on in it."""
     stall, statement = markers.stall(), bench.job.effect
 
     def effect(cursor, table):
         cursor.execute(statement)
         if order in table["order_id"].to_pylist():
             stall()
+            cursor.execute("SELECT 1")
 
     return replace(bench.job, effect=effect)
 
@@ -90,10 +73,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
 
     passing_column = F.udf(passing, StringType()).asNondeterministic()
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
-
-
-def expected(orders: str, seqs: int) -> dict[str, tuple[int, int, int, int, str]]:
-    return dict.fromkeys(orders, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
 
 
 def waiting_for_locks(bench: Bench, application: str) -> int:
@@ -145,16 +124,16 @@ def test_two_drivers_at_once(bench, drive):
     assert bench.totals() == expected("abcdefgh", 6)
 
 
-def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_path):
+def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, consumer: Consumer):
     """The whole process tree, as a suspended machine: the driver, its JVM and its workers."""
-    log = tmp_path / "consume.log"
     bench.orders("abcdefgh", range(1, 3))
-    process = bench.consume(tmp_path, "--continuous")
+    consumer.start("--continuous")
     tree: list[psutil.Process] = []
 
     def halted() -> bool:
         """Stop all of it; not within a transaction of its own: the take-over would wait for that (see below)."""
-        tree[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        driver = psutil.Process(consumer.process.pid)
+        tree[:] = [driver, *driver.children(recursive=True)]
         signal_all(tree, signal.SIGSTOP)
         # A signal that is sent has not stopped anybody yet.
         wait_until(lambda: all(map(stands_still, tree)), PATIENCE, "all to stand still")
@@ -175,12 +154,8 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
         assert bench.totals() == expected("abcdefgh", 4)
         bench.orders("abcdefgh", range(5, 7))
         signal_all(tree, signal.SIGCONT)
-        assert process.wait(PATIENCE) == 1
-        assert "group order-totals was taken over from generation 1" in log.read_text()
-        assert "Traceback" not in log.read_text()
+        consumer.ended(1, "group order-totals was taken over from generation 1")
     finally:
-        process.kill()
-        process.wait()
         for member in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -202,7 +177,7 @@ def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, dri
     assert "outbox consumer order-totals" in told[0]["blocked_by"]
     assert "idle in transaction" in told[0]["blocked_by"]
     assert (generation(bench), younger.ended) == (1, False)
-    markers.go()
+    markers.may_go.touch()
     assert younger.result().applied <= 2
     with pytest.raises(Fenced, match="taken over from generation 1"):
         older.result()
@@ -218,7 +193,7 @@ def test_a_task_that_stalls_before_its_transaction_writes_nothing_after_the_take
     wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
     assert bench.once(patience=PATIENCE).applied >= 2
     assert bench.totals() == expected("ab", 2)
-    markers.go()
+    markers.may_go.touch()
     with pytest.raises(Fenced, match=rf"taken over from generation 1: {bench.topic}-\d at offset 0, "):
         older.result()
     assert bench.totals() == expected("ab", 2)
@@ -301,11 +276,7 @@ def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
     with psycopg.connect(bench.database.url, autocommit=True, application_name="psql of somebody") as connection:
         if setting is not None:
             # Long enough for every other statement on a slow machine: it stays when the lock is gone.
-            connection.execute(
-                sql.SQL("ALTER DATABASE {} SET {} = '2s'").format(
-                    sql.Identifier(bench.database.name), sql.Identifier(setting)
-                )
-            )
+            bench.limit(setting, "2s")
         with connection.transaction():
             connection.execute("LOCK TABLE order_totals IN ACCESS EXCLUSIVE MODE")
             job = replace(bench.job, setup=None)
@@ -326,23 +297,10 @@ def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
 
 
 def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, markers):
-    with psycopg.connect(bench.database.url, autocommit=True) as connection:
-        # Long enough for a driver and tasks that do not stall, on a slow machine too.
-        connection.execute(
-            sql.SQL("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '2s'").format(
-                sql.Identifier(bench.database.name)
-            )
-        )
+    # Long enough for a driver and tasks that do not stall, on a slow machine too.
+    bench.limit("idle_in_transaction_session_timeout", "2s")
     bench.orders("ab", range(1, 3))
-    stall, statement = markers.stall(), bench.job.effect
-
-    def effect(cursor, table):
-        cursor.execute(statement)
-        if "a" in table["order_id"].to_pylist():
-            stall()
-        cursor.execute("SELECT 1")
-
-    driver = drive(bench.runner(replace(bench.job, effect=effect), patience=PATIENCE), once=True)
+    driver = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE), once=True)
     wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")
     # Sessions of workers that have nothing to do stay open; the stalled one is the only one in a transaction.
     mine = (
@@ -350,7 +308,7 @@ def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, mar
         "AND datname = current_database() AND xact_start IS NOT NULL"
     )
     wait_until(lambda: bench.rows(mine) == [(0,)], PATIENCE, "Postgres to end the session")
-    markers.go()
+    markers.may_go.touch()
     driver.result()
     assert bench.totals() == expected("ab", 2)
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]

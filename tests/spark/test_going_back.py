@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import time
 import uuid
 from collections.abc import Iterator
 
 import pytest
-from confluent_kafka import Producer
+from bench import ided, produce
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
@@ -29,12 +28,9 @@ def topic(outbox_kafka_cluster) -> Iterator[str]:
     """One partition. The times of its messages are those of their numbers, in milliseconds from the epoch of 2026."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         name = made.create_topic(made.name("again"), 1, {"retention.ms": "-1"})
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
-        for n in range(MESSAGES):
-            event_id = old_id() if n < OLD else uuid7()
-            headers = [("ce_id", str(event_id).encode())]
-            producer.produce(name, json.dumps({"n": n}), str(n % 100), headers=headers, timestamp=at(n))
-        assert producer.flush(60) == 0
+        ids = (ided(old_id() if n < OLD else None) for n in range(MESSAGES))
+        sent = (({"n": n}, str(n % 100), None, headers, at(n)) for n, headers in enumerate(ids))
+        produce(made.bootstrap_servers, name, sent)
         yield name
 
 

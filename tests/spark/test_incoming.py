@@ -1,251 +1,38 @@
-"""What the task makes of Kafka's columns is what Spark makes of them: ids above all, which repeats are known by."""
+"""Ids, traces and times where Spark or the database makes them: the same as those of the tasks that read Kafka."""
 
 from __future__ import annotations
 
-import datetime as dt
+import hashlib
 import json
 import random
 import uuid
 from dataclasses import replace
-from typing import Any
 
+import psycopg
+import pyarrow as pa
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
 
+from outbox.consumer import ids as of_content
 from outbox.consumer.errors import JobError
 from outbox.consumer.ids import DAY_OF_ID, LAST_DAY, NO_TIME
 from outbox.consumer.ids import day as day_of
 from spark_jobs import ids as identity
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, uuid8
-from spark_jobs.effects.mapped import Insert
+from spark_jobs.dedup.strategies import Fingerprint, uuid8
 from spark_jobs.effects.produce import Traced
-from spark_jobs.job import META, ConsumerJob
-from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.payloads.framing import HEADER
 from spark_jobs.spark import rows as spark_rows
-from spark_jobs.task.incoming import Incoming, Messages
 
 pytestmark = pytest.mark.spark
 
-KAFKA = (
-    "topic string, partition int, offset long, timestamp timestamp, key binary, value binary, "
-    "headers array<struct<key: string, value: binary>>"
-)
-NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
-# Not "$", which in Java also stands before a last newline.
-UUID = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
 V7 = "0195d9c2-5c00-7abc-8def-0123456789ab"
-TEXTS = [
-    b"",
-    b"k",
-    "schl\u00fcssel\U0001f600".encode(),
-    b"a\0b",
-    b"\xff\xfe",
-    b"\xf0\x9f\x98",
-    b"\xc3(x",
-]
-IDS = [
-    V7.encode(),
-    V7.upper().encode(),
-    str(uuid.UUID(int=5)).encode(),
-    b"order-5",
-    b"",
-    b"\xff\xfe",
-    V7.encode() + b"\n",
-    V7.replace("-", "").encode(),
-    V7.replace("-", "0").encode(),
-    ("g" + V7[1:]).encode(),
-    ("-" + V7[1:]).encode(),
-    V7[:35].encode() + b"\xff",
-    "\u0660".encode() * 18,
-]
-
-
-def messages() -> list[tuple]:
-    """Every id with and without each other header that matters; then many at random."""
-    chance = random.Random(7)
-    headers: list[list[tuple[str, bytes | None]] | None] = [None, []]
-    for given in IDS:
-        headers += [[("ce_id", given)], [("id", given)], [("x", b"1"), ("ce_id", given), ("ce_source", b"/shop")]]
-        headers += [[("ce_id", None), ("id", given)], [("ce_id", given), ("ce_id", b"second"), ("ce_type", b"A")]]
-    headers += [[("ce_type", kind), ("event-type", b"other")] for kind in TEXTS]
-    headers += [
-        [("event-type", b"B"), ("CE_ID", b"x")],
-        [(HEADER, b"\x01abc"), (HEADER, b"no")],
-        [("ce_source", b"/s")],
-    ]
-    names = ["ce_id", "id", "ce_type", "event-type", "ce_source", HEADER, "ID", "other"]
-    for _ in range(200):
-        headers.append(
-            [(chance.choice(names), chance.choice([*IDS, *TEXTS, None])) for _ in range(chance.randrange(6))]
-        )
-    times = [NOON, dt.datetime(1, 1, 1, 12, tzinfo=dt.UTC), dt.datetime(9999, 12, 31, tzinfo=dt.UTC)]
-    return [
-        (
-            "t",
-            0,
-            number,
-            chance.choice(times),
-            None if number % 7 == 0 else bytearray(chance.choice(TEXTS)),
-            None if number % 5 == 0 else bytearray(chance.choice([*TEXTS, b'{"n":1}'])),
-            None if these is None else [(name, None if one is None else bytearray(one)) for name, one in these],
-        )
-        for number, these in enumerate(headers)
-    ]
-
-
-def read(rows: list[tuple]) -> Messages:
-    """Return the same messages as a task reads them."""
-    _, _, offsets, times, keys, values, headers = zip(*rows, strict=True)
-    begin = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-    return Messages(
-        "t",
-        0,
-        offsets,
-        [(one - begin) // dt.timedelta(milliseconds=1) for one in times],
-        *([None if one is None else bytes(one) for one in column] for column in (keys, values)),
-        [[(name, None if one is None else bytes(one)) for name, one in these or ()] for these in headers],
-    )
-
-
-# How Spark's own expressions make the columns of META: an oracle, in another language and by another way.
-
-
-def by_spark(rows: Any, job: ConsumerJob) -> Any:
-    """Return the columns of META over those of Kafka, and Kafka's value and headers."""
-    if job.types is not None:
-        rows = rows.filter(header("ce_type", "event-type").isin(list(job.types)))
-    meta = {
-        "message_topic": F.col("topic"),
-        "message_part": F.col("partition"),
-        "message_offset": F.col("offset"),
-        "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
-        "message_type": F.translate(header("ce_type", "event-type"), "\0", "\ufffd"),
-        "message_time": time_of(),
-        "message_tombstone": F.col("value").isNull(),
-        "message_id": message_id(job),
-    }
-    return rows.select(*(column.alias(name) for name, column in meta.items()), "value", "headers")
-
-
-def header(*names: str) -> Any:
-    """Return the value of the first header of the first of these names, as text."""
-
-    def value(name: str) -> Any:
-        return F.get(F.filter("headers", lambda one: one["key"] == name), F.lit(0))["value"]
-
-    return F.coalesce(*map(value, names)).cast("string")
-
-
-def time_of() -> Any:
-    low, high = (F.lit(text).cast("timestamp") for text in ("0001-01-02 00:00:00", "9999-12-30 00:00:00"))
-    return F.greatest(F.least(F.col("timestamp"), high), low)
-
-
-def message_id(job: ConsumerJob) -> Any:
-    """Return what the headers say, a hash of it when that is no UUID, or what the strategy makes an id of."""
-    if isinstance(job.strategy, Fingerprint):
-        # NULL and empty are two contents, and the key's length keeps key and value apart.
-        content = F.concat(
-            F.coalesce(F.octet_length("key").cast("string"), F.lit("-")).cast("binary"),
-            F.lit(":").cast("binary"),
-            F.coalesce(F.col("key"), F.lit(b"")),
-            F.when(F.col("value").isNull(), F.lit(b"-")).otherwise(F.lit(b"+")),
-            F.coalesce(F.col("value"), F.lit(b"")),
-        )
-        return uuid8(F.sha2(content, 256))
-    given = header("ce_id", "id")
-    # Two sources may use one name (CloudEvents: source and id together are unique); a UUID is unique by itself.
-    named = F.concat_ws("\0", F.coalesce(header("ce_source"), F.lit("")), given)
-    said = F.when(given.rlike(UUID), given).when(given != "", uuid8(F.sha2(named.cast("binary"), 256)))
-    if not isinstance(job.strategy, OffsetsOnly):
-        return said
-    numbers = (F.col("partition"), F.col("offset"), F.unix_micros(time_of()))
-    place = F.concat_ws("/", "topic", *(one.cast("string") for one in numbers))
-    return F.coalesce(said, uuid8(F.sha2(place.cast("binary"), 256)))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "types"),
-    [(Dedup(), None), (Fingerprint(), None), (OffsetsOnly(), None), (Dedup(), ["A", "k", "\u00e9"])],
-    ids=str,
-)
-def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
-    job = ConsumerJob(group="g", topics=["t"], effect=Insert("a"), strategy=strategy, types=types, schema=None)
-    rows = spark.createDataFrame(messages(), KAFKA).coalesce(1)
-    expected = by_spark(rows, job).select(*META).toArrow().to_pylist()
-    taken = Incoming(None if types is None else tuple(types), spark_rows.ids_from(strategy))
-    by_task = []
-    for meta, payloads, headers, problems in map(taken.taken, [read(messages()[:50]), read(messages()[50:])]):
-        assert len(payloads) == len(headers) == len(meta["message_id"]) == problems.null_count
-        columns = zip(*(meta[name].to_pylist() for name in META), strict=True)
-        by_task += [dict(zip(META, one, strict=True)) for one in columns]
-    assert len(by_task) > (10 if types else 250)
-    for here, there in zip(by_task, expected, strict=True):
-        assert here == there
-    # Without any header that names it: the same whenever it is read, another one in a topic that was made anew.
-    made = [one["message_id"] for one in by_task[:2]]
-    if isinstance(strategy, OffsetsOnly):
-        assert [uuid.UUID(one).version for one in made] == [8, 8]
-        assert len({one["message_id"] for one in by_task if not one["message_id"].startswith(V7[:8])}) > 100
-    elif isinstance(strategy, Dedup) and types is None:
-        assert made == [None, None]
-
-
-HOP = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 ORIGIN = b"00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
-TRACES = [HOP, ORIGIN, b"", HOP.upper(), HOP + b"\n", HOP[:-1], b"\xff" + HOP[1:], None]
-STATES = [b"vendor=1,other=2", b"", b"x" * 512, b"x" * 513, "schl\u00fcssel".encode(), b"a\tb", None]
 
 
-def trace_by_spark() -> dict[str, Any]:
-    """Return the columns of Traced."""
-
-    def fitting(name: str, pattern: str) -> Any:
-        return F.when(header(name).rlike(pattern), header(name))
-
-    parent = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
-    hop, origin = (fitting(name, parent) for name in ("traceparent", "ce_traceparent"))
-    states = [fitting(name, r"\A[ -~]{1,512}\z") for name in ("tracestate", "ce_tracestate")]
-    state = F.when(hop.isNotNull(), states[0]).when(origin.isNotNull(), states[1])
-    return {"traceparent": F.coalesce(hop, origin), "tracestate": state}
-
-
-def traced() -> list[tuple]:
-    """Messages with every combination of what the four headers may hold, and payloads of all kinds."""
-    chance = random.Random(3)
-    names = {"traceparent": TRACES, "ce_traceparent": TRACES, "tracestate": STATES, "ce_tracestate": STATES}
-    found = []
-    for number in range(600):
-        headers = [(name, chance.choice(values)) for name, values in names.items() if chance.random() < 0.8]
-        headers += [("traceparent", HOP)] * (number % 11 == 0)
-        chance.shuffle(headers)
-        value = chance.choice([b'{"n": 1}', b"no JSON", b"", b"\0\xff", b"x" * 200, None])
-        found.append(("t", 0, number, NOON, b"k", value, [*headers, ("ce_id", V7.encode())]))
-    return found
-
-
-@pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
-def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
-    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema)
-    decoder = spark_rows.task_decoder(job)
-    names = [*job.payload_columns(), *META, PROBLEM]
-    from_kafka = by_spark(spark.createDataFrame(traced(), KAFKA).coalesce(1), job)
-    fits = F.col("value") == b'{"n": 1}'
-    problem = F.when(~fits, "the payload is not JSON") if "n" in names else F.lit(None).cast("string")
-    made = {"n": F.when(fits, 1), "payload": F.col("value"), PROBLEM: problem, **trace_by_spark()}
-    expected = from_kafka.withColumns(made).select(*names).toArrow().to_pylist()
-    by_task = [
-        row for batch in decoder.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
-    ]
-    assert [{name: row[name] for name in names} for row in by_task] == expected
-    assert decoder.columns is not None
-    assert set(decoder.columns) == set(names) - {PROBLEM}
-    if schema is not None:
-        assert {row["traceparent"] for row in by_task} == {None, HOP.decode(), ORIGIN.decode()}
-        assert {row["tracestate"] for row in by_task} == {None, "vendor=1,other=2", "x" * 512}
-    # Bytes are whatever they are; a column of a schema has a type.
-    assert any(row[PROBLEM] for row in by_task) == ("n" in names)
+def test_a_hash_is_the_same_id_in_spark(spark):
+    contents = [b"", b"order-5", b"\0\xff"]
+    rows = spark.createDataFrame([(hashlib.sha256(one).hexdigest(),) for one in contents], "digest string")
+    made = [row[0] for row in rows.coalesce(1).select(uuid8(F.col("digest"))).collect()]
+    assert made == list(map(of_content.uuid8, contents))
 
 
 def test_a_payload_that_spark_reads_is_traced_too(bench):
@@ -261,9 +48,6 @@ def test_a_payload_that_spark_reads_is_traced_too(bench):
 
 
 def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
-    import psycopg
-    import pyarrow as pa
-
     chance = random.Random(11)
     texts = [str(uuid.UUID(int=chance.getrandbits(128))) for _ in range(300)]
     texts = [

@@ -8,7 +8,6 @@ tests/integration/spark_jobs/task/test_reader_failures.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +16,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
-from confluent_kafka import Producer
+from bench import Bench, produce
 from faults import Transform, by_map, fault_at, reading
 from pyspark.sql import functions
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError
 from outbox.testing.fixtures import Topics
@@ -46,12 +43,9 @@ def topics(outbox_kafka_cluster) -> Iterator[dict[str, str]]:
     """Two topics of one partition with the same numbers: ``good``, and ``bad``, where one message is no JSON."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         names = {name: made.create_topic(made.name(name), 1) for name in ("good", "bad")}
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
         for name, topic in names.items():
-            for n in range(MESSAGES):
-                value = b"no JSON" if (name, n) == ("bad", FAULT) else json.dumps({"n": n}).encode()
-                producer.produce(topic, value, str(n % 100), headers=[("ce_id", str(uuid7()).encode())])
-        assert producer.flush(60) == 0
+            values = (b"no JSON" if (name, n) == ("bad", FAULT) else {"n": n} for n in range(MESSAGES))
+            produce(made.bootstrap_servers, topic, ((value, str(n % 100)) for n, value in enumerate(values)))
         yield names
 
 

@@ -4,7 +4,6 @@ however many they are, a session in the sink is opened for each core, and two fo
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any, Self
 
 import psycopg
 import pytest
-from bench import Bench
-from confluent_kafka import Producer
+from bench import Bench, produce
 from faults import by_map, fault_at, reading
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.model import Partition
 from outbox.testing.fixtures import Topics
@@ -36,17 +33,14 @@ Spans = list[dict[Partition, tuple[int, int]]]
 def topics(outbox_kafka_cluster) -> Iterator[Mapping[Partition, range]]:
     """Which numbers are in each partition: many in each fourth one, and few in the others."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers})
         numbers: dict[Partition, range] = {}
         first = 0
         for topic in [made.create_topic(made.name(name), PARTITIONS) for name in ("left", "right")]:
             for part in range(PARTITIONS):
                 numbers[topic, part] = range(first, first + (LONG if part % 4 == 1 else SHORT))
                 first = numbers[topic, part].stop
-                for n in numbers[topic, part]:
-                    headers = [("ce_id", str(uuid7()).encode())]
-                    producer.produce(topic, json.dumps({"n": n}), str(part), partition=part, headers=headers)
-        assert producer.flush(60) == 0
+            sent = (({"n": n}, str(part), part) for part in range(PARTITIONS) for n in numbers[topic, part])
+            produce(made.bootstrap_servers, topic, sent)
         yield numbers
 
 

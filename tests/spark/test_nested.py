@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from uuid_utils.compat import uuid7
+from bench import ided
 
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
@@ -167,7 +167,7 @@ def test_letters_of_nested_jobs_are_tried_again_by_spark(bench):
         setup=SETUP + "; ALTER TABLE orders ADD CHECK (id <> '1')",
     )
     for number in range(3):
-        bench.send_raw(order(number), [("ce_id", str(uuid7()).encode())], partition=0)
+        bench.send_raw(order(number), ided(), partition=0)
     totals = bench.once(job)
     assert (totals.applied, totals.dead) == (2, 1)
     bench.run("ALTER TABLE orders DROP CONSTRAINT orders_id_check")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from uuid_utils.compat import uuid7
+from bench import ided
 
 pytestmark = pytest.mark.spark
 
@@ -20,7 +20,7 @@ def test_the_examples_run(bench, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", bench.topics.bootstrap_servers)
     for status in ("placed", "paid"):
         value = json.dumps({"order_id": "o1", "status": status}).encode()
-        bench.send_raw(value, [("ce_id", str(uuid7()).encode())], "o1")
+        bench.send_raw(value, ided(), "o1")
     # Another test's topic has the name of the page's.
     text = PAGE.read_text().replace("order-events", bench.topic)
     blocks = [(text[: found.start()].count("\n") + 1, found[1]) for found in BLOCK.finditer(text)]

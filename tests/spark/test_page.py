@@ -14,9 +14,9 @@ import psycopg
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_support import PageRun, browser, picture
-from support import drained, wait_until
+from support import drained, wait_until, write
 
-from outbox import Event, Outbox
+from outbox import Event
 
 pytestmark = pytest.mark.spark
 
@@ -95,8 +95,7 @@ class Shop:
         return self._write([Event("Photo", f"p{n}", "photo.taken", photo) for n in range(LARGE)])
 
     def _write(self, events: list[Event]) -> list[str]:
-        with psycopg.connect(self.url) as connection:
-            return [str(one) for one in Outbox().add_many(connection, events)]
+        return list(map(str, write(self.url, events)))
 
 
 @pytest.fixture

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
-from confluent_kafka import Producer
-from psycopg import sql
+from bench import Bench, produce
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed
 from outbox.testing.fixtures import Topics
@@ -35,12 +31,8 @@ def topic(outbox_kafka_cluster) -> Iterator[str]:
     """Two partitions: 25,000 messages in the first one, 3,000 in the second. Each says which it is."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         name = made.create_topic(made.name("poison"), 2)
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
         for part, count in enumerate((MESSAGES, OTHERS)):
-            for n in range(count):
-                value = json.dumps({"n": n, "part": part}).encode()
-                producer.produce(name, value, headers=[("ce_id", str(uuid7()).encode())], partition=part)
-        assert producer.flush(60) == 0
+            produce(made.bootstrap_servers, name, (({"n": n, "part": part}, None, part) for n in range(count)))
         yield name
 
 
@@ -56,12 +48,6 @@ def ends_the_worker(cursor: psycopg.Cursor[Any], table: Any) -> None:
     with cursor.copy("COPY seen FROM STDIN") as copy:
         for row in rows:
             copy.write_row(row)
-
-
-def limit(bench: Bench, name: str, value: str) -> None:
-    """Set a limit of the sink's database, for sessions that are opened from now on."""
-    ((database,),) = bench.rows("SELECT current_database()")
-    bench.run(sql.SQL("ALTER DATABASE {} SET {} = {}").format(*map(sql.Identifier, (database, name)), value))
 
 
 def waits(bench: Bench) -> list[str]:
@@ -97,7 +83,7 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
     bench.run(SETUP)
     with psycopg.connect(bench.database.url) as holder:
         holder.execute("LOCK TABLE seen IN ACCESS EXCLUSIVE MODE")
-        limit(bench, "lock_timeout", "20ms")
+        bench.limit("lock_timeout", "20ms")
         driver = drive(bench.runner(job(topic), driver_records=0, max_backoff_seconds=0.2))
         # More than it takes to come down to single messages.
         wait_until(lambda: len(waits(bench)) > 25, 120, "many failures")
@@ -112,7 +98,7 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
 def test_a_statement_limit_that_a_whole_range_exceeds_is_kept_by_parts_of_it(bench, topic):
     """The effect takes its time for each message; the server's limit is enough for few thousands at once."""
     slow = f"{PLAIN}; SELECT pg_sleep(count(*) / 10000.0) FROM batch"
-    limit(bench, "statement_timeout", "1s")
+    bench.limit("statement_timeout", "1s")
     bench.once(job(topic, slow), driver_records=0, max_backoff_seconds=0.2)
     assert waits(bench)
     assert all("QueryCanceled" in error for error in waits(bench))
@@ -125,7 +111,7 @@ def test_a_statement_limit_that_a_whole_range_exceeds_is_kept_by_parts_of_it(ben
 def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_others_move(bench, drive, topic):
     """It is no dead letter, as the limit may be met because of a lock; its partition is reported as standing."""
     slow = f"{PLAIN}; SELECT pg_sleep(20) FROM batch WHERE message_part = 0 AND n = {FAULT}"
-    limit(bench, "statement_timeout", "1s")
+    bench.limit("statement_timeout", "1s")
     behind: list[dict[tuple[str, int], int]] = []
     runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.2)
     runner._behind = lambda offsets, _turn: behind.append(offsets)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from bench import Bench
-from confluent_kafka import Producer, TopicPartition
+from bench import Bench, produce
+from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from faults import reading, stalling_at
+from faults import at, reading, stalling
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.errors import DataLost
@@ -33,23 +31,18 @@ LEFT = 24_500
 def topic(outbox_kafka_cluster) -> Iterator[str]:
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         name = made.create_topic(made.name("short"), 1)
-        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "linger.ms": 20})
-        for n in range(MESSAGES):
-            value = json.dumps({"n": n, "pad": "x" * SIZE})
-            producer.produce(name, value, str(n % 100), headers=[("ce_id", str(uuid7()).encode())])
-            producer.poll(0)
-        assert producer.flush(60) == 0
+        sent = (({"n": n, "pad": "x" * SIZE}, str(n % 100)) for n in range(MESSAGES))
+        produce(made.bootstrap_servers, name, sent)
         yield name
 
 
 def test_retention_passes_a_range_while_it_is_read(bench: Bench, topic, tmp_path):
     seen, go = tmp_path / "seen", tmp_path / "go"
-    stalling = stalling_at(0, seen, go)
     job = ConsumerJob(
         "short",
         [topic],
         "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset",
-        schema=reading(stalling),
+        schema=reading(at(0, stalling(seen, go))),
         setup="CREATE TABLE IF NOT EXISTS seen (n int, at bigint)",
     )
     view = KafkaAdmin({"bootstrap.servers": bench.topics.bootstrap_servers})

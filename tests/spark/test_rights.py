@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench
+from bench import Bench, ided
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
@@ -83,7 +83,7 @@ def test_a_whole_job_with_the_rights_of_its_role(bench: Bench, desk: Desk):
     desk.as_owner("ALTER TABLE order_totals ADD CONSTRAINT sane CHECK (total_cents < 1000)")
     bench.send("a", 1, amount_cents=5000)
     bench.send("a", 2)
-    bench.send_raw(b"no JSON", [("ce_id", str(uuid7()).encode())], "b")
+    bench.send_raw(b"no JSON", ided(), "b")
     assert bench.once(job).dead == 3
     bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", job.group, "--cause", "failed")
     assert bench.once(job).applied == 0

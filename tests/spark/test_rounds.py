@@ -7,10 +7,10 @@ import threading
 from dataclasses import replace
 
 import pytest
+from bench import ided
 from round_support import NUL, letters, order, put, retry
-from uuid_utils.compat import uuid7
 
-from outbox.consumer.errors import EffectFailed, Fenced, JobError
+from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs.dedup.strategies import Fingerprint, Natural, Version
 from spark_jobs.driver import rounds
 from spark_jobs.effects.mapped import Insert, Upsert
@@ -106,33 +106,6 @@ def test_what_is_the_matter_on_the_straight_way_is_found_on_the_other(bench, tra
     assert bench.rows("SELECT order_id, seq::text FROM log ORDER BY 1 OFFSET 3") == [("d", "1.5"), ("e", "5.0")]
 
 
-def test_with_keep_order_no_message_overtakes_a_dead_letter_of_its_key(bench):
-    setup = bench.job.setup + ";ALTER TABLE order_totals ADD CONSTRAINT sane CHECK (total_cents < 1000)"
-    job = replace(bench.job, keep_order=True, setup=setup, max_dead=2)
-    # More messages of the key in front of the bad one than there may be dead letters: they are not among those behind.
-    for number in range(4):
-        put(bench, order(f"x{number}", 1), "a")
-    put(bench, order("a", 1), "a")
-    put(bench, order("b", 1), "b")
-    put(bench, order("a", 2, amount_cents=5000), "a")
-    put(bench, order("a", 3), "a")
-    put(bench, order("b", 2), "b")
-    assert (bench.once(job).dead, bench.totals()["a"][1], bench.totals()["b"][1]) == (2, 1, 2)
-    # In a later round too, for as long as the dead letter stands; and what is tried again in vain stays in front.
-    put(bench, order("a", 4), "a")
-    put(bench, order("b", 3), "b")
-    retry(bench)
-    job = replace(job, setup=None)
-    assert (bench.once(job).dead, bench.totals()["a"][1], bench.totals()["b"][1]) == (1, 1, 3)
-    assert [reason for (reason,) in letters(bench, "reason")] == ["failed", "behind", "behind"]
-    bench.run("ALTER TABLE order_totals DROP CONSTRAINT sane")
-    retry(bench)
-    put(bench, order("a", 5), "a")
-    totals = bench.once(job)
-    assert letters(bench) == []
-    assert (totals.applied, bench.totals()["a"]) == (4, (5040, 5, 5, 0, "s5"))
-
-
 def test_hundreds_of_dead_letters_and_some_that_end_the_effect_keep_no_group_from_its_messages(bench, monkeypatch):
     monkeypatch.setattr("spark_jobs.driver.rounds.FAILED_ALONE", 1)
 
@@ -195,16 +168,6 @@ def test_a_row_that_does_not_decode_is_not_filtered_away_by_a_transform(bench):
     )
 
 
-def test_too_many_bad_messages_end_the_job_instead(bench):
-    put(bench, order("a", 1), partition=0)
-    for _ in range(4):
-        put(bench, b"{", partition=0)
-    with pytest.raises(EffectFailed, match=r"more than 3 .*max_dead"):
-        bench.once(replace(bench.job, max_dead=3))
-    assert (bench.positions()[0], letters(bench)) == (0, [])
-    assert bench.once(replace(bench.job, max_dead=4)).dead == 4
-
-
 WAYS = {
     "task": ("partition", None),
     "spark": ("partition", lambda rows: rows.filter("true")),
@@ -243,14 +206,12 @@ def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch
         raise Reject("x" * 10_000, *rows["message_id"].to_pylist())
 
     value = {"undecodable": b'{"order_id": "' + b"x" * 500, "not for Postgres": NUL.encode()}
-    producer = bench.producer(**{"linger.ms": 20})
+    sent = []
     for number in range(25_000):
-        event_id = f"01900000-0000-7000-8000-{number:012x}" if wrong == "forgotten" else str(uuid7())
-        headers = [] if wrong == "no id" else [("ce_id", event_id.encode())]
-        data = value.get(wrong, json.dumps(order("a", number)).encode())
-        producer.produce(bench.topic, data, "a", 0, headers=headers)
-        producer.poll(0)
-    assert producer.flush(60) == 0
+        event_id = f"01900000-0000-7000-8000-{number:012x}" if wrong == "forgotten" else None
+        data = value.get(wrong, order("a", number))
+        sent.append((data, "a", 0, [] if wrong == "no id" else ided(event_id)))
+    bench.produce(sent)
     for way in ways:
         atomic, transform = WAYS[way]
         effect = rejecting if wrong == "rejected" else bench.job.effect
@@ -264,29 +225,6 @@ def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch
     # One more than there may be, and of each no more than a dead letter shows.
     assert checked == [101] * len(ways)
     assert all(size < 101 * 2_200 for size in told)
-
-
-def test_a_function_rejects_what_it_can_not_take(bench):
-    def effect(cursor, rows):
-        seen = rows.to_pylist()
-        wrong = [row["message_id"] for row in seen if row["n"] % 10 == 3]
-        if wrong:
-            raise Reject("no number that ends in 3", *wrong)
-        cursor.executemany("INSERT INTO numbers VALUES (%s, %s)", [(row["n"], row["payload"]) for row in seen])
-
-    bench.run("CREATE TABLE numbers (n int CHECK (n <> 15), raw bytea)")
-    job = ConsumerJob(
-        group="numbers",
-        topics=[bench.topic],
-        effect=effect,
-        transform=lambda rows: rows.withColumn("n", rows["payload"].cast("string").cast("int")),
-    )
-    for number in range(20):
-        put(bench, str(number).encode(), partition=0)
-    totals = bench.once(job)
-    assert (totals.applied, totals.dead) == (17, 3)
-    assert letters(bench) == [(3, "rejected"), (13, "rejected"), (15, "failed")]
-    assert bench.rows("SELECT count(*), bool_and(raw = n::text::bytea) FROM numbers") == [(17, True)]
 
 
 def test_messages_of_forgotten_days_and_of_other_types_and_ids_that_are_no_uuids(bench):
@@ -385,21 +323,3 @@ def test_natural_and_version_and_fingerprint(bench):
         bench.once(replace(fingerprint, group="third", effect=Insert("nowhere")))
     with pytest.raises(JobError, match="log has no column"):
         bench.once(replace(fingerprint, group="third", effect=Insert("log")))
-
-
-@pytest.mark.parametrize("atomic", ["partition", "batch"])
-def test_the_generation_fences_both_ways_of_applying(bench, atomic):
-    job = replace(bench.job, atomic=atomic)
-    put(bench, order("a", 1))
-    runner = bench.runner(job)
-    prepared = runner._context.sinks.prepared
-
-    def taken_over(*arguments):
-        made = prepared(*arguments)
-        bench.run("UPDATE consumer.groups SET generation = 99; UPDATE consumer.offsets SET generation = 99")
-        return made
-
-    runner._context.sinks.prepared = taken_over
-    with pytest.raises(Fenced, match="taken over"):
-        runner.once(threading.Event())
-    assert bench.rows("SELECT count(*) FROM order_totals") == [(0,)]

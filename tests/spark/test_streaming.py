@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from bench import ided
 from psycopg import sql
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
-from stream_to_sink import EFFECT, SEEN, Stream, stream
+from stream_to_sink import EFFECT, SEEN, Stream, killed, stream
 from support import wait_until
-from uuid_utils.compat import uuid7
 
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
@@ -103,31 +97,6 @@ def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch
         stream.run(ended)
     stream.run()
     assert stream.seen() == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_lost_answer_to_commit(stream, monkeypatch):
-    """The sink has committed, the driver has an error: the next try finds the batch there."""
-    real = streaming.transaction
-    lost = []
-
-    class Losing:
-        def __init__(self, *arguments: Any) -> None:
-            self.inner = real(*arguments)
-
-        def __enter__(self) -> Any:
-            return self.inner.__enter__()
-
-        def __exit__(self, *error: object) -> Any:
-            self.inner.__exit__(*error)
-            if error[0] is None and not lost:
-                lost.append(1)
-                raise psycopg.OperationalError("server closed the connection unexpectedly")
-
-    monkeypatch.setattr(streaming, "transaction", Losing)
-    stream.add()
-    stream.run()
-    assert lost == [1]
-    assert stream.seen() == [0, 1, 2]
 
 
 def test_a_lost_checkpoint_is_refused(stream):
@@ -336,17 +305,7 @@ def test_a_driver_that_is_killed_before_commit(stream):
     stream.add()
     stream.run()
     stream.add()
-    root = Path(__file__).parents[2]
-    paths = [str(root), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(stream.source), str(stream.checkpoint)],
-        env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
+    killed(stream, KILLED)
     # The server may see a moment later that nobody is there.
     idle = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'outbox driver numbers' AND pid IN "
     wait_until(
@@ -364,17 +323,9 @@ def test_a_driver_that_is_killed_before_commit(stream):
 def test_sparks_own_kafka_source_with_repeats(bench, tmp_path):
     """Batches of many messages, some sent twice; of each key the latest message counts, as the columns say."""
     count, most = 52_000, 26_000
-    producer = bench.producer(**{"linger.ms": 50})
-    repeated = []
-    for n in range(count):
-        message = (json.dumps({"n": n}).encode(), f"k{n % 10}".encode(), [("ce_id", str(uuid7()).encode())])
-        repeated += [(n, message)] if n % 1000 == 0 else []
-        value, key, headers = message
-        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
-        producer.poll(0)
-    for n, (value, key, headers) in repeated:
-        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
-    assert producer.flush(60) == 0
+    messages = [({"n": n}, f"k{n % 10}", n % 2, ided()) for n in range(count)]
+    repeated = messages[::1000]
+    bench.produce([*messages, *repeated])
     read = bench.spark.readStream.format("kafka").options(
         **{
             "kafka.bootstrap.servers": bench.topics.bootstrap_servers,

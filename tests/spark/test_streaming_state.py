@@ -6,22 +6,15 @@ Spark commits a batch of such a query with what its tasks have reported of the s
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from pyspark.sql import functions as F  # noqa: N812
-from stream_to_sink import Stream, stream
+from stream_to_sink import Stream, killed
 
 from spark_jobs import ConsumerJob
 from spark_jobs.driver import streaming
-
-__all__ = ["stream"]
 
 pytestmark = pytest.mark.spark
 
@@ -94,29 +87,14 @@ writing.option("checkpointLocation", checkpoint).start().awaitTermination()
 """
 
 
-def killed_after_commit(counts: Counts) -> None:
-    """Run the query in another process, which is killed between the COMMIT of its third batch and Spark's."""
-    root = Path(__file__).parents[2]
-    paths = [str(root), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, str(counts.source), str(counts.checkpoint), json.dumps(CONF), str(KEYS)],
-        env=os.environ | {"OUTBOX_DATABASE_URL": counts.url, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
-
-
 def test_a_driver_killed_between_commit_and_sparks_own(counts):
-    """The batch comes again and is applied; its state must be written all the same."""
+    """With its third batch: it comes again and is applied; its state must be written all the same."""
     for _ in range(2):
         counts.add()
     counts.run()
     for _ in range(3):
         counts.add()
-    killed_after_commit(counts)
+    killed(counts, KILLED, json.dumps(CONF), str(KEYS))
     assert counts.told() == of_batches(3)
     counts.run()
     assert counts.told() == of_batches(5)

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from bench import ided
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
@@ -25,7 +26,6 @@ from spans import (
     traceparent,
 )
 from support import drained
-from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
 from outbox.consumer.errors import EffectFailed
@@ -41,12 +41,10 @@ def traced(number: int) -> str:
 
 def send(bench, count: int, first: int = 1) -> list[str]:
     """Each message has a trace of its own."""
-    producer = bench.producer(**{"linger.ms": 20})
-    for number in range(first, first + count):
-        headers = [("ce_id", str(uuid7()).encode()), ("traceparent", traced(number).encode())]
-        value = json.dumps(order(f"secret-{number}", 1)).encode()
-        producer.produce(bench.topic, value, f"key-{number}", headers=headers, partition=number % 2)
-    assert producer.flush(60) == 0
+    bench.produce(
+        (order(f"secret-{number}", 1), f"key-{number}", number % 2, [*ided(), ("traceparent", traced(number).encode())])
+        for number in range(first, first + count)
+    )
     return [traced(number) for number in range(first, first + count)]
 
 
@@ -62,10 +60,10 @@ WAYS = {
 def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     declared, options = WAYS[way]
     written = send(bench, 5)
-    bench.send_raw(json.dumps(order("untraced", 1)).encode(), [("ce_id", str(uuid7()).encode())])
+    bench.send_raw(json.dumps(order("untraced", 1)).encode(), ided())
     for number, odd in enumerate((b"00-not-a-trace", traced(0).encode())):
         value = json.dumps(order(f"odd-{number}", 1)).encode()
-        bench.send_raw(value, [("ce_id", str(uuid7()).encode()), ("traceparent", odd)])
+        bench.send_raw(value, [*ided(), ("traceparent", odd)])
     assert bench.once(replace(bench.job, **declared), **options).applied == 8
     span = spans.one("process")
     check(

@@ -6,16 +6,15 @@ import fcntl
 import json
 import os
 import pty
-import re
 import struct
 import subprocess
 import termios
 import threading
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from alerting import scraped
 from support import wait_until
 
 from outbox.sandbox._ports import free_ports
@@ -46,11 +45,11 @@ class Desk:
     def __init__(self, bench: Any, folder: Path) -> None:
         self.bench = bench
         self.folder = folder
-        (self.port,) = free_ports(1)
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         (folder / "desk_job.py").write_text(JOB)
 
     def start(self, *arguments: str, stdout: Any) -> subprocess.Popen[bytes]:
-        more = {"OUTBOX_CONSUMER__METRICS_ADDRESS": f"127.0.0.1:{self.port}", "TERM": "xterm"}
+        more = {"OUTBOX_CONSUMER__METRICS_ADDRESS": self.address, "TERM": "xterm"}
         return self.bench.consume(self.folder, *arguments, job="desk_job:job", stdout=stdout, **more)
 
     def log(self) -> str:
@@ -67,13 +66,9 @@ class Desk:
 
     def metric(self, name: str) -> float | None:
         """The sum of a metric over all partitions; None while nobody answers, or without it."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-                text = answer.read().decode()
-        except OSError:
-            return None
-        found = re.findall(rf"^outbox_consumer_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found)) if found else None
+        series = f"outbox_consumer_{name}{{"
+        found = [value for one, value in scraped(self.address).items() if one.startswith(series)]
+        return sum(found) if found else None
 
     def figure(self, name: str) -> float:
         """The same as soon as it is there: a server that is asked too late for one answer is in a later one."""

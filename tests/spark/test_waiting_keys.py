@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench import Bench
+from bench import Bench, ided
 from counting import Counting
-from uuid_utils.compat import uuid7
 
 from spark_jobs.job import ConsumerJob
 
@@ -25,7 +24,7 @@ SELECT 'waiting', topic, 'earlier', 7, g, convert_to('k' || g, 'UTF8'), '{"n":0}
 
 
 def sent(bench: Bench, n: int, key: str) -> None:
-    bench.send_raw(b'{"n":%d}' % n, [("ce_id", str(uuid7()).encode())], key)
+    bench.send_raw(b'{"n":%d}' % n, ided(), key)
 
 
 def behind(bench: Bench) -> list[tuple[Any, ...]]:
@@ -55,7 +54,7 @@ def test_keys_are_read_once_and_never_too_few_are_known(bench, way, driver_recor
             before = reads_of_keys()
             for n, key in enumerate(["free", "k7", "free", "bad", "k99999", "bad", "k7"], 2):
                 if key == "bad" and n == 5:
-                    bench.send_raw(b"no json", [("ce_id", str(uuid7()).encode())], key)
+                    bench.send_raw(b"no json", ided(), key)
                 else:
                     sent(bench, n, key)
                 assert runner._round(None) is True

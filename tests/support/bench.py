@@ -8,15 +8,16 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient, NewPartitions
 from psycopg import sql
-from support import look_up
+from support import look_up, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -29,9 +30,46 @@ from spark_jobs.job import ConsumerJob
 ROOT: Final = Path(__file__).parents[2]
 
 
+def expected(names: Iterable[str], seqs: int) -> dict[str, tuple[Any, ...]]:
+    """Return ``Bench.totals`` of these orders when each has so many events, all of them applied once and in order."""
+    return dict.fromkeys(names, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
+
+
 def order(name: str, seq: int, **changes: Any) -> dict[str, Any]:
     """Return the payload of an order's event."""
     return {"order_id": name, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"} | changes
+
+
+class Sent(NamedTuple):
+    """A message. What is not bytes is sent as JSON.
+
+    part     None: that of the key.
+    headers  None: an id of its own.
+    at       its time in milliseconds; 0: now.
+    """
+
+    value: Any
+    key: str | None = None
+    part: int | None = None
+    headers: list[tuple[str, bytes]] | None = None
+    at: int = 0
+
+
+def ided(event_id: Any = None) -> list[tuple[str, bytes]]:
+    """Return the header of an event's id; None: a new one."""
+    return [("ce_id", str(event_id or uuid7()).encode())]
+
+
+def produce(servers: str, topic: str, messages: Iterable[Sequence[Any]]) -> None:
+    """Send messages, each as the fields of ``Sent``, in this order; wait for all of them."""
+    # Without idempotence, a request that is sent again would be behind those that were sent after it.
+    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 20})
+    for value, key, part, headers, at in (Sent(*one) for one in messages):
+        data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
+        where = {} if part is None else {"partition": part}
+        producer.produce(topic, data, key, headers=ided() if headers is None else headers, timestamp=at, **where)
+        producer.poll(0)
+    assert producer.flush(60) == 0
 
 
 class Bench:
@@ -45,50 +83,86 @@ class Bench:
         self.job = order_totals.job.with_topics([self.topic])
         self.reports: list[tuple[str, dict[str, Any]]] = []
 
-    def send(self, name: str, seq: int, *, key: str | None = None, event_id: Any = None, **changes: Any) -> uuid.UUID:
-        """Send one order event; wait for it."""
+    def send(
+        self,
+        name: str,
+        seq: int,
+        *,
+        key: str | None = None,
+        event_id: Any = None,
+        producer: Producer | None = None,
+        part: int | None = None,
+        **changes: Any,
+    ) -> uuid.UUID:
+        """Send one order event, with a producer that may be in a transaction; wait for it."""
         event_id = event_id or uuid7()
-        self.send_raw(
-            json.dumps(order(name, seq, **changes)).encode(), [("ce_id", str(event_id).encode())], key or name
-        )
+        where = {} if part is None else {"partition": part}
+        value = json.dumps(order(name, seq, **changes)).encode()
+        self.send_raw(value, ided(event_id), key or name, producer=producer, **where)
         return event_id
 
-    def send_raw(self, value: bytes | None, headers: list[tuple[str, bytes]], key: str = "k", **where: Any) -> None:
-        producer = self.producer()
+    def send_raw(
+        self,
+        value: bytes | None,
+        headers: list[tuple[str, bytes]],
+        key: str = "k",
+        *,
+        producer: Producer | None = None,
+        **where: Any,
+    ) -> None:
+        producer = producer or self.producer()
         producer.produce(self.topic, value, key, headers=headers, **where)
         assert producer.flush(30) == 0
 
-    def produce(self, messages: Iterable[tuple[Any, str | None, int | None]], topic: str | None = None) -> None:
-        """Send a value, a key and a partition each, in this order, with ids; wait for all of them.
-
-        None: no key, the partition of the key. What is not bytes is sent as JSON.
-        """
-        producer = self.producer(**{"linger.ms": 20})
-        for value, key, part in messages:
-            data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
-            where = {} if part is None else {"partition": part}
-            headers = [("ce_id", str(uuid7()).encode())]
-            producer.produce(topic or self.topic, data, key, headers=headers, **where)
-            producer.poll(0)
-        assert producer.flush(60) == 0
+    def produce(self, messages: Iterable[Sequence[Any]], topic: str | None = None) -> None:
+        """Send messages, each as the fields of ``Sent``, in this order; wait for all of them."""
+        produce(self.topics.bootstrap_servers, topic or self.topic, messages)
 
     def orders(self, names: Iterable[str], seqs: Iterable[int], part: int | None = None) -> None:
         """Send events of these orders, each number of one after the other; wait for all of them."""
         self.produce((order(name, seq), name, part) for seq in seqs for name in names)
 
     def producer(self, **options: Any) -> Producer:
-        # Without idempotence, a request that is sent again would be behind those that were sent after it.
         given = {"bootstrap.servers": self.topics.bootstrap_servers, "enable.idempotence": True, "linger.ms": 0}
         return Producer({**given, **options})
 
-    def runner(self, job: ConsumerJob | None = None, **options: Any) -> Runner:
-        options = {"patience": 30.0, **options}
+    def in_transaction(self, name: str = "") -> Producer:
+        """Return a producer of this topic that has begun a transaction."""
+        producer = self.producer(**{"transactional.id": f"{self.topic}{name}"})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        return producer
+
+    def add_partitions(self, count: int) -> None:
+        """Let the topic have so many, and wait until the broker names them."""
+        admin = AdminClient({"bootstrap.servers": self.topics.bootstrap_servers})
+        admin.create_partitions([NewPartitions(self.topic, count)])[self.topic].result(30)
+        wait_until(lambda: len(admin.list_topics(self.topic).topics[self.topic].partitions) == count, what="partitions")
+
+    def send_to_added(self, name: str, seq: int, part: int, **changes: Any) -> None:
+        """Send one order event to a partition that was added: a producer may hear of it minutes later."""
+
+        def sent() -> bool:
+            try:
+                self.send(name, seq, part=part, **changes)
+            except KafkaException:
+                return False
+            return True
+
+        wait_until(sent, what="the new partition to take messages")
+
+    def runner(
+        self, job: ConsumerJob | None = None, then: Callable[[str], object] = lambda _: None, **options: Any
+    ) -> Runner:
+        """Return a runner of the job. ``then`` is called with each text that it reports."""
+
+        def heard(text: str, figures: Any) -> None:
+            self.reports.append((text, dict(figures)))
+            then(text)
+
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
         return Runner(
-            self.spark,
-            job or self.job,
-            Options(self.database.url, kafka, **options),
-            lambda text, figures: self.reports.append((text, dict(figures))),
+            self.spark, job or self.job, Options(self.database.url, kafka, **{"patience": 30.0, **options}), heard
         )
 
     def once(self, job: ConsumerJob | None = None, **options: Any) -> Totals:
@@ -114,6 +188,7 @@ class Bench:
         folder: Path,
         *arguments: str,
         job: str = "spark_jobs.order_totals:job",
+        topic: str | None = None,
         program: Sequence[str] = ("-m", "relay.cli"),
         stdout: Any = None,
         **variables: str,
@@ -122,7 +197,7 @@ class Bench:
         environment = os.environ | self.environment | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
         with (folder / "consume.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, *program, "consume", job, "--topic", self.topic, *arguments],
+                [sys.executable, *program, "consume", job, "--topic", topic or self.topic, *arguments],
                 env=environment | variables,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
@@ -138,6 +213,11 @@ class Bench:
         with psycopg.connect(self.database.url) as connection:
             connection.execute(statements)
 
+    def limit(self, name: str, value: str) -> None:
+        """Set a limit of the sink's database, for sessions that are opened from now on."""
+        [(database,)] = self.rows("SELECT current_database()")
+        self.run(sql.SQL("ALTER DATABASE {} SET {} = {}").format(*map(sql.Identifier, (database, name)), value))
+
     def totals(self) -> dict[str, tuple[Any, ...]]:
         """order: (total_cents, events_applied, last_seq, out_of_order, status)"""
         query = "SELECT order_id, total_cents, events_applied, last_seq, out_of_order, status FROM order_totals"
@@ -145,6 +225,49 @@ class Bench:
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets"))
+
+
+class Consumer:
+    """``outbox consume`` as a process, which may be started again; ``given`` is for ``Bench.consume``."""
+
+    def __init__(self, bench: Bench, folder: Path, *arguments: str, **given: Any) -> None:
+        self._bench, self._folder, self._arguments, self._given = bench, folder, arguments, given
+        self._log = folder / "consume.log"
+        self._before = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *arguments: str, **given: Any) -> None:
+        self._before = self._log.stat().st_size if self._log.exists() else 0
+        self.process = self._bench.consume(self._folder, *self._arguments, *arguments, **self._given, **given)
+
+    def log(self) -> str:
+        """Return what it has written since its last start."""
+        return self._log.read_bytes()[self._before :].decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+        """Wait for a condition, as long as it runs."""
+        process = self.process
+        assert process is not None
+        wait_until(lambda: process.poll() is not None or condition(), seconds, what)
+        assert process.poll() is None, f"{what}: it ended with {process.poll()}\n{self.log()[-3000:]}"
+
+    def ended(self, status: int, *said: str) -> None:
+        """Wait for its end, and compare its exit status and what it has said."""
+        assert self.process is not None
+        assert self.process.wait(240) == status, self.log()[-3000:]
+        assert "Traceback" not in self.log()
+        for text in said:
+            assert text in self.log()
+
+    def kill(self) -> None:
+        """End it by SIGKILL, if it runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 class Driver:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+from bench import ided
 from pyspark.sql.types import StringType, StructType
-from uuid_utils.compat import uuid7
 
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, arrow_type, as_read
@@ -17,7 +17,7 @@ from spark_jobs.payloads.reading import Reader, columns
 
 def send(bench: Any, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
     """All into one partition: the number of the message is its offset."""
-    bench.send_raw(value, [("ce_id", str(uuid7()).encode()), *(headers or [])], "k", partition=0)
+    bench.send_raw(value, [*ided(), *(headers or [])], "k", partition=0)
 
 
 def run(bench: Any, decoder: Any, table: str, columns: str, group: str = "decoding", **options: Any) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from one_lane import OneLane
+from support import write
 from typer.testing import CliRunner
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox._app.choices import OnFailure
 from relay.cli.app import app
@@ -70,9 +71,8 @@ class Lane:
 
     def add(self, *names: str) -> list[str]:
         """Write events called key-number, as in a1; gives their event ids."""
-        with self.database.connect() as connection:
-            events = [Event("Order", name[0], name, {"n": name}) for name in names]
-            return [str(event_id) for event_id in Outbox().add_many(connection, events)]
+        events = [Event("Order", name[0], name, {"n": name}) for name in names]
+        return list(map(str, write(self.database.url, events)))
 
     def desk(self) -> DeadLetters:
         return DeadLetters(self.admin, "outbox")

@@ -7,14 +7,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import wait_until
+from support import look_up, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox.testing.fixtures import Topics
 from relay.cli.app import app
@@ -44,13 +43,7 @@ def event(kind: str, name: str, size: int = 0) -> Event:
 
 def add(url: str, *events: Event) -> None:
     """All in one transaction."""
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, events)
-
-
-def rows(url: str, query: str, *values: Any) -> list[Any]:
-    with psycopg.connect(url, autocommit=True) as connection:
-        return connection.execute(query, values).fetchall()
+    write(url, events)
 
 
 def headers(message: Any) -> dict[str, str]:
@@ -62,7 +55,7 @@ def names(messages: Iterable[Any]) -> list[str]:
 
 
 def dead(url: str) -> list[str]:
-    return [name for (name,) in rows(url, "SELECT event_type FROM outbox.dead_letters ORDER BY id")]
+    return [name for (name,) in look_up(url, "SELECT event_type FROM outbox.dead_letters ORDER BY id")]
 
 
 def wait_for_dead(url: str, *names: str) -> None:
@@ -73,7 +66,7 @@ def lease_runs_out(url: str) -> None:
     """As time would have it, once a relay is dead. A short lease would be outlasted by living ones, which then repeat
     or lose what they are allowed to.
     """
-    rows(url, "UPDATE outbox.lanes SET lease_until = '-infinity' RETURNING 1")
+    look_up(url, "UPDATE outbox.lanes SET lease_until = '-infinity' RETURNING 1")
 
 
 def outbox(url: str, *arguments: str) -> Any:

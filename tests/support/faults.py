@@ -62,16 +62,28 @@ def by_map(passed: Callable[[Any], Any]) -> Transform:
     return lambda rows: rows.mapInPandas(pieces, rows.schema)
 
 
-def stalling_at(number: int, seen: Path, go: Path) -> Callable[[Any], Any]:
-    """Return a function of a number that makes the file ``seen`` at this one and waits for ``go``, the first time."""
+def stalling(seen: Path, go: Path) -> Callable[[], None]:
+    """Return a function whose first call of all makes the file ``seen`` and waits for ``go``."""
+
+    def stall() -> None:
+        try:
+            seen.touch(exist_ok=False)
+        except FileExistsError:
+            return
+        deadline = time.monotonic() + 240
+        while not go.exists():
+            assert time.monotonic() < deadline, "the task was not let go"
+            time.sleep(0.01)
+
+    return stall
+
+
+def at(number: int, stall: Callable[[], None]) -> Callable[[Any], Any]:
+    """Return a function of a number that stalls at this one, and returns it."""
 
     def passed(n: Any) -> Any:
-        if n == number and not seen.exists():
-            seen.touch()
-            deadline = time.monotonic() + 240
-            while not go.exists():
-                assert time.monotonic() < deadline, "nobody let the task go"
-                time.sleep(0.01)
+        if n == number:
+            stall()
         return n
 
     return passed

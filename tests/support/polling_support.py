@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import psycopg
 import pytest
 from one_lane import OneLane
+from support import write
 
-from outbox import Event, Outbox
+from outbox import Event
 from relay.core.lease import Lease
 from relay.core.ports import PUBLISHED, Receipt
 from relay.database import Connector
@@ -42,8 +42,7 @@ def source(database, lease, schema: str = "outbox") -> OneLane:
 
 
 def add(database, *names: str) -> None:
-    with psycopg.connect(database.url) as connection:
-        Outbox().add_many(connection, [Event("Order", name, "T", {"n": name}) for name in names])
+    write(database.url, [Event("Order", name, "T", {"n": name}) for name in names])
 
 
 def fetched(claims: Any) -> list[str]:

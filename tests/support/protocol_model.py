@@ -97,7 +97,7 @@ from itertools import permutations
 from typing import Any, Final, NamedTuple
 
 from protocol_servers import SYSTEM, Base, Entry, FakeKafka, FakePostgres, LaneRow, Log, Row, TransactionalId, Violation
-from protocol_variants import EXACTLY, PRODUCE_FIRST
+from protocol_variants import EXACTLY, PRODUCE_FIRST, SPLIT_FETCH
 from protocol_worker import Request, WorkerModel
 
 from relay.core.marker import Marker, StateLost
@@ -290,7 +290,7 @@ class World:
         name, who, how, request = action
         if request is not None:
             fate = "" if how in {"", "ok"} else f", answer {how}" if how == "lost" else f", {how}"
-            return f"worker {who} {self.workers[int(who)].tell(request)}{fate}"
+            return f"worker {who} {told(self.workers[int(who)], request)}{fate}"
         if isinstance(who, tuple):
             who = f"{who[0]}.{who[1]}"
         elif name == "expire":
@@ -399,3 +399,37 @@ class World:
                 parts.append(None)
         parts.extend((named(base), which) for base, which in sorted(self.kafka.under_way))
         return hash(tuple(parts))
+
+
+def told(worker: WorkerModel, request: Request) -> str:
+    """Return what a worker does, for the trace of a run."""
+    lanes = ", ".join("LMNO"[lane] for lane in request.lanes)
+    producer = f"{worker.base}.{worker.which}"
+    match request.name:
+        case "init":
+            return f"init_transactions({producer})"
+        case "replace":
+            return f"init_transactions({producer}), after a refused message"
+        case "fence":
+            lane = worker.lanes[request.lanes[0]]
+            assert lane
+            return f"fences {lane.former}.{worker.next_fenced(lane)}, for {lanes}"
+        case "turn":
+            how = "reads" if SPLIT_FETCH in worker.mutations else "settles and reads"
+            return f"{how} {lanes or 'nothing'}"
+        case "send" if worker.queue:
+            sent = [f"marker {what.batch}" if isinstance(what, Marker) else what for _, what in worker.queue[0]]
+            return f"produces {', '.join(sent)} under {producer}"
+        case "send":
+            return f"EndTxn({producer}, commit)"
+    return f"{_REQUESTS[request.name]} {lanes}".rstrip()
+
+
+_REQUESTS: Final = {
+    "acquire": "acquires",
+    "read": "reads the marker of",
+    "adopt": "settles the marker and writes its id into the row of",
+    "renew": "takes a new base id",
+    "secure": "settles, and what it read is durable",
+    "release": "releases",
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protocol_servers import (
     SYSTEM,
@@ -59,19 +59,8 @@ class WorkerModel(Saved):
     ``refused`` are the producers that are to be initialized again, because the broker has refused a message of theirs.
     """
 
-    fields = (
-        "base",
-        "phase",
-        "which",
-        "refused",
-        "lanes",
-        "rows",
-        "queue",
-        "stale",
-        "fenced",
-        "unconfirmed",
-        "abandoned",
-    )
+    fields = ("base", "phase", "which", "refused", "lanes", "rows", "queue")
+    fields += ("stale", "fenced", "unconfirmed", "abandoned")
 
     def __init__(self, pg: FakePostgres, kafka: FakeKafka, delivery: str, world: World) -> None:
         self.pg = pg
@@ -189,27 +178,6 @@ class WorkerModel(Saved):
             return ("ok",)
         return ("ok", "lost")
 
-    def tell(self, request: Request) -> str:
-        lanes = ", ".join("LMNO"[lane] for lane in request.lanes)
-        match request.name:
-            case "init":
-                return f"init_transactions({self.base}.{self.which})"
-            case "replace":
-                return f"init_transactions({self.base}.{self.which}), after a refused message"
-            case "fence":
-                lane = self.lanes[request.lanes[0]]
-                assert lane
-                return f"fences {lane.former}.{self._fencing(lane)}, for {lanes}"
-            case "turn":
-                how = "reads" if SPLIT_FETCH in self.mutations else "settles and reads"
-                return f"{how} {lanes or 'nothing'}"
-            case "send" if self.queue:
-                told = [f"marker {what.batch}" if isinstance(what, Marker) else what for _, what in self.queue[0]]
-                return f"produces {', '.join(told)} under {self.base}.{self.which}"
-            case "send":
-                return f"EndTxn({self.base}.{self.which}, commit)"
-        return f"{_REQUESTS[request.name]} {lanes}".rstrip()
-
     # Steps
 
     def step(self, request: Request, answer: str = "ok") -> None:
@@ -267,7 +235,7 @@ class WorkerModel(Saved):
             stage = "read"
         self._set(number, Lane(row.epoch + 1, stage, row.base))
 
-    def _fencing(self, lane: Lane) -> int:
+    def next_fenced(self, lane: Lane) -> int:
         return 1 if "fence_second_only" in self.mutations else lane.fenced
 
     def _fence(self, lanes: tuple[int, ...]) -> None:
@@ -275,7 +243,7 @@ class WorkerModel(Saved):
         chosen = self.lanes[lanes[0]]
         assert chosen
         assert chosen.former is not None
-        self.kafka.fence((chosen.former, self._fencing(chosen)))
+        self.kafka.fence((chosen.former, self.next_fenced(chosen)))
         enough = 1 if self.mutations & {"fence_first_only", "fence_second_only"} else self.producers
         for number, lane in enumerate(self.lanes):
             if lane and lane.stage == "fence" and lane[2:4] == chosen[2:4]:
@@ -522,13 +490,3 @@ class WorkerModel(Saved):
 
     def _each_held(self, change: Any) -> None:
         self.lanes = tuple(change(lane) if lane and lane.stage == "held" else lane for lane in self.lanes)
-
-
-_REQUESTS: Final = {
-    "acquire": "acquires",
-    "read": "reads the marker of",
-    "adopt": "settles the marker and writes its id into the row of",
-    "renew": "takes a new base id",
-    "secure": "settles, and what it read is durable",
-    "release": "releases",
-}

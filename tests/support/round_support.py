@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bench import order
+from bench import ided, order
 from uuid_utils.compat import uuid7
 
 __all__ = ["order"]
@@ -18,7 +18,7 @@ def letters(bench, columns="message_offset, reason"):
 
 def put(bench, value, key="k", event_id=None, kind="order.placed", **where):
     event_id = uuid7() if event_id is None else event_id
-    headers = [("ce_id", str(event_id).encode()), ("ce_type", kind.encode())]
+    headers = [*ided(event_id), ("ce_type", kind.encode())]
     data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
     bench.send_raw(data, headers, key, **where)
     return event_id

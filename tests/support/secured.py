@@ -89,12 +89,30 @@ def _certificate(
     return made, key
 
 
-@contextmanager
-def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, str, dict[str, str]]]:
-    """Start a Kafka that wants TLS, SCRAM or OAUTHBEARER, and rights.
+@dataclass(frozen=True)
+class SecuredKafka:
+    """A Kafka that wants TLS, SCRAM or OAUTHBEARER, and rights.
 
-    Yields a superuser's client, its address, and the options of the user ``outbox``, which has no rights yet.
+    admin    a superuser's client.
+    plain    the address of the other listener, where everybody is a superuser.
+    options  of the user ``outbox``, who has no rights yet.
     """
+
+    certificates: Certificates
+    admin: AdminClient
+    plain: str
+    options: dict[str, str]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The options as settings of a relay."""
+        return {f"kafka__{name.replace('.', '_')}": value for name, value in self.options.items()}
+
+
+@contextmanager
+def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
+    """Start one, with certificates in a directory."""
+    certificates = Certificates.made(directory)
     settings = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
         "listener.name.proxied.ssl.keystore.type": "PEM",
@@ -121,18 +139,15 @@ def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, str
         proxy.lead_to(cluster.proxied_port)
         admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
         set_password(admin, "outbox", PASSWORD)
-        yield (
-            admin,
-            cluster.bootstrap_servers,
-            {
-                "bootstrap.servers": proxy.address,
-                "security.protocol": "SASL_SSL",
-                "ssl.ca.location": str(certificates.authority),
-                "sasl.mechanism": "SCRAM-SHA-256",
-                "sasl.username": "outbox",
-                "sasl.password": PASSWORD,
-            },
-        )
+        options = {
+            "bootstrap.servers": proxy.address,
+            "security.protocol": "SASL_SSL",
+            "ssl.ca.location": str(certificates.authority),
+            "sasl.mechanism": "SCRAM-SHA-256",
+            "sasl.username": "outbox",
+            "sasl.password": PASSWORD,
+        }
+        yield SecuredKafka(certificates, admin, cluster.bootstrap_servers, options)
 
 
 def set_password(admin: AdminClient, user: str, password: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,17 @@ class Stream:
 @pytest.fixture
 def stream(spark, outbox_postgres, tmp_path) -> Stream:
     return Stream(spark, outbox_postgres.url, tmp_path)
+
+
+def killed(stream: Stream, program: str, *arguments: str) -> None:
+    """Run the query in another process, a program that kills itself; it gets the stream's folders as arguments."""
+    paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(stream.source), str(stream.checkpoint), *arguments],
+        env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]

@@ -14,7 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from uuid import UUID
 
+import psutil
 import psycopg
 import pytest
 from confluent_kafka import Message
@@ -117,6 +119,12 @@ def with_path_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_BEGIN_PINNED", connections._BEGIN)
 
 
+def write(url: str, events: Iterable[Event]) -> list[UUID]:
+    """Write events in one transaction, and return their ids."""
+    with psycopg.connect(url) as connection:
+        return list(Outbox().add_many(connection, list(events)))
+
+
 def backlog(url: str) -> int:
     """How many events are not published yet; -1 while Postgres is away."""
     try:
@@ -152,6 +160,17 @@ def await_stops(relay: RelayProcess, lanes: int) -> None:
         return len({lane for line in lines for lane in line["lanes"].split(", ")}) == lanes
 
     wait_until(stopped, what="every lane to stop")
+
+
+def ends(relay: RelayProcess) -> None:
+    """Ask a relay to end, which it has to do in order."""
+    relay.terminate()
+    assert relay.wait() == 0, relay.log()[-3000:]
+
+
+def halted(relay: RelayProcess) -> bool:
+    """Return whether a relay has been stopped, as by SIGSTOP."""
+    return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
 
 
 def owners(url: str) -> dict[str, int]:
@@ -215,6 +234,11 @@ class Load:
         if self._error is not None:
             raise self._error
         assert not any(thread.is_alive() for thread in self._threads), "the load does not end"
+
+    def more(self, count: int, seconds: float = 30.0) -> None:
+        """Wait until so many more events are committed."""
+        goal = self.committed() + count
+        wait_until(lambda: self.committed() >= goal, seconds, f"{count} more events")
 
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""

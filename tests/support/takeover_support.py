@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 
 import psycopg
 import pytest
+from support import write
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox._app.settings import client_options
 from outbox.errors import OutboxError
@@ -59,8 +60,7 @@ class Tables:
         return source
 
     def add(self, *keys: str, kind: str = "Order") -> None:
-        with psycopg.connect(self.url) as connection:
-            Outbox().add_many(connection, [Event(kind, key, "T", {}) for key in keys])
+        write(self.url, [Event(kind, key, "T", {}) for key in keys])
 
     def run(self, query: str, *values: object) -> list[tuple]:
         with psycopg.connect(self.url, autocommit=True) as connection:

@@ -11,7 +11,7 @@ from typing import Any
 import nursery
 import psycopg
 import pytest
-from support import Load, look_up, wait_until
+from support import drained, look_up, wait_until
 
 from relay.config import SourceKind
 from relay.operations.wal_setup import Cdc, Status
@@ -69,6 +69,16 @@ def streaming(url: str) -> bool:
     return look_up(url, "SELECT bool_and(streaming) FROM outbox.lanes")[0][0]
 
 
+def used_up(url: str, settings: Mapping[str, Any]) -> None:
+    """Wait until the stream is used up to here and nothing is left in the table."""
+    ((target,),) = look_up(url, "SELECT pg_current_wal_lsn()::text")
+    # A heartbeat moves the slot on, but only for some WAL.
+    look_up(url, "SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
+    there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
+    wait_until(lambda: look_up(url, there, target, settings["wal__slot"]) == [(True,)], 120, "the stream to be used up")
+    drained(url)
+
+
 def sources(url: str) -> set[tuple[str, str | None]]:
     """Source and living owner of every lane."""
     return set(
@@ -78,11 +88,6 @@ def sources(url: str) -> set[tuple[str, str | None]]:
 
 def held_by(url: str, source: str, instance: str) -> bool:
     return sources(url) == {(source, instance)}
-
-
-def more(load: Load, count: int) -> None:
-    goal = load.committed() + count
-    wait_until(lambda: load.committed() >= goal, what="more load")
 
 
 def status(url: str, settings: Mapping[str, Any]) -> Status:

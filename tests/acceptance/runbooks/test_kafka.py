@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from raw_kafka import HangingTransaction
 from reconcile_support import hanging, unverified
 from runbook_support import Orders, alarmed, change, every_step_was_taken, of
-from support import end_leases, logged, look_up, wait_until
+from support import end_leases, ends, logged, look_up, wait_until
 
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
@@ -122,8 +122,7 @@ def test_partitions_are_added(operator, orders, address):
     alarmed(address, "OutboxTopicGrown")
     shown = operator.look("curl -s", RELAY=address).text
     assert re.search(rf"partitions-{orders.topic} .*partitions were added \(\d+, now \d+\)", shown), shown
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     operator.start(delivery="exactly-once")
     alarmed(address)
 
@@ -144,8 +143,7 @@ def test_kafka_does_not_acknowledge_what_is_deleted(operator, outbox_postgres, u
     finally:
         unverified.resume_broker(0)
     alarmed(address)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     # What test_kafka_is_away shows is true of this one.
     relay = operator.run_relay("OUTBOX_DELIVERY=at-least-once")
     (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")

@@ -15,7 +15,7 @@ from alerting import firing, scraped
 from failing_relays import let_pass
 from pause_support import pause
 from runbook_support import alarmed, change, every_step_was_taken, forgotten, of, shows
-from support import drained, end_leases, look_up, owners, wait_until
+from support import drained, end_leases, ends, look_up, owners, wait_until
 
 from outbox import Event, Outbox
 from relay.core.pauses import ALL, scopes_of
@@ -40,8 +40,7 @@ def test_no_relay_is_running(operator, orders, settings, address):
     relay = operator.run_relay("outbox relay run")
     orders.published(4)
     alarmed(address)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     assert "relay stopped" in relay.log().splitlines()[-1]
     # One that does not reach Postgres.
     relay = operator.start(database_url="postgresql://127.0.0.1:1/x")
@@ -173,8 +172,7 @@ def test_a_lane_that_has_lost_its_state(operator, orders, address, settings):
     relay = operator.start()
     orders.add(20)
     orders.published(20)
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     change(url, "UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
     operator.start()
     orders.add(20)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from alerting import firing, scraped
 from runbook_support import alarmed, change, every_step_was_taken, forgotten, of
-from support import wait_until
+from support import ends, wait_until
 from wal_support import set_up, streaming, to_wal
 
 
@@ -44,8 +44,7 @@ def test_nobody_reads_the_slot(operator, on_wal, orders, address):
     assert re.search(r"read by +-$", shown.text, re.MULTILINE), shown.text
     operator.own("outbox cdc drop", SLOT=on_wal["wal__slot"])
     alarmed(address)
-    polling.terminate()
-    assert polling.wait() == 0
+    ends(polling)
     to_wal(url, on_wal)
     orders.add(3)
     wal_moves(url)
@@ -82,8 +81,7 @@ def test_the_slot_is_lost(operator, on_wal, orders, address):
     to_wal(url, on_wal)
     relay = operator.start(source="wal")
     wait_until(lambda: streaming(url), what="the lanes to stream")
-    relay.terminate()
-    assert relay.wait() == 0
+    ends(relay)
     # A slot alone the relay would replace by itself.
     change(url, "DROP PUBLICATION outbox_relay")
     orders.add(3)
