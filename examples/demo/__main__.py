@@ -78,6 +78,9 @@ def demo(
             lines.say("Ctrl-C closes the shop and ends the demo")
         result = run.run()
         lines.say("the sink equals the shop" if result.clean else "the sink DIFFERS from the shop")
+        if servers.sandbox:
+            outbox = Path(sys.executable).with_name("outbox")
+            lines.say(f"the servers still run; to stop them: {outbox} sandbox down")
     if as_json:
         print_json({**result.as_dict(), "seconds": round(lines.seconds, 1)})
     else:

@@ -13,13 +13,14 @@ _EVERY_SECONDS: Final = 2.0
 
 
 class Lines:
-    """A line for each event, and the figures: below the lines on a terminal, else every two seconds."""
+    """A line for each event, and the figures: below the lines on a terminal, else every two seconds if they change."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._status = self._console.status("")
         self._started = time.monotonic()
         self._next = 0.0
+        self._figures: Figures | None = None
 
     def __enter__(self) -> Self:
         self._status.start()
@@ -46,6 +47,6 @@ class Lines:
         )
         if self._console.is_terminal:
             self._status.update(text)
-        elif self.seconds >= self._next:
-            self._next = self.seconds + _EVERY_SECONDS
+        elif self.seconds >= self._next and figures != self._figures:
+            self._next, self._figures = self.seconds + _EVERY_SECONDS, figures
             self.say(text)

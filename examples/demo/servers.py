@@ -12,10 +12,11 @@ from outbox.urls import libpq_url, with_database
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """The addresses of Postgres and Kafka."""
+    """The addresses of Postgres and Kafka. ``sandbox``: whether the sandbox runs one of them."""
 
     url: str
     bootstrap: str
+    sandbox: bool
 
 
 def find_servers() -> Servers:
@@ -26,11 +27,11 @@ def find_servers() -> Servers:
     url = os.environ.get("OUTBOX_DATABASE_URL")
     bootstrap = os.environ.get("OUTBOX_KAFKA__BOOTSTRAP_SERVERS")
     if url and bootstrap:
-        return Servers(libpq_url(url), bootstrap)
+        return Servers(libpq_url(url), bootstrap, sandbox=False)
     from outbox.sandbox.sandbox import Sandbox
 
     state = Sandbox().up()
-    return Servers(libpq_url(url) if url else state.database_url, bootstrap or state.bootstrap_servers)
+    return Servers(libpq_url(url) if url else state.database_url, bootstrap or state.bootstrap_servers, sandbox=True)
 
 
 @contextmanager
