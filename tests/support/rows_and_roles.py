@@ -29,21 +29,24 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "consumer.dead_letters": {**_MESSAGE, **_DEAD},
     "consumer.reservations": {**_MESSAGE, "name": "pay", "state": "stuck", "request": "{}"},
 }
+# Without the time of the next attempt: Python has no infinite one.
+_RETURNED = {"outbox.failures": "event_id"}
 _IDS = {"outbox.failures": "event_id", "outbox.dead_letters": "event_id", "consumer.reservations": "message_id"}
 
 
 def put(where: str | psycopg.Connection[Any], table: str, **columns: Any) -> dict[str, Any]:
-    """Insert a row, over a connection or at an address. Return its columns."""
+    """Insert a row, over a connection or at an address. Return its columns; of a failure its event's id."""
     if isinstance(where, str):
         with psycopg.connect(where) as connection:
             return put(connection, table, **columns)
     given = {**_DEFAULTS[table], **columns}
     if (name := _IDS.get(table)) is not None:
         given.setdefault(name, uuid4())
-    query = sql.SQL("INSERT INTO {} ({}) VALUES ({}) RETURNING *").format(
+    query = sql.SQL("INSERT INTO {} ({}) VALUES ({}) RETURNING {}").format(
         sql.Identifier(*table.split(".")),
         sql.SQL(", ").join(map(sql.Identifier, given)),
         sql.SQL(", ").join(sql.Placeholder() * len(given)),
+        sql.SQL(_RETURNED.get(table, "*")),
     )
     with where.cursor(row_factory=psycopg.rows.dict_row) as cursor:
         row: dict[str, Any] = cursor.execute(query, [*given.values()]).fetchone() or {}

@@ -102,7 +102,7 @@ def test_a_failed_message_is_a_dead_letter_and_its_key_waits_behind_it(log, how,
         assert first["reason"] == ("rejected" if how == "reject" else "failed")
         texts = {
             "fail": "no such order",
-            "swallow": "has caught",
+            "swallow": "was caught",
             "reject": "unknown currency",
             "deferred": "late_n_key",
         }
