@@ -181,7 +181,7 @@ def test_the_list_shows_what_waits_and_what_is_dead_the_oldest_failure_first(lan
     lines = outbox(lane, "dead-letters", "list").splitlines()
     shown = {line.split()[0]: line for line in lines}
     assert "Order/a" in shown[ids[0]]
-    assert "waiting, 1 attempts: b1 is bad" in shown[ids[1]]
+    assert "retrying, 1 attempts: b1 is bad" in shown[ids[1]]
     assert "dead, its key waits, 2 attempts: a1 is bad" in shown[ids[0]]
     listed = json.loads(outbox(lane, "dead-letters", "list", "--json"))["failures"]
     assert [failure["event_id"] for failure in listed] == ids

@@ -152,7 +152,7 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
         assert as_role[about].do.endswith(", or run this as the tables' owner")
     assert "USAGE on the consumers' schema" in as_role["losses"].do
     # Everything else is as the owner sees it, but for figures that change.
-    same = as_owner.keys() - denied - {"tables", "status", f"slot {slot}, cost"}
+    same = as_owner.keys() - denied - {"tables", "status", f"slot {slot}", f"slot {slot}, cost"}
     assert {about: as_role[about] for about in same} == {about: as_owner[about] for about in same}
     assert {"status", "guarantee on Kafka"} <= as_role.keys()
     assert [about for about, one in as_role.items() if one.level is Level.FAILURE] == ["Postgres fsync"]

@@ -141,7 +141,7 @@ REFUSED = {
         "UPDATE outbox.lanes SET commit_lsn = 1::bigint << 60",
         "UPDATE outbox.lanes SET commit_lsn = 1",
     ),
-    "the tables are farther": (
+    "the tables are ahead": (
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn + (1::bigint << 60)",
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn - (1::bigint << 60)",
     ),
