@@ -41,7 +41,7 @@ def test_nobody_reads_the_slot(operator, on_wal, orders, address):
     alarmed(address, "OutboxSlotRetainsWal")
     shown = operator.look("outbox cdc status")
     assert (shown.status, "ALERT" in shown.text) == (1, True), shown.text
-    assert re.search(r"read by +-$", shown.text, re.MULTILINE), shown.text
+    assert re.search(r"read by +- ", shown.text)
     operator.own("outbox cdc drop", SLOT=on_wal["wal__slot"])
     alarmed(address)
     ends(polling)

@@ -54,10 +54,7 @@ def test_what_others_have_planted_is_named(outbox_postgres, outbox_kafka, mallor
         admin.execute(PLANTED)
         admin.execute("RESET ROLE")
         admin.execute(TABLES)
-    said = (
-        "every role may create in it, and so plant functions that others with it in their search path call instead of "
-        "Postgres's"
-    )
+    said = "every role may create in it, and so plant functions that others with it in their search path call"
     everything = found(outbox_postgres, outbox_kafka)
     opened = {one for one in everything if one[1] == "schema public"}
     assert [(level, text[: len(said)]) for level, _, text in opened] == [(Level.WARNING, said)]

@@ -140,7 +140,7 @@ REFUSED = {
         "UPDATE outbox.lanes SET commit_lsn = 1::bigint << 60",
         "UPDATE outbox.lanes SET commit_lsn = 1",
     ),
-    "they were copied, or it is an older copy": (
+    "the tables are ahead": (
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn + (1::bigint << 60)",
         "UPDATE outbox.streams SET flushed_lsn = flushed_lsn - (1::bigint << 60)",
     ),
