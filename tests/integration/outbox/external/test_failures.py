@@ -268,7 +268,7 @@ def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, 
     external = payments(provider.url, on_confirmed=settle)
     sink.reserve(external, ["o"])
     counts = external.drain(connect, threading.Event(), report=report)
-    assert (counts.attempts, counts.confirmed, counts.again) == (1, 1, 0)
+    assert (counts.attempts, counts.confirmed, counts.retrying) == (1, 1, 0)
     assert sink.orders() == {"o": ("paid", 1)}
     signs = ("read-only", "idle-in-transaction timeout", "transaction timeout")
     assert [next(sign for sign in signs if sign in error) for error in waited] == list(signs)
