@@ -161,11 +161,11 @@ def apply(
     span = Range(TOPIC_ID, start, start + read)
     given = in_memory(batches)
     with database.sink.transaction("here", given, most=most) as into:
-        if not into.move(("t", part), span, None):
+        if not into.fence(("t", part), span):
             into.rollback()
             return None
         fresh = into.remember(given, database.way)
-        into.count(("t", part), span, read=read, fresh=fresh, **{"dead": (), "reached": None, **counted})
+        into.move(("t", part), span, log_end=None, read=read, fresh=fresh, **{"dead": (), "reached": None, **counted})
         if fresh:
             into.apply()
     return fresh
@@ -180,9 +180,9 @@ def test_everything_is_committed_together(database):
     span = Range(TOPIC_ID, 0, 3)
     given = in_memory([rows([1, 2, 3])])
     with database.sink.transaction("here", given, most=10) as into:
-        assert into.move(PARTITION, span, None)
+        assert into.fence(PARTITION, span)
         assert into.remember(given, database.way) == 3
-        into.count(PARTITION, span, read=3, fresh=3, dead=[letter(7)], reached=9)
+        into.move(PARTITION, span, log_end=None, read=3, fresh=3, dead=[letter(7)], reached=9)
         into.apply()
         assert nothing_happened(database)
     assert database.read("numbers") == [(1,), (2,), (3,)]
@@ -196,13 +196,13 @@ def letter(offset: int) -> DeadLetter:
     return DeadLetter(RejectedRecord(("t", 0, offset), "failed", "why"), event_id(offset), b"k", b"v", "[]", 0)
 
 
-@pytest.mark.parametrize("after", ["move", "remember", "count", "apply"])
+@pytest.mark.parametrize("after", ["fence", "remember", "move", "apply"])
 def test_an_error_takes_all_of_it_back(database, after):
     span, given = Range(TOPIC_ID, 0, 1), in_memory([rows([1])])
     steps = {
-        "move": lambda into: into.move(PARTITION, span, None),
+        "fence": lambda into: into.fence(PARTITION, span),
         "remember": lambda into: into.remember(given, database.way),
-        "count": lambda into: into.count(PARTITION, span, read=1, fresh=1, dead=[letter(0)], reached=None),
+        "move": lambda into: into.move(PARTITION, span, log_end=None, read=1, fresh=1, dead=[letter(0)], reached=None),
         "apply": lambda into: into.apply(),
     }
     made = list(steps)[: list(steps).index(after) + 1]
@@ -220,7 +220,7 @@ def test_nothing_is_committed_without_the_proof_of_the_inputs_end(database):
 
     def commit(given: TaskInput, *, read: bool) -> None:
         with database.sink.transaction("here", given, most=10) as into:
-            into.move(PARTITION, Range(TOPIC_ID, 0, 1), None)
+            into.fence(PARTITION, Range(TOPIC_ID, 0, 1))
             if read:
                 into.remember(given, database.way)
                 into.apply()
@@ -235,7 +235,7 @@ def test_nothing_is_committed_without_the_proof_of_the_inputs_end(database):
 
 def test_a_rollback_needs_no_proof(database):
     with database.sink.transaction("here", in_memory([rows([1])]), most=10) as into:
-        assert into.move(PARTITION, Range(TOPIC_ID, 0, 1), None)
+        assert into.fence(PARTITION, Range(TOPIC_ID, 0, 1))
         into.rollback()
     assert nothing_happened(database)
 
@@ -306,8 +306,8 @@ def test_what_was_applied_before_is_left_out(database):
 
 def test_a_range_without_rows_moves(database):
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
-        assert into.move(PARTITION, Range(TOPIC_ID, 0, 5), None)
-        into.count(PARTITION, Range(TOPIC_ID, 0, 5), read=0, fresh=0, dead=[letter(4)], reached=None)
+        assert into.fence(PARTITION, Range(TOPIC_ID, 0, 5))
+        into.move(PARTITION, Range(TOPIC_ID, 0, 5), log_end=None, read=0, fresh=0, dead=[letter(4)], reached=None)
     assert (database.read("position"), database.read("letters")) == ([(5,)], [(4, "failed", "why", "dead")])
 
 
@@ -359,7 +359,7 @@ def test_what_the_rows_raise_passes_through(database):
 
     def remember() -> None:
         with database.sink.transaction("here", given, most=10) as into:
-            into.move(PARTITION, Range(TOPIC_ID, 0, 2), None)
+            into.fence(PARTITION, Range(TOPIC_ID, 0, 2))
             into.remember(given, database.way)
 
     with pytest.raises(RejectedRecords, match="no JSON"):
@@ -370,9 +370,15 @@ def test_what_the_rows_raise_passes_through(database):
 def letters(database: Database, *offsets: int) -> Mapping[Any, Any]:
     """Put messages aside, and ask for another try of them. Gives the requests."""
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
-        into.move(PARTITION, Range(TOPIC_ID, 0, 10), None)
-        into.count(
-            PARTITION, Range(TOPIC_ID, 0, 10), read=0, fresh=0, dead=[letter(one) for one in offsets], reached=None
+        into.fence(PARTITION, Range(TOPIC_ID, 0, 10))
+        into.move(
+            PARTITION,
+            Range(TOPIC_ID, 0, 10),
+            log_end=None,
+            read=0,
+            fresh=0,
+            dead=[letter(one) for one in offsets],
+            reached=None,
         )
     database.set("retry")
     ids = [number for (number,) in database.read("letter_ids")]
