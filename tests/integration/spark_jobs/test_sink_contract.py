@@ -145,9 +145,7 @@ def apply(
             into.rollback()
             return None
         fresh = into.remember(given, database.way)
-        into.move(
-            ("t", part), span, read=read, fresh=fresh, **{"dead": (), "log_end": None, "reached": None, **counted}
-        )
+        into.move(("t", part), span, log_end=None, read=read, fresh=fresh, **{"dead": (), "reached": None, **counted})
         if fresh:
             into.apply()
     return fresh
