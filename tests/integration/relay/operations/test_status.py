@@ -67,8 +67,8 @@ def filled(topics: Topics, times: Sequence[Sequence[int | None]]) -> tuple[str, 
         for at in each:
             producer.produce(topic, b"{}", partition=part, timestamp=at or 0)
     assert producer.flush(30) == 0
-    described = AdminClient({"bootstrap.servers": topics.bootstrap_servers}).describe_topics(TopicCollection([topic]))
-    return topic, str(described[topic].result().topic_id)
+    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
+    return topic, str(admin.describe_topics(TopicCollection([topic]))[topic].result().topic_id)
 
 
 def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, outbox_relay, order):
