@@ -52,7 +52,8 @@ class Tables:
         return leases
 
     def source(self, leases: Collection[Lease], *, archive: bool = False) -> PollingSource:
-        failures = Failures("outbox", FailurePolicy(), Router())
+        # What is refused comes back in no test, however slow the machine is.
+        failures = Failures("outbox", FailurePolicy(10, 600.0, 600.0), Router())
         source = PollingSource(Connector(self.url, "test"), "outbox", failures, archive=archive)
         self.opened.append(source)
         for lease in leases:

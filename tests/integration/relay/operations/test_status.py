@@ -67,8 +67,8 @@ def filled(topics: Topics, times: Sequence[Sequence[int | None]]) -> tuple[str, 
         for at in each:
             producer.produce(topic, b"{}", partition=part, timestamp=at or 0)
     assert producer.flush(30) == 0
-    described = AdminClient({"bootstrap.servers": topics.bootstrap_servers}).describe_topics(TopicCollection([topic]))
-    return topic, str(described[topic].result().topic_id)
+    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
+    return topic, str(admin.describe_topics(TopicCollection([topic]))[topic].result().topic_id)
 
 
 def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, outbox_relay, order):
@@ -148,14 +148,14 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
     """Of a group that stands behind Kafka's end, has dead letters, and a partition whose topic is gone."""
     url = outbox_postgres.url
     topic, topic_id = filled(outbox_kafka, [[None] * 500] * 2)
-    group = {"grp": "totals", "topic": topic, "topic_id": topic_id, "duplicates": 2}
+    whose = {"grp": "totals", "topic": topic, "topic_id": topic_id, "duplicates": 2}
     put(url, "consumer.groups", grp="totals")
-    put(url, "consumer.offsets", **group, part=0, next_offset=500, applied=498)
-    put(url, "consumer.offsets", **group, part=1, next_offset=100, applied=98)
+    put(url, "consumer.offsets", **whose, part=0, next_offset=500, applied=498)
+    put(url, "consumer.offsets", **whose, part=1, next_offset=100, applied=98)
     (group,) = status.look()["groups"]
     assert (group["group"], group["partitions"], group["lag"], group["uncommitted"]) == ("totals", 2, 400, 0)
     assert (group["applied"], group["duplicates"], group["dead_letters"], group["losses"]) == (596, 4, 0, 0)
-    put(url, "consumer.offsets", **group | {"topic": "gone"}, next_offset=7)
+    put(url, "consumer.offsets", **whose | {"topic": "gone"}, next_offset=7)
     put(url, "consumer.dead_letters", grp="totals", topic=topic)
     found = status.look()
     assert found["groups"][0]["dead_letters"] == 1
