@@ -28,6 +28,7 @@ from relay.database import Connector
 from relay.wal.replication import Replication
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import transaction
+from spark_jobs.task.input import NO_INPUT
 
 PLAIN = "plainpassword"
 PRINTABLE = st.text(string.digits + string.ascii_letters + string.punctuation + " ä€", min_size=4, max_size=24)
@@ -104,7 +105,7 @@ def opened(url: str) -> None:
 
 
 def began(url: str) -> None:
-    with transaction(url, "test"):
+    with transaction(url, "test", NO_INPUT):
         pass
 
 
