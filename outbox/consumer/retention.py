@@ -38,10 +38,14 @@ from outbox.errors import SchemaError
 KEEP_DAYS: Final = 14
 """The default, in whole days besides today."""
 
-_LOCK: Final = 0x6F7574626F780002
+# Of these tables alone: another sink in the same database has a schema of its own.
+_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
+_TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
 _AHEAD: Final = 3
 # Below deadlock_timeout's default of 1 s, so that maintenance gives up before a task is cancelled.
 _GIVE_WAY: Final = "500ms"
+_MOST_HELD: Final = 3
+"""Who holds so many partitions holds all of them, as a dump does: each one would be waited for in vain."""
 
 # What each partition covers, from and to; NULL for MINVALUE and MAXVALUE.
 _RANGES: Final = """
@@ -138,7 +142,7 @@ class IdRetention:
             connection.execute("SET LOCAL lock_timeout = '3s'")
             made = []
             try:
-                connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+                connection.execute(_LOCK, (self._schema,))
                 connection.execute("SET LOCAL lock_timeout = '1s'")
                 for low in self._missing(connection):
                     name = _named(low)
@@ -153,22 +157,28 @@ class IdRetention:
     def forget(self) -> RetentionResult:
         """Drop the partitions of old days, and delete such rows from the default partition.
 
-        Does nothing while another driver is doing it.
+        Does nothing while another driver is doing it. A partition that somebody holds stays, and the others go.
         """
         with self._transaction() as connection:
             horizon, old = self._old(connection)
         dropped = []
         problem = None
         denied = False
-        deleted = 0
-        try:
+        deleted = held = 0
+        for name, high in old:
             try:
-                for name, high in old:
-                    if self._drop(name, high):
-                        dropped.append(name)
+                if self._drop(name, high):
+                    dropped.append(name)
+            except _BUSY as error:
+                problem = problem or first_line(error)
+                held += 1
+                if held == _MOST_HELD:
+                    break
             except errors.InsufficientPrivilege as error:
                 # A consumer's own rights are enough for the default partition.
                 problem, denied = first_line(error), True
+                break
+        try:
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
             problem = problem or first_line(error)
@@ -291,9 +301,8 @@ class IdRetention:
             connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
             yield connection
 
-    @staticmethod
-    def _locked(connection: psycopg.Connection[Any]) -> bool:
-        [(locked,)] = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,))
+    def _locked(self, connection: psycopg.Connection[Any]) -> bool:
+        [(locked,)] = connection.execute(_TRY_LOCK, (self._schema,))
         return bool(locked)
 
     @staticmethod

@@ -18,9 +18,10 @@ from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 
 from outbox._clients.checks import Level
+from outbox.consumer import retention
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import DAY_OF_ID
-from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult
+from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult, _named
 from outbox.consumer.statements import statement
 from relay.cli.app import app
 from relay.config import load
@@ -118,7 +119,7 @@ def test_one_query_when_all_days_are_there(sink):
     sink.memory.make()
     with psycopg.connect(sink.url) as other:
         other.execute("LOCK TABLE consumer.processed_messages IN SHARE UPDATE EXCLUSIVE MODE")
-        other.execute("SELECT pg_advisory_xact_lock(%s)", (0x6F7574626F780002,))
+        other.execute(retention._LOCK, ("consumer",))
         assert sink.memory.make() == RetentionResult()
 
 
@@ -222,6 +223,27 @@ def test_upkeep_gives_way_to_a_task_that_writes(sink):
     # The id is there, seen just now.
     assert sink.memory.forget() == RetentionResult()
     assert sink.remembered() == {("g", old): 1}
+
+
+def test_a_day_that_somebody_holds_keeps_no_other_day(sink):
+    """As a dump that reads it, or a session that was forgotten."""
+    held, later = sink.day(KEEP + 3), sink.day(KEEP + 2)
+    for old in (held, later):
+        sink.partition(old)
+    with psycopg.connect(sink.url) as dump:
+        dump.execute(sql.SQL("LOCK TABLE {} IN ROW EXCLUSIVE MODE").format(sink.memory._partition(_named(held))))
+        first = sink.memory.forget()
+    assert "lock timeout" in first.problem
+    assert first.dropped == (_named(later),)
+    assert sink.memory.forget() == RetentionResult(dropped=(_named(held),))
+
+
+def test_another_sink_in_the_database_does_not_hold_it_up(sink):
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    with psycopg.connect(sink.url) as other:
+        other.execute(retention._LOCK, ("consumer2",))
+        assert sink.memory.forget() == RetentionResult(dropped=(_named(old),))
 
 
 def test_a_task_that_waits_for_the_drop_sees_that_its_day_is_forgotten(sink, monkeypatch):

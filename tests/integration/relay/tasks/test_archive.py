@@ -281,7 +281,7 @@ def test_many_relays_keep_the_archive_once(archive):
 
 def test_the_upkeep_of_the_consumers_ids_in_the_same_database_does_not_hold_it_up(archive):
     with psycopg.connect(archive.url) as upkeep, capture_logs() as logs:
-        upkeep.execute("SELECT pg_advisory_xact_lock(%s)", (IDS_LOCK,))
+        upkeep.execute(IDS_LOCK, ("outbox",))
         archive.retention().keep()
     assert [line["event"] for line in logs] == ["archive kept"]
 
