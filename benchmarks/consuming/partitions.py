@@ -197,5 +197,8 @@ def most_sessions(sampled: Sampled) -> dict[str, int]:
 
 
 def grown(spread: Sequence[tuple[float, float, float]]) -> float:
-    """Return by how much the last quarter's median is above the second's; the first one still warms up."""
-    return spread[3][1] / spread[1][1] - 1
+    """Return by how much the last quarter's median is above the second's; the first one still warms up.
+
+    0 for a role that had no process in the second: there is nothing to compare with.
+    """
+    return spread[3][1] / spread[1][1] - 1 if spread[1][1] else 0.0

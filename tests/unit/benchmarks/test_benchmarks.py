@@ -13,7 +13,7 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks.consuming import stage
+from benchmarks.consuming import partitions, stage
 from benchmarks.harness import report
 from benchmarks.harness.choice import choose
 from benchmarks.harness.results import Results, Run, at_least, at_most
@@ -167,6 +167,16 @@ def test_the_report():
     assert "3 of 4 events are missing <b>" in text
     for shown in ("ours, polling, at-least-once", "(1,000–2,000)", "NOT reached"):
         assert shown in text
+
+
+def test_memory_grows_from_the_second_quarter_to_the_last():
+    def spread(*medians: float) -> list[tuple[float, float, float]]:
+        return [(0, median, 0) for median in medians]
+
+    assert partitions.grown(spread(50, 100, 120, 150)) == 0.5
+    # Rounds that the driver applies itself start no workers.
+    assert partitions.grown(spread(0, 0, 0, 0)) == 0
+    assert partitions.grown(spread(0, 0, 80, 90)) == 0
 
 
 @pytest.mark.parametrize("events", [1, 4_999, 5_000, 12_345, 30_000])
