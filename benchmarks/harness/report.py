@@ -79,7 +79,7 @@ def show(console: Console, chapter: Chapter) -> None:
     table.add_column("failed", justify="right")
     for way in results.ways:
         cells = [cell(results, way, metric) for metric in scenario.metrics]
-        table.add_row(way, *cells, str(repeated(results, way)), str(len(errors(results, way))))
+        table.add_row(way, *cells, str(repeated(results, way)), str(len(errors(results, way))) or "")
     console.print(table)
     for run in results.runs:
         if run.error is not None:

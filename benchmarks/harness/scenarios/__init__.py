@@ -6,7 +6,7 @@ from typing import Final
 
 from benchmarks.harness.scenarios.base import Scenario, Sizes
 from benchmarks.harness.scenarios.big import Big
-from benchmarks.harness.scenarios.drains import Backlog5M, DrainUsual, HotKey
+from benchmarks.harness.scenarios.drains import Backlog5M, DrainSmall, DrainUsual, HotKey
 from benchmarks.harness.scenarios.guarantees import Guarantees
 from benchmarks.harness.scenarios.held import Held
 from benchmarks.harness.scenarios.idle import Empty, Memory
@@ -17,6 +17,7 @@ from benchmarks.harness.scenarios.writer import Writers
 ALL: Final[tuple[type[Scenario], ...]] = (
     Steady600,
     DrainUsual,
+    DrainSmall,
     Lanes,
     Empty,
     TwoASecond,

@@ -1,4 +1,4 @@
-"""How fast a backlog is drained: many keys, one key alone, and five million events."""
+"""How fast a backlog is drained: usual events, small ones, one key alone, and five million."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness.load import keys_of_lane
 from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_BULK, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.relays import Ours
-from benchmarks.harness.results import CPU, PER_CORE, RATE, Results, Run, Target, at_least
+from benchmarks.harness.results import CPU, PER_CORE, RATE, Results, Run, Target, at_least, beside
 from benchmarks.harness.runs import Drain, drain
 from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, WAL_ONCE, Scenario, Variant
 from benchmarks.harness.servers import Servers, Site
@@ -53,6 +53,32 @@ class DrainUsual(Scenario):
             found.append(at_least(what, results.ratio(way.name, bare, "rate"), 0.5 if once else 0.6))
         for wal, polling in ((WAL, POLLING), (WAL_ONCE, POLLING_ONCE)):
             found.append(at_least(f"{wal.name}: of polling", results.ratio(wal.name, polling.name, "rate"), 0.8))
+        return found
+
+
+class DrainSmall(DrainUsual):
+    """Events of 128 bytes. The figures stand beside each other: nothing is asked of them."""
+
+    name = "small"
+    title = "Drain of 200,000 events of 128 bytes, in transactions of 10,000"
+    about = "As the drain before, with what others publish figures of."
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        if self.quick:
+            return (POLLING, POLLING_ONCE, DEBEZIUM_BULK, BARE, BARE_ONCE)
+        return super().ways
+
+    def run(self, servers: Servers, way: Way, run: Run) -> None:
+        drain(servers, way, run, Drain(self.sizes.drain, self.warm(way), size=128, together=10_000))
+
+    def targets(self, results: Results) -> list[Target]:
+        best = results.best("Debezium", "rate")
+        found = []
+        for way in OURS:
+            bare = _bare_of(way)
+            found.append(beside(f"{way.name}: times the best Debezium", results.ratio(way.name, best, "rate")))
+            found.append(beside(f"{way.name}: of the {bare}", results.ratio(way.name, bare, "rate")))
         return found
 
 
