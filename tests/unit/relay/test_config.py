@@ -378,7 +378,8 @@ def test_a_relay_starts_without_the_other_commands():
         "print(*{n for n in sys.modules if n.startswith(('relay.cli.', 'spark_jobs')) or n == 'rich.console'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"relay.cli.assembly", "relay.cli.relay", "relay.cli.pauses"}
+    needed = {"assembly", "relay", "pauses", "session"}
+    assert set(done.stdout.split()) == {f"relay.cli.{name}" for name in needed}
 
 
 def test_the_command_line_is_whole_where_it_is_not_clear_what_is_needed():
