@@ -178,7 +178,7 @@ class BatchAttempts:
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
-        with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, shuffled=True), bisect=False)
+        with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, "shuffled"), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)
         applying.take(staged.table, staged.names, staged.rows)
@@ -206,7 +206,7 @@ class BatchAttempts:
             raise JobError(
                 "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
             )
-        self._sinks.effect(columns, shuffled=True)
+        self._sinks.effect(columns, "shuffled")
 
     def _stage_first(self, prepared: Prepared, generation: int, most: int) -> tuple[StagedRows, Mapping[str, str]]:
         """Stage the rows that the round's transaction begins with. Returns their columns too.

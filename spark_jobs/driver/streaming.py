@@ -225,7 +225,7 @@ class ExactlyOnce:
             return
         generation = self._begin(batch)
         self._sinks.look_again()
-        effect = self._sinks.effect(columns, shuffled=True)
+        effect = self._sinks.effect(columns, "stream")
         tables = self._staging_tables()
         try:
             staged = stage(rows, tables.create(columns, generation, check=True), messages=False)

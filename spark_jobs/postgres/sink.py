@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psycopg
 
@@ -234,11 +234,13 @@ class PostgresSinks:
         """Return the sink for rows of these columns."""
         return self._sink(columns, generation, self.effect(columns), self._direct(columns))
 
-    def effect(self, columns: Mapping[str, str], *, shuffled: bool = False) -> str | PythonEffect:
+    def effect(
+        self, columns: Mapping[str, str], rows: Literal["messages", "shuffled", "stream"] = "messages"
+    ) -> str | PythonEffect:
         """Return the job's effect, as SQL if it is an Insert or Upsert.
 
-        shuffled  the rows are the result of a transform that shuffles, or of a stream. They may still be messages, and
-                  then have an order.
+        rows  what the effect is applied to: messages, the result of a transform that shuffles, or a stream's rows. The
+              last two may be messages, and then have an order.
         """
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
@@ -246,13 +248,15 @@ class PostgresSinks:
         if not columns:
             # Such a sink applies nothing, it only moves offsets.
             return ""
-        known = (str(shuffled), *columns)
+        known = (rows, *columns)
         if known not in self._statements:
             types = self._store.column_types(effect.table)
             needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
-            placed = not shuffled or needed <= set(columns)
-            # After a shuffle, columns about messages are payload too: they are written if the table has them.
-            payload = [name for name in columns if name not in META or (shuffled and name in types)]
+            placed = rows == "messages" or needed <= set(columns)
+            # Columns about messages are written if the table has them. It must have those that an aggregation has kept;
+            # a stream's may be there for dedup alone.
+            about = set() if rows == "messages" else set(META) if rows == "shuffled" and not placed else set(types)
+            payload = [name for name in columns if name not in META or name in about]
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[known] = ";\n".join(made)
         return self._statements[known]

@@ -13,8 +13,6 @@ from psycopg import sql
 
 from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Dedup, DedupStore, Natural, Version, column_types
-from spark_jobs.driver.batch_attempts import BatchAttempts
-from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.postgres.batch_table import BatchTable
@@ -189,8 +187,7 @@ def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
     def effect(made: Insert | Upsert, *without: str) -> str:
         job = ConsumerJob("g", ["t"], made, atomic="batch")
         sinks = PostgresSinks(sink.url, "consumer", job, store)
-        attempts = BatchAttempts(RoundContext(None, job, None, store, sinks), store, sinks)
-        return attempts._effect_after({name: kind for name, kind in kept.items() if name not in without})
+        return sinks.effect({name: kind for name, kind in kept.items() if name not in without}, "shuffled")
 
     for made in (Insert("s"), Upsert("s", ["i"], deletes=True)):
         assert '("i", "message_id", "message_key")' in effect(made)
