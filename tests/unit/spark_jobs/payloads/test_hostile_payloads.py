@@ -83,16 +83,19 @@ def cost(work: Callable[[], object]) -> float:
 
 
 def assert_linear(work: Callable[[bytes], object], make: Callable[[int], bytes]) -> None:
-    """Assert that a payload of four times the size takes about four times as long; quadratic would be sixteen."""
+    """Assert that a payload of four times the size takes about four times as long; quadratic would be sixteen.
+
+    Three tries: who shares the processor's caches changes what the same work costs.
+    """
 
     def taken(size: int) -> float:
         payload = make(size)
         return cost(lambda: work(payload))
 
     size = 500
-    while (took := taken(size)) < 0.005 and size < 250_000:
+    while taken(size) < 0.005 and size < 250_000:
         size *= 2
-    assert taken(4 * size) < 9 * took, size
+    assert any(taken(4 * size) < 9 * taken(size) for _ in range(3)), size
 
 
 def fields(count: int) -> bytes:
