@@ -57,7 +57,7 @@ class Sent(NamedTuple):
 
 def ided(event_id: Any = None) -> list[tuple[str, bytes]]:
     """Return the header of an event's id; None: a new one."""
-    return [("ce_id", str(event_id or uuid7()).encode())]
+    return [("ce_id", str(uuid7() if event_id is None else event_id).encode())]
 
 
 def produce(servers: str, topic: str, messages: Iterable[Sequence[Any]]) -> None:
