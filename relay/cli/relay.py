@@ -122,7 +122,8 @@ def reconcile(
         print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
         _print_findings(findings, repaired, apply=apply)
-    if (findings.problems or findings.hanging) and not apply:
+    left = findings.of_others if apply else [*findings.problems, *findings.hanging]
+    if left:
         raise typer.Exit(1)
 
 
@@ -184,10 +185,10 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
             f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
-        if apply:
-            continue
-        if part.events == 0:
+        if part in findings.of_others:
             say(f"  of another program, and left alone. If that does not need its records, abort it: {part.command}")
+        elif apply:
+            continue
         elif part.held == part.events:
             say("  abort it, and publish them again")
         else:

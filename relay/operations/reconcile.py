@@ -131,6 +131,11 @@ class Findings:
         """The lanes on which a relay would stop."""
         return [state for state in self.lanes if state.problem is not None]
 
+    @property
+    def of_others(self) -> list[HangingPartition]:
+        """The partitions that wait for a transaction of another program, which is never aborted."""
+        return [part for part in self.hanging if part.events == 0]
+
 
 class Reconciler:
     """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the

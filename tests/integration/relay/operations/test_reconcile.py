@@ -232,6 +232,21 @@ def test_a_transaction_of_another_program_is_named_and_left_alone(hanging):
     assert hanging.reconcile().returncode == 0
 
 
+def test_a_transaction_of_another_program_among_the_events_remains_and_is_no_success(hanging):
+    other = Producer(
+        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
+    )
+    other.init_transactions(60)
+    other.begin_transaction()
+    other.produce(hanging.topics[0], b"{}", b"key", partition=0)
+    assert other.flush(30) == 0
+    for arguments in ((), ("--apply", "--reason", "try")):
+        done = hanging.reconcile(*arguments)
+        assert (done.returncode, [part["events"] for part in json.loads(done.stdout)["hanging"]]) == (1, [0])
+    other.abort_transaction(30)
+    assert hanging.reconcile().returncode == 0
+
+
 def test_what_hangs_is_ended_for_good(hanging):
     """Nothing of it comes back when the broker is asked for committed records; what follows it does."""
     hanging.hang(state=False)
