@@ -206,11 +206,14 @@ def psutil_process(pid: int) -> psutil.Process | None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Return whether it exists and is not a zombie: in a container, orphans may never be reaped."""
+    """Return whether it exists and is not a zombie: in a container, orphans may never be reaped.
+
+    A killed process is one already while other threads of it still hold its files and ports.
+    """
     import psutil
 
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
     except psutil.NoSuchProcess:
         return False
 
