@@ -196,8 +196,7 @@ class WorkerLoop:
             }
             if not batches:
                 continue
-            left_seconds = min(self._lanes[number].lease.remaining_seconds for number in batches)
-            if again and len(batches) < len(fetched.batches) and left_seconds <= self._settings.delivery_seconds:
+            if again and len(batches) < len(fetched.batches) and not self._outlast_a_publish(batches):
                 # The next fetch renews the leases.
                 self._retries_apart = False
                 break
@@ -211,6 +210,10 @@ class WorkerLoop:
             if publisher is not self._publisher or not isinstance(sent, Completed):
                 break
         return seconds
+
+    def _outlast_a_publish(self, lanes: Collection[int]) -> bool:
+        left_seconds = min(self._lanes[number].lease.remaining_seconds for number in lanes)
+        return left_seconds > self._settings.delivery_seconds
 
     def _conclude(
         self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
