@@ -445,15 +445,15 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> No
         restore_path(connection, path)
         with connection.cursor() as cursor:
             effect(cursor)
-        if (text := spoilt(connection)) is not None:
-            raise _EffectFailed(text)
-        connection.execute(IMMEDIATE)
-    except _EffectFailed:
-        raise
+        failed = spoilt(connection)
+        if failed is None:
+            connection.execute(IMMEDIATE)
     except Exception as error:
         if connection.closed:
             raise
         raise _EffectFailed(_describe(error)) from error
+    if failed is not None:
+        raise _EffectFailed(failed)
 
 
 def _state_of(row: Mapping[str, Any]) -> ReservationState:
