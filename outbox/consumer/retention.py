@@ -45,7 +45,7 @@ _AHEAD: Final = 3
 # Below deadlock_timeout's default of 1 s, so that maintenance gives up before a task is cancelled.
 _GIVE_WAY: Final = "500ms"
 _MOST_HELD: Final = 3
-"""Who holds so many partitions holds all of them, as a dump does: each one would be waited for in vain."""
+"""After so many locked partitions the rest is left to the next time: a dump locks all of them."""
 
 # What each partition covers, from and to; NULL for MINVALUE and MAXVALUE.
 _RANGES: Final = """
@@ -157,7 +157,8 @@ class IdRetention:
     def forget(self) -> RetentionResult:
         """Drop the partitions of old days, and delete such rows from the default partition.
 
-        Does nothing while another driver is doing it. A partition that somebody holds stays, and the others go.
+        Does nothing while another driver is doing it. A partition that another session has locked stays;
+        the others go.
         """
         with self._transaction() as connection:
             horizon, old = self._old(connection)

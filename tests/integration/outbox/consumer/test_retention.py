@@ -225,7 +225,7 @@ def test_upkeep_gives_way_to_a_task_that_writes(sink):
     assert sink.remembered() == {("g", old): 1}
 
 
-def test_a_day_that_somebody_holds_keeps_no_other_day(sink):
+def test_a_locked_day_keeps_no_other_day(sink):
     """As a dump that reads it, or a session that was forgotten."""
     held, later = sink.day(KEEP + 3), sink.day(KEEP + 2)
     for old in (held, later):
@@ -236,6 +236,18 @@ def test_a_day_that_somebody_holds_keeps_no_other_day(sink):
     assert "lock timeout" in first.problem
     assert first.dropped == (_named(later),)
     assert sink.memory.forget() == RetentionResult(dropped=(_named(held),))
+
+
+def test_who_locks_all_days_is_not_waited_for_at_each(sink):
+    days = [sink.day(KEEP + 6 - number) for number in range(retention._MOST_HELD + 1)]
+    for old in days:
+        sink.partition(old)
+    with psycopg.connect(sink.url) as dump:
+        for old in days[:-1]:
+            dump.execute(sql.SQL("LOCK TABLE {} IN ROW EXCLUSIVE MODE").format(sink.memory._partition(_named(old))))
+        # The last one is free, and is not come to.
+        assert sink.memory.forget().dropped == ()
+    assert sink.memory.forget() == RetentionResult(dropped=tuple(map(_named, days)))
 
 
 def test_another_sink_in_the_database_does_not_hold_it_up(sink):
