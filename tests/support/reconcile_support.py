@@ -159,6 +159,17 @@ class Hanging(Outbox):
         self.run("UPDATE outbox.lanes SET last_batch = 1, transactional_id = %s", self.former)
         self.run("UPDATE outbox.lanes SET owner = 'killed'")
 
+    def other_program(self, topic: str, partition: int) -> Producer:
+        """Return a producer that is no relay's, with a transaction open in this partition."""
+        other = Producer(
+            {"bootstrap.servers": self.kafka.bootstrap_servers, "transactional.id": self.kafka.name("other")}
+        )
+        other.init_transactions(60)
+        other.begin_transaction()
+        other.produce(topic, b"{}", b"key", partition=partition)
+        assert other.flush(30) == 0
+        return other
+
     def hang(self, state: bool = True) -> None:
         transaction = HangingTransaction(self.kafka.bootstrap_servers, self.id)
         for topic in self.topics:

@@ -94,13 +94,7 @@ def test_the_doctor_names_what_hangs_and_the_way_out(hanging, monkeypatch):
 def test_the_doctor_looks_at_the_state_topic_too_and_tells_another_programs_transaction(hanging, monkeypatch):
     monkeypatch.setattr(doctor_kafka, "_UNMOVED_SECONDS", 0.5)
     hanging.hang()
-    other = Producer(
-        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
-    )
-    other.init_transactions(60)
-    other.begin_transaction()
-    other.produce(hanging.topics[0], b"{}", b"key", partition=2)
-    assert other.flush(30) == 0
+    other = hanging.other_program(hanging.topics[0], 2)
     monkeypatch.setattr(open_transactions, "_GRACE_SECONDS", -60.0)
     found = examined(hanging, delivery="exactly-once")
     assert found[f"topic {hanging.state.name} partition 0, transaction"].level is Level.FAILURE
@@ -156,13 +150,7 @@ def test_what_moves_on_does_not_hang(hanging):
 
 def test_another_programs_transaction_is_not_the_relays_business(hanging):
     watched = Watched(hanging)
-    other = Producer(
-        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
-    )
-    other.init_transactions(60)
-    other.begin_transaction()
-    other.produce(hanging.topics[0], b"{}", b"key", partition=1)
-    assert other.flush(30) == 0
+    other = hanging.other_program(hanging.topics[0], 1)
     assert watched.after(0.0) == 0
     assert watched.after(10_000.0) == 0
     other.abort_transaction(30)

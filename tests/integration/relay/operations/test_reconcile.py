@@ -8,7 +8,7 @@ from collections import Counter
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
 from support import wait_until
 
@@ -217,13 +217,7 @@ def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
 
 
 def test_a_transaction_of_another_program_is_named_and_left_alone(hanging):
-    other = Producer(
-        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
-    )
-    other.init_transactions(60)
-    other.begin_transaction()
-    other.produce(hanging.state.name, b"{}", b"key", partition=0)
-    assert other.flush(30) == 0
+    other = hanging.other_program(hanging.state.name, 0)
     done = hanging.reconcile("--apply", "--reason", "try")
     assert done.returncode == 1
     assert "the end of a transaction of another producer than the lanes' rows name" in done.stderr
@@ -233,13 +227,7 @@ def test_a_transaction_of_another_program_is_named_and_left_alone(hanging):
 
 
 def test_a_transaction_of_another_program_among_the_events_remains_and_is_no_success(hanging):
-    other = Producer(
-        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
-    )
-    other.init_transactions(60)
-    other.begin_transaction()
-    other.produce(hanging.topics[0], b"{}", b"key", partition=0)
-    assert other.flush(30) == 0
+    other = hanging.other_program(hanging.topics[0], 0)
     for arguments in ((), ("--apply", "--reason", "try")):
         done = hanging.reconcile(*arguments)
         assert (done.returncode, [part["events"] for part in json.loads(done.stdout)["hanging"]]) == (1, [0])
