@@ -18,7 +18,7 @@ from outbox._app.tracing import EventTrace
 from outbox.errors import OutboxError
 from outbox.event import TRACEPARENT, TRACESTATE
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Completed, Confirm, Failed, Kind, Publisher, Refused, Sent, Unconfirmed
+from relay.core.ports import Batches, Completed, Confirm, Failed, Kind, Publisher, Sent, Unconfirmed
 from relay.kafka.routing import NoRoute, Router
 
 
@@ -92,6 +92,6 @@ def _conclude(span: Span, sent: Sent) -> None:
             pass
         case _:
             assert_never(sent)
-    refused = sum(isinstance(outcome, Refused) for each in sent.receipts.values() for _, outcome in each.results)
+    refused = sum(len(receipt.refused) for receipt in sent.receipts.values())
     if refused:
         span.set_attribute(tracing.REFUSED, refused)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outbox._clients.backoff import doubled, jittered
 from relay.core.lease import Lease
-from relay.core.ports import Result
+from relay.core.ports import NOTHING, UnsettledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class TurnSize:
 class Lane:
     """One lane. A new lease begins a new record.
 
-    ``unsettled``: results that Kafka has acknowledged (without a transaction) and Postgres may not have.
+    ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled.
     """
 
     lease: Lease
     backoff: Backoff
     joined: bool = False
     paused: bool = False
-    unsettled: list[Result] = field(default_factory=list)
+    unsettled: UnsettledBatch = NOTHING
     size: TurnSize = field(default_factory=TurnSize)

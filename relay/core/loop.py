@@ -48,6 +48,7 @@ from relay.core.lease import HeldLanes
 from relay.core.marker import StateLost
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import (
+    NOTHING,
     Batches,
     BatchRefused,
     Completed,
@@ -57,15 +58,13 @@ from relay.core.ports import (
     Fetched,
     LaneLost,
     Observer,
-    Published,
     Publisher,
     Receipt,
-    Refused,
-    Result,
     Sent,
     Source,
     Unavailable,
     Unconfirmed,
+    UnsettledBatch,
 )
 from relay.core.turn_sizes import TurnSizes
 
@@ -341,17 +340,17 @@ class WorkerLoop:
 
     def _settle(self, source: Source, sent: Completed | Failed, settling: Collection[int]) -> Mapping[int, OutboxError]:
         """Record what became of the events. Returns the lanes for which that has failed."""
-        published: dict[int, list[Result]] = {}
+        published: dict[int, UnsettledBatch] = {}
         for number, receipt in sent.receipts.items():
-            lane = self._lanes.get(number) if receipt.batch is None else None
-            if lane is not None and (results := [each for each in receipt.results if isinstance(each[1], Published)]):
-                published[number] = results
+            lane = self._lanes.get(number) if receipt.published.batch is None else None
+            if lane is not None and receipt.published:
+                published[number] = receipt.published
                 # The turn before may or may not be settled by now.
-                lane.unsettled = [*lane.unsettled, *results] if number in settling else results
+                lane.unsettled = lane.unsettled.then(receipt.published) if number in settling else receipt.published
         failed = source.settle(sent.receipts)
         for number in settling:
             if number not in failed and (known := self._lanes.get(number)) is not None:
-                known.unsettled = published.get(number, [])
+                known.unsettled = published.get(number, NOTHING)
         self._report(sent.receipts)
         if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
@@ -362,17 +361,10 @@ class WorkerLoop:
         return failed
 
     def _report(self, receipts: Mapping[int, Receipt]) -> None:
-        published = 0
         for number, receipt in receipts.items():
-            for claim, outcome in receipt.results:
-                match outcome:
-                    case Published():
-                        published += 1
-                    case Refused(reason):
-                        self._observer.refused(number, claim, reason)
-                    case _:
-                        assert_never(outcome)
-        if published:
+            for claim, reason in receipt.refused:
+                self._observer.refused(number, claim, reason)
+        if published := sum(len(receipt.published.rows) for receipt in receipts.values()):
             self._observer.published(published)
 
     def _succeeded(self, fine: Collection[int]) -> None:
@@ -426,36 +418,36 @@ class WorkerLoop:
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
 
     def _settle_again(self, source: Source, number: int, lane: Lane) -> None:
-        """Settle results that another source may not have settled. Rows may be gone already.
+        """Settle events that another source may not have settled. Rows may be gone already.
 
         If an event can't be settled, those before it are, and the error names it.
         """
         left = lane.unsettled
-        size = len(left)
+        size = len(left.rows)
         while left:
-            part = left[:size]
+            part = left.part(0, size)
             try:
                 failed = {**source.settle({number: Receipt(part)}), **source.flush([number])}
             except SchemaError as error:
                 source.drop(number)
                 source.hold(lane.lease)
-                if len(part) > 1:
-                    size = len(part) // 2
+                if len(part.rows) > 1:
+                    size = len(part.rows) // 2
                     continue
-                text = f"event {part[0][0].event_id} is published, but can't be settled: {error}"
+                text = f"event {part.rows[0].event_id} is published, but can't be settled: {error}"
                 failed = {number: type(error)(text)}
             if failed:
                 lane.unsettled = left
                 self._give_up(failed)
                 return
-            left = left[size:]
-        lane.unsettled = []
+            left = left.part(size)
+        lane.unsettled = NOTHING
 
     def _note_settled(self, lanes: Collection[int]) -> None:
         """Record that Postgres has settled all published events of these lanes."""
         for number in lanes:
             if (lane := self._lanes.get(number)) is not None:
-                lane.unsettled = []
+                lane.unsettled = NOTHING
 
     # Letting go
 

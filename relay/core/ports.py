@@ -56,27 +56,55 @@ class Claim(NamedTuple):
         return 0 if self.value is None else len(self.value)
 
 
-class Published(NamedTuple):
-    """Kafka has acknowledged the event: it may leave the outbox. Topic, partition and offset are set if requested."""
+class RecordMetadata(NamedTuple):
+    """The place of a published event on Kafka."""
 
-    topic: str | None = None
-    partition: int | None = None
-    offset: int | None = None
+    topic: str
+    partition: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The event can't be published as it is, however long one waits. Its key waits, or the event is skipped."""
+class UnsettledBatch:
+    """Events of a lane that Kafka has acknowledged and Postgres has not settled, in order.
 
-    reason: str
+    ``records`` are their places on Kafka, if they were requested; ``batch`` is the number of their Kafka transaction,
+    if there was one. Columns, not an object for each event: a relay settles tens of thousands a second.
+    """
+
+    rows: Sequence[Claim] = ()
+    records: Sequence[RecordMetadata | None] = ()
+    batch: int | None = None
+
+    def part(self, start: int, stop: int | None = None) -> UnsettledBatch:
+        """Return some of the events."""
+        return UnsettledBatch(self.rows[start:stop], self.records[start:stop], self.batch)
+
+    def then(self, later: UnsettledBatch) -> UnsettledBatch:
+        """Return the events of two turns, neither of which is in a Kafka transaction."""
+        assert self.batch is None
+        assert later.batch is None
+        return UnsettledBatch([*self.rows, *later.rows], [*self.records, *later.records])
+
+    @property
+    def commit_lsn(self) -> int | None:
+        """The position in the WAL up to which the lane is published, if its events came from there."""
+        at = self.rows[-1].at if self.rows else None
+        return None if at is None else at.commit_lsn
+
+    def covers(self, other: UnsettledBatch) -> bool:
+        """Return whether these include all rows of the other, of the same Kafka transaction if there is one."""
+        rows = {claim.position for claim in self.rows}
+        return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows) or self.batch is not None
 
 
-Outcome = Published | Refused
-"""Closed: every match over it ends in assert_never."""
+NOTHING: Final = UnsettledBatch()
 
-PUBLISHED: Final = Published()
-
-Result = tuple[Claim, Outcome]
+Refusal = tuple[Claim, str]
+"""An event that can't be published as it is, however long one waits, and why. Its key waits, or it is skipped."""
 
 Kind = tuple[str, bool]
 """An aggregate type, and whether the event is a copy for a dead-letter topic: they determine an event's topic."""
@@ -197,15 +225,18 @@ class Fetched:
 class Receipt:
     """The result of sending one lane's batch.
 
-    ``results`` has the events whose outcome is known, in the order of sending. An event that is not in it may or may
-    not have reached Kafka, and must be read and sent again. ``batch`` is the lane's batch number of the Kafka
-    transaction with the published events, if there was one. ``left_out``: events
-    were not sent because their topic can't be written to.
+    An event that is neither published nor refused may or may not have reached Kafka, and must be read and sent again.
+    Both are in the order of sending. ``left_out``: events were not sent because their topic can't be written to.
     """
 
-    results: Sequence[Result] = ()
-    batch: int | None = None
+    published: UnsettledBatch = NOTHING
+    refused: Sequence[Refusal] = ()
     left_out: bool = False
+
+    @property
+    def count(self) -> int:
+        """Return the number of events of which it is known what became of them."""
+        return len(self.published.rows) + len(self.refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from relay.core.lane import Lane
-from relay.core.ports import Batches, BatchRefused, Claim, DeliveryTimeout, Failed, Receipt, Refused
+from relay.core.ports import Batches, BatchRefused, Claim, DeliveryTimeout, Failed, Receipt
 
 # Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8
@@ -101,11 +101,7 @@ class TurnSizes:
             self._lanes[number].size.limit = half
 
     def _isolated(self, batches: Batches, failed: Failed) -> Failed:
-        found = {
-            number
-            for number, receipt in failed.receipts.items()
-            if any(isinstance(outcome, Refused) for _, outcome in receipt.results)
-        }
+        found = {number for number, receipt in failed.receipts.items() if receipt.refused}
         self._clear(found)
         blamed = [number for number in failed.blamed if number in batches]
         if not blamed and not found:
@@ -114,8 +110,8 @@ class TurnSizes:
         if len(batches) == 1 and blamed and len(batches[blamed[0]]) == 1:
             (number,) = blamed
             self._clear(blamed)
-            result = batches[number][0], Refused(str(failed.error))
-            return replace(failed, receipts={**failed.receipts, number: Receipt([result])})
+            refusal = batches[number][0], str(failed.error)
+            return replace(failed, receipts={**failed.receipts, number: Receipt(refused=[refusal])})
         guesses = {
             number: before
             for number in blamed

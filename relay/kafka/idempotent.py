@@ -101,7 +101,6 @@ class IdempotentPublisher:
             blamed = sorted(lanes)
         else:
             sender.note_written()
-        results = sender.acknowledged()
         refused = sender.refused_first()
         by_broker = sender.refused_by_broker() if self._once else {}
         if self._once and isinstance(failure, BatchRefused):
@@ -110,7 +109,8 @@ class IdempotentPublisher:
             failure = self._unsent(batches, sender)
         receipts = {
             lane: Receipt(
-                results.get(lane, []) + refused.get(lane, []) + by_broker.get(lane, []),
+                sender.acknowledged(lane),
+                refused.get(lane, []) + by_broker.get(lane, []),
                 left_out=failure is None and lane in sender.left_out,
             )
             for lane in batches

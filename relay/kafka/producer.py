@@ -19,18 +19,17 @@ from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     BatchRefused,
     BrokerUnavailable,
     Claim,
     DeliveryTimeout,
     Kind,
-    Published,
-    Refused,
-    Result,
+    RecordMetadata,
+    Refusal,
     TopicUnusable,
     Unavailable,
+    UnsettledBatch,
     kind_of,
 )
 from relay.failpoints import failpoint
@@ -96,7 +95,7 @@ class BatchProducer:
         self._headers = headers
         self._once = once
         self._transactional = "transactional.id" in options
-        self._offsets: dict[int, Published] | None = {} if record_offsets else None
+        self._records: dict[int, RecordMetadata] | None = {} if record_offsets else None
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
@@ -110,7 +109,7 @@ class BatchProducer:
         self._stalled: list[str] | None = None
         self._used: set[str] = set()
         self.sent: dict[int, list[Claim]] = {}
-        self.refused: dict[int, list[Result]] = {}
+        self.refused: dict[int, list[Refusal]] = {}
         self.left_out: set[int] = set()
         try:
             # Callbacks only for failures: one per message would cost a large part of the time to send it.
@@ -160,8 +159,8 @@ class BatchProducer:
         """
         self.sent, self.refused, self.left_out = {}, {}, set()
         self._used = set()
-        if self._offsets is not None:
-            self._offsets.clear()
+        if self._records is not None:
+            self._records.clear()
         half = sum(map(len, batches.values())) // 2
         count = 0
         for lane, claims in batches.items():
@@ -181,13 +180,13 @@ class BatchProducer:
                         failpoint("batch.half_sent")
                     continue
                 if self._once:
-                    refused.append((claim, Refused(outcome.reason if isinstance(outcome, Refused) else str(outcome))))
+                    refused.append((claim, str(outcome)))
                     continue
                 waiting.add(claim.key)
-                if isinstance(outcome, Refused):
-                    refused.append((claim, outcome))
-                else:
+                if isinstance(outcome, TopicUnusable):
                     self.left_out.add(lane)
+                else:
+                    refused.append((claim, outcome))
         failpoint("batch.sent")
 
     def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
@@ -227,29 +226,24 @@ class BatchProducer:
                 continue
             self._poll()
 
-    def acknowledged(self) -> dict[int, list[Result]]:
-        """Return the results of sent events that did not fail, by lane; call it after ``drain``."""
-        failed, offsets = self._failed, self._offsets
-        if offsets is not None:
-            return {
-                lane: [(claim, offsets[claim.position]) for claim in claims if claim.position in offsets]
-                for lane, claims in self.sent.items()
-            }
-        return {
-            lane: [(claim, PUBLISHED) for claim in claims if claim.position not in failed]
-            for lane, claims in self.sent.items()
-        }
+    def acknowledged(self, lane: int, batch: int | None = None) -> UnsettledBatch:
+        """Return the sent events of a lane that did not fail, as those of its batch number; call it after ``drain``."""
+        sent, failed, records = self.sent.get(lane, ()), self._failed, self._records
+        if records is not None:
+            sent = [claim for claim in sent if claim.position in records]
+            return UnsettledBatch(sent, [records[claim.position] for claim in sent], batch)
+        return UnsettledBatch([claim for claim in sent if claim.position not in failed] if failed else sent, (), batch)
 
-    def refused_by_broker(self) -> dict[int, list[Result]]:
+    def refused_by_broker(self) -> dict[int, list[Refusal]]:
         """Return the events whose report is a refusal; all events of a request may have it."""
-        refused: dict[int, list[Result]] = {}
+        refused: dict[int, list[Refusal]] = {}
         for claim, error in self._failed.values():
             reason = self._refusal(claim, error)
             if reason is not None:
-                refused.setdefault(claim.lane, []).append((claim, Refused(reason)))
+                refused.setdefault(claim.lane, []).append((claim, reason))
         return refused
 
-    def refused_first(self, *, aborted: bool = False) -> dict[int, list[Result]]:
+    def refused_first(self, *, aborted: bool = False) -> dict[int, list[Refusal]]:
         """Return the refused events, except those with a failed event of the same key before them, which comes first.
 
         If the transaction was ``aborted``, all sent events have failed. With ``once`` failed events do not come again,
@@ -261,19 +255,19 @@ class BatchProducer:
         failed = {claim.key for claim in (sent if aborted else (claim for claim, _ in self._failed.values()))}
         return {lane: [r for r in refused if r[0].key not in failed] for lane, refused in self.refused.items()}
 
-    def refused_alone(self) -> dict[int, list[Result]]:
+    def refused_alone(self) -> dict[int, list[Refusal]]:
         """Return the events that the broker refuses for sure, by lane: no other event of their partition was refused,
         and all events of a request get the same answer. Without those behind another sent event of their key.
 
         Of an aborted transaction: no event that was sent is published.
         """
-        alone: dict[int, list[Result]] = {}
+        alone: dict[int, list[Refusal]] = {}
         for (_, partition), claims in self._refused_of_partitions().items():
             claim = claims[0]
             first = next(each for each in self.sent[claim.lane] if each.key == claim.key)
             reason = self._refusal(claim, self._failed[claim.position][1])
             if partition >= 0 and len(claims) == 1 and first is claim and reason is not None:
-                alone.setdefault(claim.lane, []).append((claim, Refused(reason)))
+                alone.setdefault(claim.lane, []).append((claim, reason))
         return alone
 
     def _refused_of_partitions(self) -> dict[tuple[str, int], list[Claim]]:
@@ -416,11 +410,12 @@ class BatchProducer:
         except NoRoute:
             return "?"
 
-    def _send(self, claim: Claim, deadline: float) -> Refused | TopicUnusable | None:
+    def _send(self, claim: Claim, deadline: float) -> str | TopicUnusable | None:
+        """Queue an event. Returns None, or why it is refused, or why its topic can't be written to."""
         try:
             topic = self._router.topic(claim)
         except NoRoute as error:
-            return Refused(str(error))
+            return str(error)
         if topic not in self._used:
             try:
                 self._topics.require_for(kind_of(claim), topic)
@@ -428,7 +423,7 @@ class BatchProducer:
                 return error
             self._used.add(topic)
         headers = message_headers(claim, self._ce_source, self._headers)
-        report = partial(self._on_failure if self._offsets is None else self._on_answer, claim)
+        report = partial(self._on_failure if self._records is None else self._on_answer, claim)
         while True:
             try:
                 self.producer.produce(topic, claim.value, claim.aggregate_id, headers=headers, on_delivery=report)
@@ -437,7 +432,7 @@ class BatchProducer:
             except KafkaException as error:
                 code = error.args[0].code()
                 if code in REFUSALS:
-                    return Refused(f"topic {topic!r}: {REFUSALS[code]} ({text_of(error)})")
+                    return f"topic {topic!r}: {REFUSALS[code]} ({text_of(error)})"
                 if code in TOPIC_REFUSALS:
                     reason = f"{TOPIC_REFUSALS[code].format(topic=topic)} ({text_of(error)})"
                     self._topics.refused(topic, reason)
@@ -484,8 +479,8 @@ class BatchProducer:
         if error is not None:
             self._on_failure(claim, error, message)
         else:
-            assert self._offsets is not None
-            self._offsets[claim.position] = Published(message.topic(), message.partition(), message.offset())
+            assert self._records is not None
+            self._records[claim.position] = RecordMetadata(message.topic(), message.partition(), message.offset())
 
     def _on_marker(self, lane: int, error: KafkaError | None, _message: Any) -> None:
         if error is not None:

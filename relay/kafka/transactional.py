@@ -279,7 +279,10 @@ class TransactionalPublisher:
             # Nothing was sent, so there is nothing to end on the broker.
             sender.producer.abort_transaction()
             return Completed(
-                {lane: Receipt(refused, left_out=lane in sender.left_out) for lane, refused in sender.refused.items()}
+                {
+                    lane: Receipt(refused=refused, left_out=lane in sender.left_out)
+                    for lane, refused in sender.refused.items()
+                }
             )
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], sender.sent[lane]) for lane in numbers}
@@ -290,12 +293,9 @@ class TransactionalPublisher:
         sender.note_written()
         if sender.suspicious:
             self._figures.renewed += 1
-        results = sender.acknowledged()
         receipts = {
             lane: Receipt(
-                results.get(lane, []) + sender.refused.get(lane, []),
-                batch=numbers.get(lane),
-                left_out=lane in sender.left_out,
+                sender.acknowledged(lane, numbers.get(lane)), sender.refused.get(lane, []), lane in sender.left_out
             )
             for lane in batches
         }
@@ -388,7 +388,7 @@ class TransactionalPublisher:
         if isinstance(failure, BatchRefused):
             for lane, results in sender.refused_alone().items():
                 refused.setdefault(lane, []).extend(results)
-        receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
+        receipts = {lane: Receipt(refused=each) for lane, each in refused.items() if each}
         return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
     def _given_up(

@@ -29,11 +29,10 @@ from typing import Any
 import psycopg
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.ports import Claim, Fetched, Receipt, Unavailable, kind_of
+from relay.core.ports import NOTHING, Claim, Fetched, Receipt, Unavailable, UnsettledBatch, kind_of
 from relay.database import unavailable_on_error
-from relay.polling.source import PollingSource, refused_of
+from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
-from relay.settle.settlement import NOTHING, UnsettledBatch
 
 
 class AtMostOnceSource(PollingSource):
@@ -83,20 +82,19 @@ class AtMostOnceSource(PollingSource):
         sent, self._sent = self._sent, {}
         for lane, receipt in receipts.items():
             count = sent.pop(lane, 0)
-            refused = refused_of(receipt)
-            if refused:
+            if refused := receipt.refused:
                 try:
                     with unavailable_on_error(f"keeping dead letters of lane {lane}"):
                         self._failures.bury(self.connection, lane, refused)
                 except (Unavailable, SchemaError):
                     # Their rows are deleted, so they are lost.
-                    self._on_lost(lane, count - len(receipt.results) + len(refused))
+                    self._on_lost(lane, count - len(receipt.published.rows))
                     self._lose(sent)
                     raise
                 for claim, _ in refused:
                     self._on_dead(lane, claim)
-            if count > len(receipt.results):
-                self._on_lost(lane, count - len(receipt.results))
+            if count > receipt.count:
+                self._on_lost(lane, count - receipt.count)
         self._lose(sent)
         return {}
 

@@ -28,7 +28,7 @@ from psycopg import sql
 
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Claim, Kind
+from relay.core.ports import Batches, Claim, Kind, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.polling.blocked_keys import BlockedKeys, FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
@@ -37,7 +37,7 @@ from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
 from relay.polling.session import Collected, Read, Session, TurnPlan
 from relay.polling.sweep import Sweep
-from relay.settle.settlement import Settling, UnsettledBatch, by_lane, lanes_text
+from relay.settle.settlement import Settling, by_lane, lanes_text
 from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0

@@ -18,11 +18,11 @@ from psycopg.types.json import set_json_loads
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Claim
+from relay.core.ports import Batches, Claim, UnsettledBatch
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
-from relay.settle.settlement import Settlement, Settling, UnsettledBatch
+from relay.settle.settlement import Settlement, Settling
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
 

@@ -42,7 +42,7 @@ import psycopg
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Batches, Claim, Fetched, Kind, Published, Receipt, Refused
+from relay.core.ports import Batches, Claim, Fetched, Kind, Receipt, Refusal, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.kept_marks import KeptMarks
@@ -52,7 +52,7 @@ from relay.polling.session import Collected, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
 from relay.settle.retries import Failures
-from relay.settle.settlement import RENEW_PART, Settlement, Settling, UnsettledBatch, lanes_text
+from relay.settle.settlement import RENEW_PART, Settlement, Settling, lanes_text
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
@@ -194,16 +194,15 @@ class PollingSource:
         """Remember published events, which the next fetch settles. Refused events are recorded at once."""
         failed = self.settlement.finish()
         for lane, receipt in receipts.items():
-            refused = refused_of(receipt)
-            if len(refused) < len(receipt.results) or receipt.batch is not None:
-                held, published = self.settlement.lanes[lane], UnsettledBatch.of(receipt)
+            if published := receipt.published:
+                held = self.settlement.lanes[lane]
                 if lane in failed:
                     held.pending = held.pending.then(published)
                 elif not held.pending.covers(published):
                     held.pending = published
-            if receipt.results:
-                self.reader.note_due(lane, refused=bool(refused))
-            if refused and (error := self._settle_with(lane, refused)) is not None:
+            if receipt.count:
+                self.reader.note_due(lane, refused=bool(receipt.refused))
+            if receipt.refused and (error := self._settle_with(lane, receipt.refused)) is not None:
                 failed[lane] = error
         return failed
 
@@ -340,7 +339,7 @@ class PollingSource:
         self.reader.note_settled(lane, pending)
         self._on_settled(lane, pending)
 
-    def _settle_with(self, lane: int, refused: Sequence[tuple[Claim, str]]) -> OutboxError | None:
+    def _settle_with(self, lane: int, refused: Sequence[Refusal]) -> OutboxError | None:
         """Settle what is pending of a lane, and record refused events in the same transaction."""
         dead: list[Claim] = []
         error = self.session.settle_with(
@@ -354,17 +353,3 @@ class PollingSource:
         for claim in dead:
             self._on_dead(lane, claim)
         return None
-
-
-def refused_of(receipt: Receipt) -> list[tuple[Claim, str]]:
-    """Return the refused events of a receipt, with the reasons."""
-    refused = []
-    for claim, outcome in receipt.results:
-        match outcome:
-            case Published():
-                pass
-            case Refused():
-                refused.append((claim, outcome.reason))
-            case _:
-                assert_never(outcome)
-    return refused

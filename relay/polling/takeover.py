@@ -9,12 +9,12 @@ from psycopg import errors
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import RECREATED, Identity, Marker, StateLost, resume
-from relay.core.ports import LaneLocked
+from relay.core.ports import NOTHING, LaneLocked
 from relay.database import unavailable_on_error
 from relay.polling.queries import Queries
 from relay.polling.session import Session
 from relay.settle.retries import Failures
-from relay.settle.settlement import NOTHING, SettledLane
+from relay.settle.settlement import SettledLane
 from relay.settle.statements import lease_values
 
 

@@ -48,7 +48,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lease import Lease
-from relay.core.ports import Claim, DatabaseUnavailable, LaneLocked, LaneLost, Published, Receipt
+from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
@@ -72,45 +72,6 @@ SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_curre
        current_setting('synchronous_standby_names') = ''"""
 
 _FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
-
-
-@dataclass(frozen=True, slots=True)
-class UnsettledBatch:
-    """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction."""
-
-    rows: Sequence[Claim] = ()
-    published: Sequence[Published] = ()
-    batch: int | None = None
-
-    @staticmethod
-    def of(receipt: Receipt) -> UnsettledBatch:
-        """Return what has to be settled after this receipt."""
-        results: Sequence[tuple[Claim, Any]] = receipt.results
-        done = [result for result in results if isinstance(result[1], Published)]
-        return UnsettledBatch([claim for claim, _ in done], [each for _, each in done], receipt.batch)
-
-    def then(self, later: UnsettledBatch) -> UnsettledBatch:
-        """Return what has to be settled of two turns, neither of which is in a Kafka transaction."""
-        assert self.batch is None
-        assert later.batch is None
-        return UnsettledBatch([*self.rows, *later.rows], [*self.published, *later.published])
-
-    @property
-    def commit_lsn(self) -> int | None:
-        """The position in the WAL up to which the lane is published, if its events came from there."""
-        at = self.rows[-1].at if self.rows else None
-        return None if at is None else at.commit_lsn
-
-    def covers(self, other: UnsettledBatch) -> bool:
-        """Return whether these include all rows of the other, of the same Kafka transaction if there is one."""
-        rows = {claim.position for claim in self.rows}
-        return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows) or self.batch is not None
-
-
-NOTHING: Final = UnsettledBatch()
 
 
 @dataclass(slots=True)
@@ -226,10 +187,10 @@ class Settlement:
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            published = [each for part in pending for each in part.published]
-            values["topics"] = [each.topic for each in published]
-            values["partitions"] = [each.partition for each in published]
-            values["offsets"] = [each.offset for each in published]
+            records = [each or (None, None, None) for part in pending for each in part.records]
+            values["topics"], values["partitions"], values["offsets"] = (
+                [each[column] for each in records] for column in range(3)
+            )
         return values
 
     def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:

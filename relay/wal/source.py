@@ -32,12 +32,12 @@ import structlog
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Claim, Fetched, Kind, Receipt
+from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch
 from relay.core.position import WalPosition
 from relay.database import unavailable_on_error
-from relay.polling.source import PollingSource, refused_of
+from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
-from relay.settle.settlement import UnsettledBatch, lanes_text
+from relay.settle.settlement import lanes_text
 from relay.settle.statements import lease_values
 from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
@@ -247,14 +247,13 @@ class StreamSource:
 
     def _settle_batch(self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
         """Record the result of a batch from the stream. Returns the lane's error, if it has one."""
-        refused = refused_of(receipt)
-        if refused or receipt.left_out:
-            return self._move_to_table(lane, batch, receipt, refused)
+        if receipt.refused or receipt.left_out:
+            return self._move_to_table(lane, batch, receipt)
         number = lane.lease.lane
         settled = self._table.settlement.lanes[number]
-        if receipt.results or receipt.batch is not None:
-            settled.pending = UnsettledBatch.of(receipt)
-        if len(receipt.results) == len(batch):
+        if receipt.published:
+            settled.pending = receipt.published
+        if receipt.count == len(batch):
             return None
         # Events not known to be published come again. The published ones have to be settled before that.
         failed = self._table.settlement.settle([number]) if settled.pending else {}
@@ -262,20 +261,18 @@ class StreamSource:
             lane.channel.rewind()
         return failed.get(number)
 
-    def _move_to_table(
-        self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt, refused: Sequence[tuple[Claim, str]]
-    ) -> OutboxError | None:
+    def _move_to_table(self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
         """Settle published events, record refused ones, and leave the rest of the batch to the table."""
         number = lane.lease.lane
         dead: list[Claim] = []
 
         def leave() -> None:
-            if refused:
-                dead.extend(self._failures.record(self._connection, number, refused))
+            if receipt.refused:
+                dead.extend(self._failures.record(self._connection, number, receipt.refused))
             self._connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
 
         settled = self._table.settlement.lanes[number]
-        before, settled.pending = settled.pending, UnsettledBatch.of(receipt)
+        before, settled.pending = settled.pending, receipt.published
         try:
             error = self._table.session.settle_with(number, f"settling lane {number}", leave)
         except BaseException:

@@ -14,7 +14,7 @@ from outbox._app import migrate as db
 from outbox._clients.search_path import PinnedConnection
 from outbox.testing.fixtures import Database, token
 from relay.core.lease import Lease
-from relay.core.ports import Claim, Receipt, Refused
+from relay.core.ports import Claim, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling import low_water_mark, row_marks, sweep
@@ -169,7 +169,7 @@ def waiting(outbox_postgres_server, _outbox_template) -> Iterator[str]:
             PollingSource(Connector(database.url, "test"), "outbox", _not_due()), taken(table(database, "me"))
         )
         (first,) = lane.fetch(10)
-        lane.settle(Receipt([(first, Refused("bad"))]))
+        lane.settle(Receipt(refused=[(first, "bad")]))
         lane.close()
         insert = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"
         values = "SELECT 'Order', 'blocked', 'T', '{}' FROM generate_series(1, %s)"

@@ -14,7 +14,7 @@ from outbox import Event
 from outbox._app import migrate as db
 from outbox._app.choices import OnFailure
 from relay.cli.app import app
-from relay.core.ports import PUBLISHED, Claim, Receipt, Refused
+from relay.core.ports import Claim, Receipt, Refusal, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
@@ -106,19 +106,20 @@ def turn(source: OneLane, *bad: str, limit: int = 100) -> list[str]:
 def half(source: OneLane, *bad: str, limit: int = 100) -> list[str]:
     claims = source.fetch(limit)
     stopped: set[str] = set()
-    results: list[Any] = []
+    published: list[Claim] = []
+    refused: list[Refusal] = []
     for claim in claims:
         if claim.aggregate_id in stopped:
             continue
         if name(claim) in bad:
             stopped.add(claim.aggregate_id)
-            results.append((claim, Refused(f"{name(claim)} is bad")))
+            refused.append((claim, f"{name(claim)} is bad"))
         else:
-            results.append((claim, PUBLISHED))
+            published.append(claim)
     if claims:
-        source.settle(Receipt(results))
+        source.settle(Receipt(UnsettledBatch(published), refused))
     source.flush()
-    return [name(claim) for claim, outcome in results if outcome is PUBLISHED]
+    return [name(claim) for claim in published]
 
 
 def hurry(lane: Lane) -> None:

@@ -22,7 +22,6 @@ from relay.core.lease import HeldLanes, Lease
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     Claim,
     Completed,
@@ -33,6 +32,7 @@ from relay.core.ports import (
     Sent,
     Unavailable,
     Unconfirmed,
+    UnsettledBatch,
 )
 
 SETTINGS = LoopSettings(batch_size=2, max_idle_seconds=0.002, min_backoff_seconds=0.001, max_backoff_seconds=0.004)
@@ -43,7 +43,7 @@ def claim(lane: int, position: int) -> Claim:
 
 
 def all_of(batches: Batches) -> Completed:
-    return Completed({lane: Receipt([(item, PUBLISHED) for item in claims]) for lane, claims in batches.items()})
+    return Completed({lane: Receipt(UnsettledBatch(claims)) for lane, claims in batches.items()})
 
 
 def positions(batches: Batches) -> dict[int, list[int]]:
@@ -128,7 +128,7 @@ class OneSource:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.leases: dict[int, Lease] = {}
-        self.pending: dict[int, Receipt] = {}
+        self.pending: dict[int, UnsettledBatch] = {}
         self.settling: list[int] = []
         self.closed = False
 
@@ -172,7 +172,7 @@ class OneSource:
 
     def _left(self, limits: Mapping[int, int]) -> dict[int, list[Claim]]:
         """Return what is neither settled nor being settled."""
-        going = {item.position for receipt in self.pending.values() for item, _ in receipt.results}
+        going = {item.position for pending in self.pending.values() for item in pending.rows}
         rows = {lane: sorted(set(self.table.rows.get(lane, [])) - going)[:limit] for lane, limit in limits.items()}
         return {lane: [claim(lane, row) for row in each] for lane, each in rows.items() if each}
 
@@ -194,10 +194,11 @@ class OneSource:
         failed = self._make_durable(settling)
         self.table.ended += settling
         for lane, receipt in receipts.items():
-            before = self.pending[lane].results if lane in failed else ()
-            self.pending[lane] = replace(receipt, results=[*before, *receipt.results])
+            before = self.pending[lane].rows if lane in failed else ()
+            refused = [item for item, _ in receipt.refused]
+            self.pending[lane] = replace(receipt.published, rows=[*before, *receipt.published.rows, *refused])
         for receipt in receipts.values():
-            self.table.refused += [item.position for item, outcome in receipt.results if outcome is not PUBLISHED]
+            self.table.refused += [item.position for item, _ in receipt.refused]
         return failed
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
@@ -219,15 +220,14 @@ class OneSource:
             item.position
             for lane in lanes
             if lane in self.pending
-            for item, _ in self.pending[lane].results
+            for item in self.pending[lane].rows
             if item.position in self.table.stuck
         ]
         if stuck:
             raise SchemaError(f"{stuck} is too long")
         failed = {lane: self.table.fail_lanes[lane].pop(0) for lane in lanes if self.table.fail_lanes.get(lane)}
         for lane in set(lanes) - failed.keys():
-            receipt = self.pending.pop(lane, Receipt())
-            for item, _ in receipt.results:
+            for item in self.pending.pop(lane, UnsettledBatch()).rows:
                 if item.position in self.table.rows[lane]:
                     self.table.rows[lane].remove(item.position)
         return failed
@@ -287,7 +287,7 @@ class OnePublisher:
             except Unavailable as error:
                 return Failed(error)
         for receipt in sent.receipts.values():
-            self.broker.log += [item.position for item, outcome in receipt.results if outcome is PUBLISHED]
+            self.broker.log += [item.position for item in receipt.published.rows]
         return sent
 
     def paused(self) -> frozenset[Any]:

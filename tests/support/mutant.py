@@ -14,7 +14,7 @@ from typing import Any
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
-from relay.core.ports import PUBLISHED, Batches, Claim, Confirm, DeliveryTimeout, Failed, Fetched, Receipt, Sent
+from relay.core.ports import Batches, Claim, Confirm, DeliveryTimeout, Failed, Fetched, Receipt, Sent, UnsettledBatch
 from relay.core.turn_sizes import TurnSizes
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader
@@ -80,9 +80,7 @@ def settle_before_ack() -> None:
     def fetch(self: Any, limits: Mapping[int, int]) -> Fetched:
         fetched = real(self, limits)
         if fetched.batches:
-            receipts = {
-                lane: Receipt([(claim, PUBLISHED) for claim in claims]) for lane, claims in fetched.batches.items()
-            }
+            receipts = {lane: Receipt(UnsettledBatch(claims)) for lane, claims in fetched.batches.items()}
             self.settle(receipts)
             self.flush(list(receipts))
         return fetched

@@ -10,7 +10,7 @@ from support import write
 
 from outbox import Event
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Receipt
+from relay.core.ports import Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -50,4 +50,4 @@ def fetched(claims: Any) -> list[str]:
 
 
 def settle(source: OneLane, claims: Any) -> None:
-    source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
+    source.settle(Receipt(UnsettledBatch(claims)))

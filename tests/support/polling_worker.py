@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from outbox._app import migrate as db
-from relay.core.ports import PUBLISHED, Batches, Claim, Receipt
+from relay.core.ports import Batches, Claim, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
@@ -97,7 +97,7 @@ def quick_marks(monkeypatch):
 
 
 def published(claims: Sequence[Claim]) -> Receipt:
-    return Receipt([(claim, PUBLISHED) for claim in claims])
+    return Receipt(UnsettledBatch(claims))
 
 
 def settle(source: PollingSource, batches: Batches) -> None:

@@ -22,7 +22,6 @@ from relay.core.lease import HeldLanes, Lease
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Identity, Marker, StateLost
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     BatchRefused,
     Claim,
@@ -31,10 +30,10 @@ from relay.core.ports import (
     Failed,
     Kind,
     Receipt,
-    Refused,
-    Result,
+    Refusal,
     Sent,
     Unavailable,
+    UnsettledBatch,
 )
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
@@ -150,7 +149,7 @@ class Producer:
                 batch = kafka.markers[lane].batch + 1
                 kafka.markers[lane] = self._marker(lane, batch, sent)
                 kafka.published += sent
-            receipts[lane] = Receipt([(claim, PUBLISHED) for claim in sent] + refused, batch, left_out=left_out)
+            receipts[lane] = Receipt(UnsettledBatch(sent, batch=batch), refused, left_out)
         if failure := kafka.fail("after"):
             # Committed, and nobody knows.
             return Failed(failure)
@@ -167,15 +166,14 @@ class Producer:
             sent = [claim for claim in sent if claim.aggregate_id not in failing]
             refused = [result for result in refused if result[0].aggregate_id not in failing]
             kafka.published += sent
-            results = [(claim, PUBLISHED) for claim in sent] + refused
-            receipts[lane] = Receipt(results, left_out=left_out and failure is None)
+            receipts[lane] = Receipt(UnsettledBatch(sent), refused, left_out and failure is None)
             if kafka.kill("between"):
                 raise Killed
         return Completed(receipts) if failure is None else Failed(failure, receipts)
 
-    def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Result], bool]:
+    def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Refusal], bool]:
         sent: list[Claim] = []
-        refused: list[Result] = []
+        refused: list[Refusal] = []
         waiting: set[str] = set()
         left_out = False
         for claim in claims:
@@ -187,7 +185,7 @@ class Producer:
                 left_out = True
             elif self._kafka.bad & {claim.event_type, claim.aggregate_id}:
                 waiting.add(claim.aggregate_id)
-                refused.append((claim, Refused("bad")))
+                refused.append((claim, "bad"))
             else:
                 sent.append(claim)
         return sent, refused, left_out

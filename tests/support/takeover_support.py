@@ -185,7 +185,7 @@ class Worker:
             self.publisher.close()
             self.publisher = self.new_publisher()
             assert self.join() == {}
-        return sum(len(receipt.results) for receipt in sent.receipts.values())
+        return sum(receipt.count for receipt in sent.receipts.values())
 
     def drain(self) -> None:
         while self.turn(50):

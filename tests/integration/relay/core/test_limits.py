@@ -15,7 +15,7 @@ from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay import database
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, DatabaseUnavailable, Receipt
+from relay.core.ports import DatabaseUnavailable, Receipt, UnsettledBatch
 from relay.database import Connector, begin_session, unavailable_on_error
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -84,13 +84,13 @@ def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeyp
     with opened(url, lease) as source:
         claims = source.fetch(100)
         assert claims
-        source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
+        source.settle(Receipt(UnsettledBatch(claims)))
         with locked(url, "lanes"), pytest.raises(DatabaseUnavailable, match=why):
             source.flush()
     with opened(url, lease) as source:
         # Nothing of it was settled, and all of it is now.
         assert [claim.event_id for claim in source.fetch(100)] == [claim.event_id for claim in claims]
-        source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
+        source.settle(Receipt(UnsettledBatch(claims)))
         source.flush()
     assert look_up(url, "SELECT count(*) FROM outbox.events") == [(0,)]
 

@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
-from relay.core.ports import PUBLISHED, Claim, Fetched, LaneLocked, Receipt
+from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -32,7 +32,7 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
     limits = dict.fromkeys(range(4), 1000)
     first = source.fetch(limits)
     assert sorted(first.batches) == [0, 1, 2, 3]
-    source.settle({lane: Receipt([(claim, PUBLISHED) for claim in claims]) for lane, claims in first.batches.items()})
+    source.settle({lane: Receipt(UnsettledBatch(claims)) for lane, claims in first.batches.items()})
     with psycopg.connect(outbox_postgres.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
         second = source.fetch(limits)
@@ -82,7 +82,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
         fetched = once.fetch(limits)
         for lane, claims in fetched.batches.items():
             sent[lane] += [claim.position for claim in claims]
-        once.settle({lane: Receipt([(c, PUBLISHED) for c in claims]) for lane, claims in fetched.batches.items()})
+        once.settle({lane: Receipt(UnsettledBatch(claims)) for lane, claims in fetched.batches.items()})
         return fetched
 
     turn()

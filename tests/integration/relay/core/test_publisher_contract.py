@@ -14,7 +14,7 @@ from takeover_support import LANES, Place, place
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Batches, Completed, LaneLost, Publisher, Unconfirmed
+from relay.core.ports import Batches, Completed, LaneLost, Publisher, Unconfirmed
 
 __all__ = ["place"]
 
@@ -124,7 +124,7 @@ def test_every_lane_has_its_receipt_and_readers_see_each_key_in_order(subject):
     assert isinstance(sent, Completed)
     assert not sent.publisher_unusable
     for lane, batch in batches.items():
-        assert list(sent.receipts[lane].results) == [(claim, PUBLISHED) for claim in batch]
+        assert (list(sent.receipts[lane].published.rows), list(sent.receipts[lane].refused)) == (batch, [])
     assert sent.receipts.keys() == batches.keys()
     wait_until(lambda: subject.seen() == all_once(batches), what="the commit to be seen")
     publisher.close()

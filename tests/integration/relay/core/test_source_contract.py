@@ -14,7 +14,7 @@ from takeover_support import Tables
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Claim, LaneLost, Receipt, Source
+from relay.core.ports import Claim, LaneLost, Receipt, Source, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling.source import PollingSource
@@ -124,7 +124,7 @@ def positions(batches: Mapping[int, list[Claim]]) -> dict[int, list[int]]:
 
 
 def settle(source: Source, batches: Mapping[int, Collection[Claim]]) -> None:
-    done = {lane: Receipt([(claim, PUBLISHED) for claim in batch]) for lane, batch in batches.items()}
+    done = {lane: Receipt(UnsettledBatch(batch)) for lane, batch in batches.items()}
     assert source.settle(done) == {}
 
 

@@ -362,8 +362,8 @@ def test_a_relay_goes_on_after_a_refusal_and_another_one_takes_its_lanes(place, 
     assert isinstance(sent, Failed)
     assert not sent.publisher_unusable
     # It was alone in its request, so it is named.
-    assert [(n, [claim.position for claim, _ in receipt.results]) for n, receipt in sent.receipts.items()] == [
-        (lane, [large])
+    assert [(n, [claim.position for claim, _ in each.refused], each.count) for n, each in sent.receipts.items()] == [
+        (lane, [large], 1)
     ]
     former.source.settle(sent.receipts)
     limits = {lease.lane: 3 for lease in former.leases}

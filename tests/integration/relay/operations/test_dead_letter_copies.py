@@ -10,7 +10,7 @@ from failing_lane import COPIED, Lane, half, hurry, lane, retried, turn
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
-from relay.core.ports import Receipt, Refused
+from relay.core.ports import Receipt
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import Selection
 
@@ -37,7 +37,7 @@ def test_a_copy_waits_for_nobody_and_blocks_nobody(lane):
     lane.add("a1", "a2", "b1")
     turn(source, "a1")
     (copy,) = source.fetch(10)
-    source.settle(Receipt([(copy, Refused("no such topic"))]))
+    source.settle(Receipt(refused=[(copy, "no such topic")]))
     assert turn(source) == []
     # The copy is a dead letter without a copy of its own, and holds nothing up.
     assert lane.rows("SELECT count(*) FROM outbox.dead_letters") == [(2,)]
@@ -54,7 +54,7 @@ def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):
     # The turn of those that are due, and not yet the one of the copy.
     assert half(source, "a1") == []
     (copy,) = source.fetch(10)
-    source.settle(Receipt([(copy, Refused("not now"))]))
+    source.settle(Receipt(refused=[(copy, "not now")]))
     lane.add("a2")
     assert turn(source) == ["a2"]
 
@@ -64,7 +64,7 @@ def test_a_copy_that_died_and_is_retried_does_not_hold_its_key_up(lane):
     lane.add("a1")
     half(source, "a1")
     (copy,) = source.fetch(10)
-    source.settle(Receipt([(copy, Refused("not now"))]))
+    source.settle(Receipt(refused=[(copy, "not now")]))
     lane.rows("DELETE FROM outbox.dead_letters WHERE NOT coalesce(headers ? 'outbox-dead-letter', false) RETURNING 1")
     retried(lane)
     lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp() + interval '1 hour'")
@@ -78,7 +78,7 @@ def test_a_copy_that_would_be_too_large_leaves_the_payload_behind_and_says_so(la
     with lane.database.connect() as connection:
         Outbox().add(connection, Event("Order", "a", "a1", payload, headers={"tenant": "acme"}))
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    source.settle(Receipt(refused=[(claims[0], 'ü"\\' * 1000)]))
     ((json_, bytes_, headers),) = copies(lane)
     assert (json_, bytes_) == (None, None)
     assert headers["outbox-payload-omitted"] == "true"
@@ -94,7 +94,7 @@ def test_a_copy_whose_headers_are_too_large_too_leaves_them_behind_as_well(lane)
     with lane.database.connect() as connection:
         Outbox().add(connection, Event("Order", "a", "a1", {}, headers={"big": "x" * 999_900}))
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    source.settle(Receipt(refused=[(claims[0], 'ü"\\' * 1000)]))
     ((_, _, headers),) = copies(lane)
     assert "big" not in headers
     assert headers["outbox-payload-omitted"] == "true"

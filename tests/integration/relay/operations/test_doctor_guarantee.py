@@ -14,7 +14,7 @@ from outbox._clients.checks import Level
 from outbox.errors import SchemaError
 from relay.config import Delivery, SourceKind
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Receipt
+from relay.core.ports import Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.operations.doctor import examine
 from relay.operations.guarantee import Strategy, guarantee
@@ -43,7 +43,7 @@ def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outb
         # What it advises is the way out.
         connection.execute(finding.do.partition(", or")[0])
         assert "publication Others" not in found(settings(outbox_postgres, outbox_kafka))
-        source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
+        source.settle(Receipt(UnsettledBatch(source.fetch(10))))
         source.flush()
         source.close()
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)

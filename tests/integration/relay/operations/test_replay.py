@@ -10,7 +10,7 @@ import pytest
 from failing_lane import BLOCK, Lane, lane, name, outbox, turn
 
 from outbox import Event, Outbox
-from relay.core.ports import Published, Receipt
+from relay.core.ports import Receipt, RecordMetadata, UnsettledBatch
 
 __all__ = ["lane"]
 
@@ -23,10 +23,13 @@ def archive(lane):
     claims = source.fetch(10)
     source.settle(
         Receipt(
-            [
-                (claim, Published() if name(claim) == "c1" else Published("orders", 0, number))
-                for number, claim in enumerate(claims)
-            ]
+            UnsettledBatch(
+                claims,
+                [
+                    None if name(claim) == "c1" else RecordMetadata("orders", 0, number)
+                    for number, claim in enumerate(claims)
+                ],
+            )
         )
     )
     source.flush()

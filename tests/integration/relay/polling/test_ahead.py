@@ -20,7 +20,6 @@ from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
 from relay.core.loop import WorkerLoop
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     BatchRefused,
     Claim,
@@ -30,8 +29,8 @@ from relay.core.ports import (
     Kind,
     LaneLost,
     Receipt,
-    Refused,
     Sent,
+    UnsettledBatch,
 )
 from relay.database import Connector
 from relay.kafka.routing import Route, Router
@@ -133,11 +132,8 @@ def test_a_failure_recorded_while_the_next_turn_is_read_makes_its_key_wait(worke
     bad = batches[lane][0]
     receipts = {
         each: Receipt(
-            [
-                (claim, Refused("bad") if claim is bad else PUBLISHED)
-                for claim in claims
-                if claim is bad or claim.aggregate_id != bad.aggregate_id
-            ]
+            UnsettledBatch([claim for claim in claims if claim.aggregate_id != bad.aggregate_id]),
+            [(bad, "bad")] if bad in claims else [],
         )
         for each, claims in batches.items()
     }
@@ -166,9 +162,7 @@ def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers)
     # The topic of the carts can't be written to: they are not sent.
     good = {lane: [claim for claim in claims if claim.aggregate_type == "Order"] for lane, claims in batches.items()}
     note(seen, good)
-    source.settle(
-        {lane: Receipt([(claim, PUBLISHED) for claim in claims], left_out=True) for lane, claims in good.items()}
-    )
+    source.settle({lane: Receipt(UnsettledBatch(claims), left_out=True) for lane, claims in good.items()})
     source.leave_out(frozenset({("Cart", False)}))
     while_left_out = drain(source, worker.limits(20))
     for lane, ids in while_left_out.items():
@@ -305,7 +299,7 @@ def test_what_a_person_puts_back_is_seen_in_the_middle_of_a_drain(workers, quick
     with worker.database.connect() as connection:
         Outbox().add(connection, Event("Order", "skipped", "bad"))
     ((lane, (claim,)),) = source.fetch(worker.limits()).batches.items()
-    source.settle({lane: Receipt([(claim, Refused("bad"))])})
+    source.settle({lane: Receipt(refused=[(claim, "bad")])})
     worker.insert(40_000)
     settle(source, source.fetch(worker.limits(4)).batches)
     # Until the source has seen that the lane has no failures any more, and reads ahead.

@@ -9,7 +9,7 @@ from failing_lane import COPIED, lane, name, retried
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
-from relay.core.ports import PUBLISHED, BrokerUnavailable, Claim, Receipt, Refused
+from relay.core.ports import BrokerUnavailable, Claim, Receipt, UnsettledBatch
 from relay.operations.dead_letters import Selection
 
 __all__ = ["lane"]
@@ -21,7 +21,7 @@ def test_at_most_once_the_rows_are_gone_before_they_are_given_out(lane):
     claims = source.fetch(10)
     assert [name(claim) for claim in claims] == ["a1", "b1"]
     assert backlog(lane.database.url) == 0
-    source.settle(Receipt([(claims[0], PUBLISHED)]))
+    source.settle(Receipt(UnsettledBatch([claims[0]])))
     assert lane.lost == [1]
     assert source.fetch(10) == []
 
@@ -68,12 +68,12 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once_and_can_be_retrie
         Outbox().add(connection, Event("Order", "a", "a1", {"n": 1}, headers={"tenant": "acme"}))
     (event_id, *_) = lane.add("a2")
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[0], Refused("a1 is bad")), (claims[1], PUBLISHED)]))
+    source.settle(Receipt(UnsettledBatch([claims[1]]), [(claims[0], "a1 is bad")]))
     assert (lane.dead, lane.lost) == (["a1"], [])
     assert [failure["event_type"] for failure in lane.desk().list(Selection())] == ["a1"]
     lane.add("a3")
     assert [name(claim) for claim in source.fetch(10)] == ["a3"]
-    source.settle(Receipt([]))
+    source.settle(Receipt())
     retried(lane)
     (again,) = source.fetch(10)
     assert (again.event_id, json.loads(again.value), again.headers) == (
@@ -81,7 +81,7 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once_and_can_be_retrie
         {"n": 1},
         {"tenant": "acme"},
     )
-    source.settle(Receipt([(again, PUBLISHED)]))
+    source.settle(Receipt(UnsettledBatch([again])))
     assert lane.rows("SELECT * FROM outbox.failures") == []
     lane.add("a4")
     assert wait_until(lambda: [name(claim) for claim in source.fetch(10)]) == ["a4"]
@@ -92,9 +92,9 @@ def test_at_most_once_a_refused_event_has_its_copy_for_the_dead_letter_topic_too
     source = lane.deleting_source(COPIED)
     lane.add("a1", "a2")
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[0], Refused("a1 is bad")), (claims[1], PUBLISHED)]))
+    source.settle(Receipt(UnsettledBatch([claims[1]]), [(claims[0], "a1 is bad")]))
     (copy,) = source.fetch(10)
     assert json.loads(copy.value) == {"n": "a1"}
     assert copy.headers["outbox-dead-letter"] == "a1 is bad"
-    source.settle(Receipt([(copy, Refused("no such topic"))]))
+    source.settle(Receipt(refused=[(copy, "no such topic")]))
     assert source.fetch(10) == []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from pgbouncer import PgBouncer
@@ -16,7 +15,7 @@ from stream_bench import both, outboxed
 from support import backlog, wait_until
 
 from relay.core.marker import Marker
-from relay.core.ports import PUBLISHED, Receipt, Refused
+from relay.core.ports import Claim, Receipt, Refusal, UnsettledBatch
 from relay.database import Connector
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import row_marks
@@ -64,7 +63,8 @@ class Relay:
         count = 0
         for lane, batch in fetched.batches.items():
             stopped: set[str] = set()
-            results: list[Any] = []
+            published: list[Claim] = []
+            refused: list[Refusal] = []
             for claim in batch:
                 key = claim.aggregate_id
                 if key in stopped:
@@ -72,15 +72,15 @@ class Relay:
                 number = int(claim.event_type)
                 if f"{key}/{number}" in self.bad:
                     stopped.add(key)
-                    results.append((claim, Refused("bad")))
+                    refused.append((claim, "bad"))
                 else:
-                    results.append((claim, PUBLISHED))
+                    published.append(claim)
                     self.sent.setdefault(key, []).append(number)
                     count += 1
             number_of_batch = None
-            if self._once and any(outcome is PUBLISHED for _, outcome in results):
+            if self._once and published:
                 number_of_batch = self._batches[lane] = (self._batches[lane] or 0) + 1
-            receipts[lane] = Receipt(results, number_of_batch)
+            receipts[lane] = Receipt(UnsettledBatch(published, batch=number_of_batch), refused)
         assert self.source.settle(receipts) == {}
         return count
 
@@ -266,10 +266,10 @@ def test_a_neighbour_of_the_same_id_and_another_type_is_not_held_up(workers):
     insert = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES (%s, 'x', 'T')"
     worker.admin.execute(insert, ("Order",))
     ((_, (claim,)),) = source.fetch(worker.limits()).batches.items()
-    source.settle({0: Receipt([(claim, Refused("bad"))])})
+    source.settle({0: Receipt(refused=[(claim, "bad")])})
     for _ in range(3):
         worker.admin.execute(insert, ("Order",))
         worker.admin.execute(insert, ("Cart",))
         (((lane, batch)),) = source.fetch(worker.limits()).batches.items()
         assert [claim.aggregate_type for claim in batch] == ["Cart"]
-        source.settle({lane: Receipt([(claim, PUBLISHED) for claim in batch])})
+        source.settle({lane: Receipt(UnsettledBatch(batch))})

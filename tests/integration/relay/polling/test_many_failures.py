@@ -11,7 +11,7 @@ from polling_worker import Worker, quick_marks, settle, workers
 from rows_and_roles import put
 from support import wait_until
 
-from relay.core.ports import Receipt, Refused
+from relay.core.ports import Receipt
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
@@ -72,7 +72,7 @@ def test_turns_beside_100000_failures_do_not_read_them(workers, quick_marks):
     worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id = 50001")
     (due,) = source.fetch(worker.limits()).batches.values()
     assert [claim.position for claim in due] == [50001]
-    source.settle({0: Receipt([(due[0], Refused("bad"))])})
+    source.settle({0: Receipt(refused=[(due[0], "bad")])})
     assert failures() < 200
     # One that an operator frees is found by the next event of its key, without loading the others anew.
     (event_id,) = worker.admin.execute("SELECT event_id::text FROM outbox.failures WHERE id = 70001").fetchone()
@@ -109,7 +109,7 @@ def test_a_dead_letter_costs_a_turn_nothing_while_an_old_snapshot_keeps_300000_d
     source = worker.source(attempts=1)
     worker.insert(1, keys=1)
     (batch,) = source.fetch(worker.limits()).batches.values()
-    source.settle({0: Receipt([(batch[0], Refused("bad"))])})
+    source.settle({0: Receipt(refused=[(batch[0], "bad")])})
     events = index_entries(source, worker, "events")
     with worker.database.connect() as old:
         old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

@@ -8,7 +8,7 @@ import pytest
 from blocked_lane import WAITING, Blocked, blocked, quick_marks, waiting
 from polling_support import settle, table, taken
 
-from relay.core.ports import Claim, Receipt, Refused
+from relay.core.ports import Claim, Receipt
 from relay.polling import row_marks
 from relay.polling.kept_marks import Server
 
@@ -145,7 +145,7 @@ def test_a_fresh_process_finds_what_was_freed_although_as_many_keys_wait(kept):
 def test_a_new_failure_above_the_mark_leaves_it(kept):
     kept.write("bad", 1)
     (claim,) = kept.lane.fetch(10)
-    kept.lane.settle(Receipt([(claim, Refused("bad"))]))
+    kept.lane.settle(Receipt(refused=[(claim, "bad")]))
     kept.taken_over()
     assert kept.rows_read(lambda: kept.lane.fetch(10)) < 100
 

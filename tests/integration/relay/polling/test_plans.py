@@ -9,7 +9,7 @@ from plans import PLANS, blocks, by_index_only, explain, forget_rows, nodes
 from polling_support import table
 
 from relay.core.marker import Marker
-from relay.core.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused
+from relay.core.ports import Claim, LaneLost, Receipt
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling import session
@@ -182,7 +182,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
         settlement.hold(lease)
     claims = published_claims(admin, each)
     for lane, rows in claims.items():
-        settlement.lanes[lane].pending = UnsettledBatch.of(Receipt([(claim, PUBLISHED) for claim in rows]))
+        settlement.lanes[lane].pending = UnsettledBatch(rows)
     plan = explain(
         admin,
         settlement.statements.settle,
@@ -217,9 +217,10 @@ def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch
     for _ in range(3):
         batches = source.fetch(limits).batches
         assert [len(batch) for batch in batches.values()] == [500] * 4
-        receipts = {lane: [(claim, PUBLISHED) for claim in batch] for lane, batch in batches.items()}
-        receipts[0][-1] = receipts[0][-1][0], Refused("bad")
-        assert source.settle({lane: Receipt(results) for lane, results in receipts.items()}) == {}
+        receipts = {lane: Receipt(UnsettledBatch(batch)) for lane, batch in batches.items()}
+        *fine, last = batches[0]
+        receipts[0] = Receipt(UnsettledBatch(fine), [(last, "bad")])
+        assert source.settle(receipts) == {}
     assert source.flush(range(4)) == {}
     claims = source.fetch(limits).batches[1]
     for batch, rows in ((1, ()), (2, claims)):

@@ -11,7 +11,7 @@ import pytest
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
-from relay.core.ports import PUBLISHED, Batches, Receipt
+from relay.core.ports import Batches, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -62,7 +62,7 @@ def read(source: PollingSource, limit: int = 5, lanes=range(LANES)) -> Batches:
 
 
 def published(batches: Batches, count: int = 1000) -> dict[int, Receipt]:
-    return {lane: Receipt([(claim, PUBLISHED) for claim in claims[:count]]) for lane, claims in batches.items()}
+    return {lane: Receipt(UnsettledBatch(claims[:count])) for lane, claims in batches.items()}
 
 
 def test_what_was_read_ahead_is_the_next_turn(source, rows):
@@ -100,7 +100,7 @@ def test_what_was_not_published_comes_again_before_what_was_read_ahead(source, r
 def test_an_event_in_the_middle_that_was_left_out_comes_again_first(source, rows):
     batches = read(source)
     receipts = {
-        lane: Receipt([(claim, PUBLISHED) for n, claim in enumerate(claims) if n != 2], left_out=True)
+        lane: Receipt(UnsettledBatch([claim for n, claim in enumerate(claims) if n != 2]), left_out=True)
         for lane, claims in batches.items()
     }
     assert source.settle(receipts) == {}

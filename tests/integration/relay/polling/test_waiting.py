@@ -12,7 +12,7 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from outbox.sandbox._process import patience
-from relay.core.ports import Batches, Receipt, Refused
+from relay.core.ports import Batches, Receipt
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import TURN_BYTES, PollingSource
@@ -80,7 +80,7 @@ def test_1000_events_that_were_put_back_leave_in_batches(workers):
     source = worker.source(attempts=1)
     worker.insert(1000, keys=1000)
     while batches := source.fetch(worker.limits()).batches:
-        source.settle({lane: Receipt([(claim, Refused("bad")) for claim in each]) for lane, each in batches.items()})
+        source.settle({lane: Receipt(refused=[(claim, "bad") for claim in each]) for lane, each in batches.items()})
     assert worker.admin.execute("SELECT count(*) FROM outbox.dead_letters").fetchone() == (1000,)
     assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 1000
     there = worker.ids()
@@ -106,7 +106,7 @@ def test_huge_events_that_were_put_back_leave_in_turns_that_fit_into_memory(work
     source = worker.source(attempts=1)
     insert_huge(worker, 200, compressible=True)
     while batches := source.fetch(worker.limits()).batches:
-        source.settle({lane: Receipt([(claim, Refused("bad")) for claim in each]) for lane, each in batches.items()})
+        source.settle({lane: Receipt(refused=[(claim, "bad") for claim in each]) for lane, each in batches.items()})
     assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 200
     seen: dict[int, list[int]] = {}
     turns: list[int] = []
@@ -126,7 +126,7 @@ def refuse(source: PollingSource, batches: Batches) -> None:
     receipts = {}
     for lane, batch in batches.items():
         first = {claim.aggregate_id: claim for claim in reversed(batch)}
-        receipts[lane] = Receipt([(claim, Refused("bad")) for claim in first.values()])
+        receipts[lane] = Receipt(refused=[(claim, "bad") for claim in first.values()])
     assert source.settle(receipts) == {}
 
 
@@ -213,7 +213,7 @@ def test_due_events_of_which_nothing_became_known_are_read_once_with_the_others(
     worker.insert(1, keys=1)
     source = worker.source(attempts=5, kept=kept)
     (refused,) = source.fetch(worker.limits()).batches[0]
-    assert source.settle({0: Receipt([(refused, Refused("bad"))])}) == {}
+    assert source.settle({0: Receipt(refused=[(refused, "bad")])}) == {}
     worker.insert(3, first=2)
     worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp()")
     found = []

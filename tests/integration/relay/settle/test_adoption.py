@@ -8,7 +8,7 @@ from one_lane import OneLane
 from takeover_support import Tables
 
 from relay.core.marker import Marker, StateLost
-from relay.core.ports import PUBLISHED, LaneLost, Receipt, Unavailable
+from relay.core.ports import LaneLost, Receipt, Unavailable, UnsettledBatch
 
 
 class OnlyLane(Tables):
@@ -76,7 +76,7 @@ def test_batches_are_counted_as_they_are_settled(lane):
     adopt(source, marker(source, 1))
     for batch in (2, 3):
         lane.add("a")
-        source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)], batch=batch))
+        source.settle(Receipt(UnsettledBatch(source.fetch(10), batch=batch)))
         assert lane.batches() == {0: batch - 1}
         source.fetch(10)
         assert lane.batches() == {0: batch}

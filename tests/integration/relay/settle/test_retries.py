@@ -21,7 +21,6 @@ from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease
 from relay.core.loop import WorkerLoop
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     Claim,
     Completed,
@@ -29,8 +28,8 @@ from relay.core.ports import (
     DatabaseUnavailable,
     Kind,
     Receipt,
-    Refused,
     Sent,
+    UnsettledBatch,
 )
 from relay.database import StandingError
 from relay.settle.retries import FailurePolicy, Failures
@@ -57,7 +56,7 @@ def test_the_same_id_under_another_aggregate_type_is_another_key(lane):
     with lane.database.connect() as connection:
         Outbox().add_many(connection, [Event("Order", "x", "o1"), Event("Cart", "x", "c1"), Event("Order", "x", "o2")])
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[0], Refused("no"))]))
+    source.settle(Receipt(refused=[(claims[0], "no")]))
     assert turn(source) == ["c1"]
 
 
@@ -107,10 +106,10 @@ def test_published_events_of_the_batch_are_settled_with_the_refused_ones_in_one_
     source = lane.source()
     lane.add("a1", "b1")
     claims = source.fetch(10)
-    source.settle(Receipt([(claims[1], PUBLISHED)]))
+    source.settle(Receipt(UnsettledBatch([claims[1]])))
     monkeypatch.setattr(Failures, "record", lambda *_: (_ for _ in ()).throw(psycopg.OperationalError("gone")))
     with pytest.raises(Exception, match="gone"):
-        source.settle(Receipt([(claims[0], Refused("no"))]))
+        source.settle(Receipt(refused=[(claims[0], "no")]))
     assert backlog(lane.database.url) == 2
     assert lane.rows("SELECT * FROM outbox.failures") == []
 
@@ -164,7 +163,7 @@ class Watcher:
 
     def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         self.sent += [name(claim) for claims in batches.values() for claim in claims]
-        return Completed({n: Receipt([(claim, PUBLISHED) for claim in claims]) for n, claims in batches.items()})
+        return Completed({n: Receipt(UnsettledBatch(claims)) for n, claims in batches.items()})
 
     def paused(self) -> frozenset[Kind]:
         return frozenset()

@@ -17,7 +17,7 @@ from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
 from relay.core.lease import Lease
-from relay.core.ports import PUBLISHED, Batches, LaneLocked, LaneLost, Receipt, Refused, Unavailable
+from relay.core.ports import Batches, LaneLocked, LaneLost, Receipt, Unavailable, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
@@ -106,7 +106,7 @@ class Box:
 
 
 def published(batches: Batches) -> dict[int, Receipt]:
-    return {lane: Receipt([(claim, PUBLISHED) for claim in claims]) for lane, claims in batches.items()}
+    return {lane: Receipt(UnsettledBatch(claims)) for lane, claims in batches.items()}
 
 
 def ids(batches: Batches) -> list[int]:
@@ -270,9 +270,9 @@ def test_a_lane_that_is_locked_meanwhile_is_settled_with_both_turns_later(box):
         assert sorted(claim.lane for claims in fetched.batches.values() for claim in claims) == [0, 0, 1]
         assert box.left() == 4
     # As the loop does it: all that is published of the lane, once more.
-    rows = [(claim, PUBLISHED) for claim in box.source.settlement.lanes[0].pending.rows]
-    assert len(rows) == 3
-    assert box.source.settle({0: Receipt(rows)}) == {}
+    pending = box.source.settlement.lanes[0].pending
+    assert len(pending.rows) == 3
+    assert box.source.settle({0: Receipt(pending)}) == {}
     assert box.source.flush([0, 1]) == {}
     assert box.left() == 0
     kept = box.admin.execute("SELECT count(*), count(DISTINCT id) FROM outbox.published").fetchone()
@@ -286,7 +286,7 @@ def test_an_event_that_is_refused_in_the_second_turn_stays(box):
     fetched = box.fetch()
     receipts = published(fetched.batches)
     first, second = fetched.batches[0]
-    receipts[0] = Receipt([(first, PUBLISHED), (second, Refused("too large"))])
+    receipts[0] = Receipt(UnsettledBatch([first]), [(second, "too large")])
     assert box.source.settle(receipts) == {}
     assert box.source.flush([0, 1]) == {}
     assert box.admin.execute("SELECT id FROM outbox.events").fetchall() == [(second.position,)]
@@ -397,7 +397,7 @@ def test_many_lanes_of_which_one_is_lost_one_locked_and_one_refused_while_a_turn
         assert len(ids(fetched.batches)) == MANY * half
         receipts = lanes.publish(fetched.batches)
         *fine, last = fetched.batches[refused]
-        receipts[refused] = Receipt([*((claim, PUBLISHED) for claim in fine), (last, Refused("too large"))])
+        receipts[refused] = Receipt(UnsettledBatch(fine), [(last, "too large")])
         failed = box.source.settle(receipts)
         assert {lane: type(error) for lane, error in failed.items()} == {lost: LaneLost, locked: LaneLocked}
         # Of the others the first turn is settled. With what was refused, the second one too.
@@ -406,7 +406,7 @@ def test_many_lanes_of_which_one_is_lost_one_locked_and_one_refused_while_a_turn
     box.source.drop(lost)
     pending = box.source.settlement.lanes[locked].pending.rows
     assert len(pending) == 2 * half
-    assert box.source.settle({locked: Receipt([(claim, PUBLISHED) for claim in pending])}) == {}
+    assert box.source.settle({locked: Receipt(UnsettledBatch(pending))}) == {}
     assert box.source.flush([locked]) == {}
     # Two more turns, not of the key that waits behind what was refused.
     for _ in range(2):
@@ -456,6 +456,6 @@ def test_many_lanes_of_which_one_can_not_be_settled(large):
     source = box.new_source(box.leases)
     for lane in set(range(MANY)) - {stuck}:
         claims = [claim for turn in turns for claim in turn[lane]]
-        assert source.settle({lane: Receipt([(claim, PUBLISHED) for claim in claims])}) == {}
+        assert source.settle({lane: Receipt(UnsettledBatch(claims))}) == {}
     assert source.flush(list(range(MANY))) == {}
     assert box.left_by_lane() == {lane: 2 * half if lane == stuck else 0 for lane in range(MANY)}

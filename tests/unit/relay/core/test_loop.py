@@ -16,15 +16,7 @@ from loop_fakes import SETTINGS, Step, World, all_of, clock, in_order, spread
 from outbox.errors import SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
-from relay.core.ports import (
-    PUBLISHED,
-    Batches,
-    Completed,
-    Failed,
-    Receipt,
-    Sent,
-    Unavailable,
-)
+from relay.core.ports import Batches, Completed, Failed, Receipt, Sent, Unavailable, UnsettledBatch
 
 __all__ = ["clock"]
 
@@ -140,7 +132,7 @@ def acknowledged(count: int, failure: Unavailable) -> Step:
     """The first ``count`` events of every lane are acknowledged."""
 
     def publish(batches: Batches) -> Sent:
-        receipts = {lane: Receipt([(item, PUBLISHED) for item in claims[:count]]) for lane, claims in batches.items()}
+        receipts = {lane: Receipt(UnsettledBatch(claims[:count])) for lane, claims in batches.items()}
         return Failed(failure, receipts)
 
     return publish
@@ -200,8 +192,7 @@ def test_what_a_marker_settles_is_not_settled_again():
     """The lane is taken over anew instead, which settles what its marker names."""
 
     def committed(batches: Batches) -> Sent:
-        sent = all_of(batches)
-        return Completed({lane: replace(receipt, batch=7) for lane, receipt in sent.receipts.items()})
+        return Completed({lane: Receipt(UnsettledBatch(claims, batch=7)) for lane, claims in batches.items()})
 
     world = World({0: [1, 2], 1: [3]}, committed)
     world.table.fail_settle.append(Unavailable("database gone"))

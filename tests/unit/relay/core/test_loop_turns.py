@@ -12,7 +12,6 @@ from loop_fakes import SETTINGS, OneSource, Step, World, all_of, claim, clock, i
 
 from relay.core.lease import Lease
 from relay.core.ports import (
-    PUBLISHED,
     Batches,
     BatchRefused,
     Completed,
@@ -20,10 +19,10 @@ from relay.core.ports import (
     Failed,
     LaneLost,
     Receipt,
-    Refused,
     Sent,
     TopicUnusable,
     Unavailable,
+    UnsettledBatch,
 )
 
 __all__ = ["clock"]
@@ -87,8 +86,7 @@ def test_a_lane_that_could_not_be_settled_behind_is_settled_with_both_turns_and_
 
 def in_transactions(batches: Batches) -> Sent:
     """A turn is a transaction, whose number is of no matter here."""
-    sent = all_of(batches)
-    return replace(sent, receipts={lane: replace(receipt, batch=1) for lane, receipt in sent.receipts.items()})
+    return Completed({lane: Receipt(UnsettledBatch(claims, batch=1)) for lane, claims in batches.items()})
 
 
 def test_turns_that_are_sent_before_they_are_confirmed():
@@ -144,8 +142,8 @@ def test_a_refused_event_is_handed_to_the_source_and_the_lanes_live_on():
     def refuse(batches: Batches) -> Sent:
         return Completed(
             {
-                0: Receipt([(batches[0][0], PUBLISHED), (batches[0][1], Refused("too large"))]),
-                1: Receipt([(item, PUBLISHED) for item in batches[1]]),
+                0: Receipt(UnsettledBatch([batches[0][0]]), [(batches[0][1], "too large")]),
+                1: Receipt(UnsettledBatch(batches[1])),
             }
         )
 
@@ -309,7 +307,7 @@ def test_what_is_proven_to_be_refused_costs_no_other_turn():
         bad = [item for item in batches.get(2, ()) if item.position == poison]
         if not bad:
             return all_of(batches)
-        receipts = {2: Receipt([(bad[0], Refused("too large"))])}
+        receipts = {2: Receipt(refused=[(bad[0], "too large")])}
         return Failed(BatchRefused("too large"), receipts, [2], publisher_unusable=False)
 
     world = World(rows, settings=replace(SETTINGS, batch_size=8))
@@ -369,7 +367,7 @@ def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
 
     def stalled(batches: Batches) -> Sent:
         world.broker.paused = frozenset({("Invoice", False)})
-        half = {lane: Receipt([(item, PUBLISHED) for item in claims[:16]]) for lane, claims in batches.items()}
+        half = {lane: Receipt(UnsettledBatch(claims[:16])) for lane, claims in batches.items()}
         return Failed(TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"), half)
 
     world = World(rows, stalled, settings=replace(SETTINGS, batch_size=32))
