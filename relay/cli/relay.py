@@ -65,9 +65,9 @@ def run(
         be_worker(worker, settings, stop)
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
-    # The worker's loop does nearly all of the work. The thread that reads the WAL runs only briefly each time, and the
-    # loop waits for it.
-    sys.setswitchinterval(0.005 if settings.source is SourceKind.WAL else 0.05)
+    # The thread that reads ahead, or the WAL, needs the interpreter for every 16 KB that Postgres sends. Meanwhile the
+    # loop keeps it, to give events to librdkafka.
+    sys.setswitchinterval(0.001)
     # Batches hold tens of thousands of tuples, which are never in a reference cycle: looking for cycles every 700 new
     # objects, the default, would cost a tenth of the throughput.
     gc.set_threshold(100_000, 20, 50)

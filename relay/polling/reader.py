@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, LiteralString
 
 from psycopg import sql
@@ -30,8 +29,9 @@ from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Claim, Kind, UnsettledBatch
 from relay.database import unavailable_on_error
-from relay.polling.blocked_keys import BlockedKeys, FailureRow
+from relay.polling.blocked_keys import FailureRow
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
+from relay.polling.lane import PolledLane
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import Kept, RowMarks, unsettled_above
@@ -47,26 +47,6 @@ _LARGE_BYTES: Final = 64 << 10
 # Up to this many events in hand, a prepared plan is as fast as a custom one; see Read.
 _MANY: Final = 100
 _MOST_DUE: Final = 500
-
-
-@dataclass(slots=True)
-class _Lane:
-    """The reader's state of one lane."""
-
-    lease: Lease
-    failures: BlockedKeys = field(default_factory=BlockedKeys)
-    known: bool = False
-    """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
-    unsure: set[int] = field(default_factory=set)
-    """Ids of events of which it is not known whether they are among the failures; while ``known``."""
-    due: int = 1
-    due_next: bool = True
-    reading_due: bool = False
-    row_bytes: float = 0.0
-    found: Sequence[int] = ()
-    """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
-    late: Sequence[int] = ()
-    """Ids below the mark, to be read before anything else."""
 
 
 class LaneReader:
@@ -88,17 +68,17 @@ class LaneReader:
         self._queries = queries
         self._turn_bytes = turn_bytes
         self._marks = LowWaterMarks()
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, PolledLane] = {}
         self._looked_at = -_LOOK_SECONDS
         self._ends_at = -_LOOK_SECONDS
         self._crowded = False
         self._rotation = 0
-        self._first = 0
+        self._no_room = 0
         self.left_out: frozenset[Kind] = frozenset()
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
-        self._lanes[lease.lane] = _Lane(lease)
+        self._lanes[lease.lane] = PolledLane(lease)
         self._new.add(lease.lane)
         self._marks.reset(lease.lane)
         self._sweep.hold(lease.lane)
@@ -184,7 +164,11 @@ class LaneReader:
         return {lane: limits[lane] for lane in lanes}
 
     def _reads(self, limits: Mapping[int, int], in_hand: Batches) -> list[Read]:
-        """Return the statements that read these lanes."""
+        """Return the statements that read these lanes.
+
+        Each starts from the mark, also behind thousands of events in hand: a transaction that has drawn a low id may
+        have committed since the last read, and later events of its key after it.
+        """
         lanes = list(limits)
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
@@ -203,7 +187,7 @@ class LaneReader:
         reads = self._late_reads(limits, in_hand, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
-        plain.sort(key=lambda lane: (lane < self._first, lane))
+        plain.sort(key=lambda lane: (lane < self._no_room, lane))
         if plain:
             values = {
                 "lanes": array(plain),
@@ -275,69 +259,78 @@ class LaneReader:
         """
         # The number of failures of each lane, and the sum of their ids, as they are after the read.
         counts = self._session.read_turn(plan)
-        claims: list[Claim] = []
+        batches: dict[int, list[Claim]] = {}
         first: set[int] = set()
         for read in plan.reads:
-            if read.late is not None or read.due is not None:
-                claims += self._collect_first(read, first)
-                continue
-            rows, full = read.rows, set[int]()
-            if rows and not rows[-1].position:
-                no_room = [row.lane for row in rows if not row.position]
-                full, self._first = set(no_room), no_room[0]
-                rows = rows[: -len(no_room)]
-            for lane in read.lanes:
-                if self._lanes[lane].failures and lane not in first:
-                    self._lanes[lane].due_next = True
-                    self._lanes[lane].reading_due = False
-            rows = [row for row in rows if row.lane not in first] if first else rows
-            lowest = {row.lane: row.position for row in reversed(rows)}
-            for lane in read.lanes:
-                # Rows must not wait below the mark for a failure that is not known.
-                complete = plan.looks or not self._lanes[lane].failures
-                if complete and lane not in first and lane not in full:
-                    self._marks.seen(read.marks, lane, lowest.get(lane))
-            claims += rows
-        freed = self._freed(claims)
-        batches = by_lane([claim for claim in claims if claim.lane not in freed] if freed else claims)
+            comes_first = read.late is not None or read.due is not None
+            found = self._first(read, first) if comes_first else self._others(read, first, looked=bool(plan.looks))
+            for lane, claims in found.items():
+                batches.setdefault(lane, []).extend(claims)
+        for lane in self._freed(batches):
+            del batches[lane]
         self._note_counts(counts)
         self._note_sizes(batches)
         retried = [lane for lane in batches if self._lanes[lane].reading_due and self._lanes[lane].failures]
         return Collected(batches, retried, self._worth_reading_ahead(batches, limits))
 
-    def _freed(self, claims: Sequence[Claim]) -> set[int]:
+    def _freed(self, batches: Batches) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
         freed: set[int] = set()
-        for claim in claims:
-            state = self._lanes[claim.lane]
-            if state.failures and (gone := state.failures.before(claim)):
-                state.unsure |= gone
-                freed.add(claim.lane)
+        for lane, claims in batches.items():
+            state = self._lanes[lane]
+            if not state.failures:
+                continue
+            for claim in claims:
+                if gone := state.failures.before(claim):
+                    state.unsure |= gone
+                    freed.add(lane)
         return freed
 
-    def _collect_first(self, read: Read, first: set[int]) -> Sequence[Claim]:
+    def _others(self, read: Read, first: set[int], *, looked: bool) -> Batches:
+        """Return the other events, without lanes that are in ``first``, and update the marks.
+
+        ``looked``: the failures are counted after this read.
+        """
+        rows, full = read.rows, set[int]()
+        if rows and not rows[-1].position:
+            no_room = [row.lane for row in rows if not row.position]
+            full, self._no_room = set(no_room), no_room[0]
+            rows = rows[: -len(no_room)]
+        found = by_lane(rows)
+        for lane in read.lanes:
+            if lane in first:
+                found.pop(lane, None)
+                continue
+            state = self._lanes[lane]
+            if state.failures:
+                state.due_next, state.reading_due = True, False
+            # Rows must not wait below the mark for a failure that is not known.
+            if (looked or not state.failures) and lane not in full:
+                self._marks.seen(read.marks, lane, found[lane][0].position if lane in found else None)
+        return found
+
+    def _first(self, read: Read, first: set[int]) -> Batches:
         """Return late or due events, which go before all others of their lane; adds the lane to ``first``."""
         (lane,) = read.lanes
-        state = self._lanes[lane]
+        state, found = self._lanes[lane], {lane: read.rows} if read.rows else {}
         if read.late is None:
             if lane in first:
-                return ()
-            if read.rows and lane in self._mixed:
+                return {}
+            if found and lane in self._mixed:
                 self._mixed.discard(lane)
-                return read.rows
-            state.reading_due = bool(read.rows)
-        elif read.rows:
+                return found
+            state.reading_due = bool(found)
+        elif found:
             state.reading_due = False
         elif read.last:
             state.late = ()
-        if read.rows:
-            first.add(lane)
-        return read.rows
+        first.update(found)
+        return found
 
     def _note_sizes(self, batches: Batches) -> None:
         total = 0
         for lane, batch in batches.items():
-            size = sum(claim.size for claim in batch)
+            size = sum([len(claim.value) for claim in batch if claim.value is not None])
             total += size
             self._lanes[lane].row_bytes = size / len(batch)
         if total > max(self._turn_bytes // 2, _LARGE_BYTES * sum(map(len, batches.values()))):

@@ -1,8 +1,8 @@
 """Source over ``outbox.events``: the lanes of a worker, read by polling, settled row by row.
 
 Every read starts from the lowest id that may still be unpublished, not from the last one seen: so the next read finds
-the rows of a transaction that drew a low id and committed late. Published rows are deleted, so there is no position to
-keep.
+the rows of a transaction that drew a low id and committed late, before later ones of its key. Published rows are
+deleted, so there is no position to keep.
 
 A turn reads all lanes, and then settles the previous turn, in one statement (settlement.py). Its commit makes the rows
 that were read durable, and its result tells which lanes are still held and may be published. Both are of one session,

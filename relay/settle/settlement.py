@@ -36,10 +36,12 @@ and the row is looked up by it. A ctid is only a hint: everything is checked as 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -449,9 +451,9 @@ def lanes_text(lanes: Collection[int]) -> str:
     return f"lanes {', '.join(map(str, some[:8]))}{', …' if len(some) > 8 else ''}"
 
 
-def by_lane(claims: Sequence[Claim]) -> Mapping[int, list[Claim]]:
+def by_lane(claims: Iterable[Claim]) -> dict[int, list[Claim]]:
     """Return events by lane, each lane's in the given order."""
     batches: dict[int, list[Claim]] = {}
-    for claim in claims:
-        batches.setdefault(claim.lane, []).append(claim)
+    for lane, group in groupby(claims, attrgetter("lane")):
+        batches.setdefault(lane, []).extend(group)
     return batches

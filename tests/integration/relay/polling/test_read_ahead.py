@@ -107,6 +107,30 @@ def test_an_event_in_the_middle_that_was_left_out_comes_again_first(source, rows
     assert ids(read(source)) == {lane: [each[2], *each[5:9]] for lane, each in rows.items()}
 
 
+def test_in_a_backlog_too_a_row_that_is_committed_late_comes_before_later_ones_of_its_key(outbox_postgres, source):
+    """The first writer of a key draws its id and commits late; the second one waits for it.
+
+    By the second's commit, rows of other keys with ids between the two are published.
+    """
+    url = outbox_postgres.url
+    with psycopg.connect(url) as slow, psycopg.connect(url) as other:
+        Outbox().add(slow, Event("Order", "slow", "First", {}))
+        Outbox().add_many(other, [Event("Order", f"k{n}", "T", {}) for n in range(300)])
+        other.commit()
+        for _ in range(12):
+            batches = read(source)
+            assert source.session.ahead is not None
+            assert source.settle(published(batches)) == {}
+        slow.commit()
+        Outbox().add(other, Event("Order", "slow", "Second", {}))
+        other.commit()
+    found = []
+    while batches := read(source):
+        found += [claim.event_type for claims in batches.values() for claim in claims if claim.aggregate_id == "slow"]
+        assert source.settle(published(batches)) == {}
+    assert found == ["First", "Second"]
+
+
 def test_lanes_that_come_and_go_between_two_turns(source, rows):
     batches = read(source, lanes=[0, 1])
     assert source.session.ahead is not None
