@@ -189,7 +189,8 @@ class Settlement:
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            records = [each or (None, None, None) for part in pending for each in part.records]
+            nowhere = (None, None, None)
+            records = [each or nowhere for part in pending for each in part.records or [None] * len(part.rows)]
             values["topics"], values["partitions"], values["offsets"] = (
                 [each[column] for each in records] for column in range(3)
             )
