@@ -66,6 +66,21 @@ class History:
     """Tables that must be empty before a downgrade."""
 
 
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What an upgrade has done: the tables went from one revision to another. ``before`` is None without tables."""
+
+    before: str | None
+    after: str
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"tables created, revision {self.after}"
+        if self.before == self.after:
+            return f"nothing to do, the tables are at revision {self.after} already"
+        return f"tables upgraded from revision {self.before} to {self.after}"
+
+
 OUTBOX: Final = History("versions", "outbox", ("events", "dead_letters", "streams", "scheduled"))
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "streams": "drop the slot (`outbox cdc drop`)",
@@ -74,8 +89,8 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 
-def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> bool:
-    """Upgrade the outbox's tables to this version. Returns False if they were up to date.
+def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> Upgrade:
+    """Upgrade the outbox's tables to this version, or create them. Returns what was done.
 
     lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it differs from the
     existing number or an argument is invalid, SchemaError when the database refuses.
@@ -84,14 +99,14 @@ def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> bool:
     if lanes is not None:
         lane_expression(lanes)
     with _transaction(url) as connection:
-        changed = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
+        done = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
         there = _count(connection, _lanes(schema))
         if lanes is not None and there != lanes:
             raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
-        return changed
+        return done
 
 
-def upgrade_consumer(url: str, schema: str = "consumer") -> bool:
+def upgrade_consumer(url: str, schema: str = "consumer") -> Upgrade:
     """Upgrade the consumers' tables to this version; they may be in another database than the outbox's.
 
     Returns and raises as ``upgrade`` does.
@@ -307,8 +322,8 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
-def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> bool:
-    """Upgrade to the last revision. Returns whether anything changed."""
+def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> Upgrade:
+    """Upgrade to the last revision. Returns what was done."""
     before = current(connection, schema) or ()
     _refuse_unknown(history, before, schema)
     create_schema = not sa.inspect(connection).has_schema(schema)
@@ -316,7 +331,7 @@ def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: in
         command.upgrade(
             _config(history, schema, lanes, create_schema=create_schema, connection=connection), revision="head"
         )
-    return current(connection, schema) != before
+    return Upgrade(before[0] if before else None, revisions(history)[-1])
 
 
 @contextmanager
