@@ -27,6 +27,7 @@ from psycopg import sql as quoting
 
 import outbox
 from outbox._clients.credentials import password_for
+from outbox._clients.errors import first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.tables import DEFAULT_LANES, lane_expression
@@ -289,7 +290,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
             return opened
         except (psycopg.Error, UnicodeError) as error:
             raise SchemaError(
-                f"{shown}: {' '.join(str(error).split())}; see that the server runs, and that OUTBOX_DATABASE_URL has "
+                f"{shown}: {first_line(error)}; see that the server runs, and that OUTBOX_DATABASE_URL has "
                 "the right host, database and user"
             ) from error
 
@@ -306,9 +307,8 @@ def connected(url: str) -> Iterator[sa.Connection]:
         with engine.connect() as connection:
             yield connection
     except sa.exc.DBAPIError as error:
-        first_line = str(error.orig).strip().partition("\n")[0]
         advice = _ADVICE.get(getattr(error.orig, "sqlstate", None) or "")
-        raise SchemaError(f"{shown}: {first_line}" + (f"; {advice}" if advice else "")) from error
+        raise SchemaError(f"{shown}: {first_line(error.orig or error)}" + (f"; {advice}" if advice else "")) from error
     finally:
         engine.dispose()
 

@@ -199,6 +199,16 @@ def test_a_connection_that_may_only_read(outbox_postgres):
         assert (status, "use the primary server" in line) == (1, True), line
 
 
+def test_a_server_that_does_not_run():
+    status, line = refused("upgrade")
+    assert status == 1
+    # Without libpq's question below it.
+    assert line.endswith(
+        "port 1 failed: Connection refused; see that the server runs, and that OUTBOX_DATABASE_URL has the right host, "
+        "database and user\n"
+    )
+
+
 @pytest.mark.parametrize("tables", [(), ("--consumer",)])
 def test_an_upgrade_says_what_it_has_done(empty, tables):
     def said(*arguments: str) -> str:
