@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, scoped_session
 
-from outbox.errors import TargetError
+from outbox.errors import SchemaError, TargetError
 
 
 class AsyncpgConnection(Protocol):
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
         | AsyncpgConnection
     )
 
+_MISSING: Final = frozenset({"3F000", "42P01", "42703"})
+"""SQLSTATEs of a schema, table or column that does not exist."""
 _SQLALCHEMY_ASYNC: Final = "sqlalchemy.ext.asyncio"
 _DJANGO: Final = "django.db.connection.connection inside transaction.atomic()"
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
@@ -150,15 +152,25 @@ def execute(connection: sa.Connection, statement: sa.Executable, values: Mapping
 
 
 @contextmanager
-def explained(notes: Mapping[str, str]) -> Iterator[None]:
-    """Add a note to an error of the driver that is raised in the block. ``notes`` has them by SQLSTATE."""
+def explained(missing: str, notes: Mapping[str, str]) -> Iterator[None]:
+    """Say what to do about an error of the driver that is raised in the block.
+
+    missing  what to do about missing tables or columns, which raise SchemaError from the driver's error.
+    notes    for other errors, by SQLSTATE: they are added to the error.
+    """
     try:
         yield
     except Exception as error:
         original = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's error
-        note = notes.get(getattr(original, "sqlstate", None) or getattr(original, "pgcode", None) or "")
-        if note is not None:
-            error.add_note(note)
+        state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None) or ""
+        if state in _MISSING:
+            # SQLAlchemy's adapter of asyncpg wraps it once more, and puts the name of its class before the text.
+            text = str(original.__cause__ or original).strip().partition("\n")[0]
+            raise SchemaError(
+                f"the outbox's tables are missing in this database, or of another version: {text}; {missing}"
+            ) from error
+        if state in notes:
+            error.add_note(notes[state])
         raise
 
 

@@ -183,19 +183,14 @@ class _Writer:
         return int(result.scalar_one()) if batch.counts else None
 
     def explained(self) -> AbstractContextManager[None]:
-        """Add to the driver's errors in the block what to do about them."""
-        missing = (
-            "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
-            f"{self._schema!r} here"
-        )
+        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError."""
         return _targets.explained(
+            "run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
+            f"{self._schema!r} here",
             {
-                "3F000": missing,
-                "42P01": missing,
-                "42703": missing,
                 "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
                 "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
-            }
+            },
         )
 
 
@@ -242,7 +237,8 @@ class Outbox(_Configured):
         the aggregate's row anyway. At most 1,000 keys in one call.
 
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
-        transaction. The transaction stays usable. The driver's own errors are passed through; where a command helps, a
+        transaction: then the transaction stays usable. Raises SchemaError, from the driver's error, if the outbox's
+        tables are missing or of another version. The driver's other errors are passed through; where a command helps, a
         note names it.
         """
         return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]

@@ -10,6 +10,7 @@ import psycopg
 from psycopg import errors
 
 from outbox._clients.credentials import password_for
+from outbox._clients.errors import first_line
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
@@ -57,7 +58,7 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         yield
     except _SCHEMA as error:
         denied = isinstance(error, errors.InsufficientPrivilege)
-        raise SchemaError.refused(f"Postgres, {doing}: {_first_line(error)}", denied=denied) from error
+        raise SchemaError.refused(f"Postgres, {doing}: {first_line(error)}", denied=denied) from error
     except psycopg.Error as error:
         explained = _explained(doing, error)
         if explained is None:
@@ -66,7 +67,7 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
 
 
 def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | None:
-    text = f"Postgres, {doing}: {_first_line(error)}"
+    text = f"Postgres, {doing}: {first_line(error)}"
     if isinstance(error, errors.ObjectNotInPrerequisiteState | errors.InvalidColumnReference):
         # Another program's publication makes a DELETE fail: it publishes deletes without the complete key of the table,
         # of which lane is a generated column. (Postgres 18; see the doctor.)
@@ -91,10 +92,6 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
             "the server's log"
         )
     return DatabaseUnavailable(text) if isinstance(error, _PASSING) else None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
@@ -163,5 +160,5 @@ class Connector:
             )
             connection.pin()
         except psycopg.OperationalError as error:
-            raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error
+            raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {first_line(error)}") from error
         return connection

@@ -75,6 +75,8 @@ class Components:
     """Written by the control loop and the worker's loop; other parts read it."""
     next_due: NextDue = field(default_factory=NextDue)
     """Written by the control loop; the task that moves scheduled events reads it."""
+    first_contact: Callable[[], None] = lambda: None
+    """Asks Kafka for something when the relay starts, and logs that it does not answer. May wait."""
     about: Mapping[str, object] = field(default_factory=dict)
     """The settings that the first line of the log shows."""
 
@@ -150,6 +152,7 @@ class Supervisor:
             version=self._components.version,
             **self._components.about,
         )
+        threading.Thread(target=self._components.first_contact, name="first contact", daemon=True).start()
         done = threading.Event()
         for upkeep in self._components.upkeep:
             UpkeepThread(upkeep, done, self._health).start()

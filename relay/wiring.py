@@ -25,6 +25,7 @@ from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
+from relay.kafka.first_contact import log_unreachable
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.partition_counts import PartitionCounts
@@ -127,6 +128,7 @@ def build(settings: Settings) -> Supervisor:
             meter=meter,
             pauses=pauses,
             next_due=next_due,
+            first_contact=partial(log_unreachable, client_options(settings)),
             about=_about(settings),
         )
     )

@@ -43,10 +43,14 @@ def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def require_reason(reason: str | None, what: str) -> None:
-    """Raise ConfigurationError for a blank --reason; ``what`` is what it should say."""
-    if not (reason or "").strip():
+def require_reason(reason: str | None, what: str, *, needed: bool = True) -> str:
+    """Return --reason. Raises ConfigurationError for a blank one; ``what`` is what it should say.
+
+    It is not ``needed`` where nothing is kept in the audit, as in a dry run.
+    """
+    if needed and not (reason or "").strip():
         raise ConfigurationError(f"--reason: say {what}")
+    return reason or ""
 
 
 def require_choice(ids: Sequence[object] | None, everything: bool, these: str, some: str) -> None:

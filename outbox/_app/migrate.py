@@ -27,6 +27,7 @@ from psycopg import sql as quoting
 
 import outbox
 from outbox._clients.credentials import password_for
+from outbox._clients.errors import first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.tables import DEFAULT_LANES, lane_expression
@@ -66,6 +67,21 @@ class History:
     """Tables that must be empty before a downgrade."""
 
 
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What an upgrade has done: the tables went from one revision to another. ``before`` is None without tables."""
+
+    before: str | None
+    after: str
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"tables created, revision {self.after}"
+        if self.before == self.after:
+            return f"nothing to do, the tables are at revision {self.after} already"
+        return f"tables upgraded from revision {self.before} to {self.after}"
+
+
 OUTBOX: Final = History("versions", "outbox", ("events", "dead_letters", "streams", "scheduled"))
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "streams": "drop the slot (`outbox cdc drop`)",
@@ -74,8 +90,8 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 
-def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> bool:
-    """Upgrade the outbox's tables to this version. Returns False if they were up to date.
+def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> Upgrade:
+    """Upgrade the outbox's tables to this version, or create them. Returns what was done.
 
     lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it differs from the
     existing number or an argument is invalid, SchemaError when the database refuses.
@@ -84,14 +100,14 @@ def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> bool:
     if lanes is not None:
         lane_expression(lanes)
     with _transaction(url) as connection:
-        changed = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
+        done = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
         there = _count(connection, _lanes(schema))
         if lanes is not None and there != lanes:
             raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
-        return changed
+        return done
 
 
-def upgrade_consumer(url: str, schema: str = "consumer") -> bool:
+def upgrade_consumer(url: str, schema: str = "consumer") -> Upgrade:
     """Upgrade the consumers' tables to this version; they may be in another database than the outbox's.
 
     Returns and raises as ``upgrade`` does.
@@ -274,7 +290,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
             return opened
         except (psycopg.Error, UnicodeError) as error:
             raise SchemaError(
-                f"{shown}: {' '.join(str(error).split())}; see that the server runs, and that OUTBOX_DATABASE_URL has "
+                f"{shown}: {first_line(error)}; see that the server runs, and that OUTBOX_DATABASE_URL has "
                 "the right host, database and user"
             ) from error
 
@@ -291,9 +307,8 @@ def connected(url: str) -> Iterator[sa.Connection]:
         with engine.connect() as connection:
             yield connection
     except sa.exc.DBAPIError as error:
-        first_line = str(error.orig).strip().partition("\n")[0]
         advice = _ADVICE.get(getattr(error.orig, "sqlstate", None) or "")
-        raise SchemaError(f"{shown}: {first_line}" + (f"; {advice}" if advice else "")) from error
+        raise SchemaError(f"{shown}: {first_line(error.orig or error)}" + (f"; {advice}" if advice else "")) from error
     finally:
         engine.dispose()
 
@@ -307,8 +322,8 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
-def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> bool:
-    """Upgrade to the last revision. Returns whether anything changed."""
+def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> Upgrade:
+    """Upgrade to the last revision. Returns what was done."""
     before = current(connection, schema) or ()
     _refuse_unknown(history, before, schema)
     create_schema = not sa.inspect(connection).has_schema(schema)
@@ -316,7 +331,7 @@ def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: in
         command.upgrade(
             _config(history, schema, lanes, create_schema=create_schema, connection=connection), revision="head"
         )
-    return current(connection, schema) != before
+    return Upgrade(before[0] if before else None, revisions(history)[-1])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Durations, sizes and times as text, for commands and the operations page."""
+"""Durations, sizes and times as text and from it, for commands and the operations page."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def bytes_text(count: float | None) -> str:
 def time_text(time: dt.datetime | None) -> str:
     """Return a time in UTC, with milliseconds."""
     return "-" if time is None else f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
+
+
+def as_utc(time: dt.datetime | None) -> dt.datetime | None:
+    """Return a time that was given to a command; UTC unless it has a zone."""
+    return time.replace(tzinfo=dt.UTC) if time is not None and time.tzinfo is None else time

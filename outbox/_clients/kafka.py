@@ -44,8 +44,8 @@ def refused_options(error: KafkaException) -> ConfigurationError:
     return ConfigurationError(f"Kafka options: {text}")
 
 
-# How long it took, and how many errors were left out: different each time, and no part of the reason.
-_CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")
+CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")
+"""How long it took, and how many errors were left out: different each time, and no part of the reason."""
 _UNVERIFIED: Final = "certificate verify failed"
 
 
@@ -70,7 +70,7 @@ class ConnectionErrors:
         # Documented names, in spite of the underscore.
         if error.code() not in {Codes._SSL, Codes._AUTHENTICATION, Codes._RESOLVE}:  # noqa: SLF001
             return
-        self._last = _CIRCUMSTANCES.sub("", error.str())
+        self._last = CIRCUMSTANCES.sub("", error.str())
         if _UNVERIFIED in self._last:
             # librdkafka's text is the same for an unknown authority and for a certificate of another host.
             self._last += "; the certificate must also name this host"

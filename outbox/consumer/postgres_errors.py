@@ -10,6 +10,7 @@ import psycopg
 from psycopg import errors
 from psycopg.pq import TransactionStatus
 
+from outbox._clients.errors import first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
 from outbox.errors import SchemaError
@@ -98,11 +99,6 @@ def clear_errors(doing: str) -> Iterator[None]:
         ) from error
     except AWAY as error:
         raise ConsumerUnavailable(f"Postgres, {doing}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of a Postgres error, which says what happened."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def passing(error: psycopg.Error) -> bool:

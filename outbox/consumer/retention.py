@@ -28,10 +28,11 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox._clients.errors import first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import NO_TIME
-from outbox.consumer.postgres_errors import clear_errors, first_line
+from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 from outbox.errors import SchemaError
 

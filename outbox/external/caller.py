@@ -38,10 +38,11 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from outbox._clients.backoff import FIRST, doubled, jittered
+from outbox._clients.errors import first_line
 from outbox.consumer.connections import OwnSession, process_name
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.patience import NoTimeLeft, Patience
-from outbox.consumer.postgres_errors import AWAY, clear_errors, first_line
+from outbox.consumer.postgres_errors import AWAY, clear_errors
 from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
 from outbox.external.reservations import ClaimedCall, Reservations, SqlEffect
 from outbox.external.state_machine import Answer, Step, Transition

@@ -41,11 +41,10 @@ def setup(
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """
-    if repair:
-        require_reason(reason, "what happened; it is kept in the audit")
+    why = require_reason(reason, "what happened; it is kept in the audit", needed=repair)
     with _cdc(database_url) as (cdc, settings):
         if repair:
-            cdc.repair(reason or "")
+            cdc.repair(why)
             typer.echo(f"Slot {settings.wal.slot!r} was replaced.")
             typer.echo("Each lane reads the table once before it streams again.")
         elif cdc.setup():

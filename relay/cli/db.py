@@ -37,10 +37,10 @@ def upgrade(
     url, name = _target(database_url, schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        changed = db.upgrade_consumer(url, name)
+        done = db.upgrade_consumer(url, name)
     else:
-        changed = db.upgrade(url, name, None if lanes is None else _number(lanes))
-    typer.echo(f"schema {name} {'was upgraded' if changed else 'is up to date'}")
+        done = db.upgrade(url, name, None if lanes is None else _number(lanes))
+    typer.echo(f"schema {name}: {done}")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, require_reason
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, require_reason
 from outbox.errors import ConfigurationError
 from relay.cli.consumer_dead_letters import FailedMessages
 from relay.cli.failed_events import FailedEvents
@@ -85,8 +85,8 @@ def retry(
 @app.command()
 @failing_clearly
 def discard(
-    reason: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     ids: _Ids = None,
+    reason: Reason = None,
     side: _Side = Side.RELAY,
     database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
@@ -98,9 +98,9 @@ def discard(
     as_json: AsJson = False,
 ) -> None:
     """Discard them for good; the audit keeps them. Events and messages behind them continue."""
-    require_reason(reason, "why they may be lost")
+    why = require_reason(reason, "why they may be lost", needed=not dry_run)
     chosen = _opened(side, database_url, aggregate_type, group, topic, dry_run=dry_run)
-    chosen.discard(ids, reason, everything=everything, drop_payload=drop_payload, dry_run=dry_run, as_json=as_json)
+    chosen.discard(ids, why, everything=everything, drop_payload=drop_payload, dry_run=dry_run, as_json=as_json)
 
 
 def _opened(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shutil
+import textwrap
+from typing import Annotated, Final
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable
 from relay.cli.status import SinkOption
 from relay.config import load
+
+_INDENT: Final = " " * len("failure  ")
 
 
 @failing_clearly
@@ -22,10 +26,6 @@ def doctor(
 
     Checks for which this role lacks a right are named and skipped. Exit status 1 for a failure.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from outbox._clients.checks import Level
     from relay.operations.doctor import examine
 
@@ -36,11 +36,26 @@ def doctor(
     if as_json:
         print_json({"delivery": settings.delivery, "findings": findings})
     else:
-        table = Table("", "about", "found", "what to do", show_lines=True)
         colours = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
         for finding in findings:
-            texts = (Text(printable(text), overflow="fold") for text in (finding.about, finding.found, finding.do))
-            table.add_row(Text(finding.level, style=colours[finding.level]), *texts)
-        Console().print(table)
+            level = typer.style(f"{finding.level:<{len(_INDENT)}}", fg=colours[finding.level])
+            typer.echo(level + typer.style(printable(finding.about), bold=True))
+            typer.echo(_wrapped(finding.found))
+            if finding.do:
+                typer.echo(_wrapped(f"→ {finding.do}"))
     if any(finding.level is Level.FAILURE for finding in findings):
         raise typer.Exit(1)
+
+
+def _wrapped(text: str) -> str:
+    """Return a text below the name of its finding, as wide as the terminal. Words are not cut, so that they can be
+    copied.
+    """
+    return textwrap.fill(
+        printable(text),
+        shutil.get_terminal_size().columns,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

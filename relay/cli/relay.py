@@ -113,11 +113,10 @@ def reconcile(
 
     Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem remains.
     """
-    if apply:
-        require_reason(reason, "what happened")
+    why = require_reason(reason, "what happened", needed=apply)
     with closing(_reconciler(database_url)) as reconciler:
         findings = reconciler.look(lane, search=not apply)
-        repaired = reconciler.repair(findings, reason or "") if apply else []
+        repaired = reconciler.repair(findings, why) if apply else []
     if as_json:
         print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
@@ -137,9 +136,9 @@ def upgraded(
 
     Changes nothing, with exit status 1, if a lane has stopped for any other reason.
     """
-    require_reason(reason, "from which version to which")
+    why = require_reason(reason, "from which version to which")
     with closing(_reconciler(database_url)) as reconciler:
-        repaired = reconciler.repair(reconciler.upgraded(), reason or "")
+        repaired = reconciler.repair(reconciler.upgraded(), why)
     for state in repaired:
         say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
 
@@ -212,9 +211,9 @@ def release(
     """
     from relay.operations.release import release_lane
 
-    require_reason(reason, "what happened")
+    why = require_reason(reason, "what happened")
     with outbox_session(database_url, "relay release") as (connection, settings):
-        freed = release_lane(connection, settings.db_schema, lane, reason or "")
+        freed = release_lane(connection, settings.db_schema, lane, why)
     if freed is None:
         say(f"Lane {lane} is already free.")
     else:

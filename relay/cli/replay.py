@@ -10,6 +10,7 @@ from uuid import UUID
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, say
+from outbox._app.text import as_utc
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
 
@@ -33,7 +34,7 @@ def replay(
 
     kind, _, key = (aggregate or "").partition("/")
     chosen = ReplaySelection(
-        _utc(since), _utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
+        as_utc(since), as_utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
     )
     if chosen == ReplaySelection() and not everything:
         raise ConfigurationError(
@@ -61,7 +62,3 @@ def replay(
         print_json({**found, "dry_run": dry_run, "sent": sent})
     elif sent:
         say(f"{sent} events are in the outbox again")
-
-
-def _utc(time: dt.datetime | None) -> dt.datetime | None:
-    return time.replace(tzinfo=dt.UTC) if time is not None and time.tzinfo is None else time

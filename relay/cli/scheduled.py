@@ -64,7 +64,7 @@ def cancel(
     """Delete a scheduled event, so that it is never published. The audit keeps it."""
     from relay.operations import scheduled
 
-    require_reason(reason, "why it is cancelled")
+    why = require_reason(reason, "why it is cancelled")
     with outbox_session(database_url, "scheduled") as (connection, settings):
-        scheduled.cancel(connection, settings.db_schema, event_id, reason or "")
+        scheduled.cancel(connection, settings.db_schema, event_id, why)
     typer.echo(f"Cancelled: {event_id} will not be published.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from typing import TYPE_CHECKING, Annotated
 from uuid import UUID
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
-from outbox._app.text import time_text
+from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
 from relay.cli.status import SinkOption
@@ -28,6 +29,12 @@ def trace(
         list[str] | None,
         typer.Option("--topic", help="Search this topic for it and its repeats; repeatable."),
     ] = None,
+    since: Annotated[
+        dt.datetime | None,
+        typer.Option(
+            help="Where to begin in topics; UTC unless it has a zone. By default the time in the id, if it has one."
+        ),
+    ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to search topics.")] = 10.0,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: show at most this many.")] = 20,
     sink_url: SinkOption = None,
@@ -36,7 +43,8 @@ def trace(
 ) -> None:
     """Show where an event is, from its writing to each consumer group, and the time between the steps.
 
-    An event without a row (no archive) is searched for in its topic. Exit status 1 if it is unknown.
+    An event without a row (no archive) is searched for in the topics to which relays with these settings may write.
+    Exit status 1 if it is unknown.
     """
     if (event_id is None) == (aggregate is None):
         raise ConfigurationError("give an event's id, or --aggregate TYPE/ID")
@@ -46,7 +54,7 @@ def trace(
     assert event_id is not None
     from relay.pipeline.trace import find_event
 
-    found = find_event(load(database_url=database_url), event_id, topic or [], seconds, sink_url)
+    found = find_event(load(database_url=database_url), event_id, topic or [], seconds, sink_url, as_utc(since))
     if as_json:
         print_json(found.as_dict())
     else:

@@ -38,13 +38,12 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
     """
     try:
         offsets = Offsets(options)
-        ends: dict[Partition, int] = {}
+        partitions = offsets.partitions(since)
+        # Including open transactions: a committed event may be behind one.
+        ends = offsets.high(partitions)
         starts: dict[Partition, int] = {}
-        for topic, milliseconds in since.items():
-            partitions = offsets.partitions({topic})
-            # Including open transactions: a committed event may be behind one.
-            ends |= offsets.high(partitions)
-            starts |= offsets.since(partitions, milliseconds)
+        for milliseconds in set(since.values()):
+            starts |= offsets.since([at for at in partitions if since[at.topic] == milliseconds], milliseconds)
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from _read(options, starts, ends, isolation="read_committed")

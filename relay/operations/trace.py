@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
+from confluent_kafka import KafkaException
 from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
+from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.insights import read_rows
+from relay.kafka.client import text_of
+from relay.kafka.offsets import Offsets
 from relay.operations.topic_scan import committed_since
 from relay.settle.statements import STATEMENT_LIMIT, names_of
 
@@ -177,12 +181,20 @@ def of_key(
     return [{name: value for name, value in row.items() if name != "id"} for row in rows]
 
 
+def topics_of(options: Mapping[str, str], may_write: Callable[[str], bool]) -> list[str]:
+    """Return the topics that exist and that relays may write to. Raises Unavailable when no broker answers."""
+    try:
+        return sorted(filter(may_write, Offsets(options).topics()))
+    except KafkaException as error:
+        raise Unavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
+
+
 def search(
     options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
 ) -> tuple[list[MessageRef], bool]:
     """Search topics for an event. Return its messages, repeats included, and whether all topics were read.
 
-    since     when the event was written, by any clock that is right to a minute.
+    since     when the event was written, by any clock that is right to a minute, or earlier.
     seconds   how long the search may take.
 
     Raises Unavailable if a topic can't be read.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -18,17 +18,21 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError, OutboxError
 from relay.config import Settings
+from relay.core.ports import BrokerUnavailable
 from relay.database import Connector
 from relay.insights import OutboxState, look
+from relay.pipeline.topics import MissingTopics
 from relay.wal.slot import slot_names
 
 _KAFKA_SECONDS: Final = 5.0
+_WAITING_SECONDS: Final = 2.0
 
 
 class Overview:
     """One reading of the outbox and the groups.
 
     unseen      what could not be read, and why.
+    missing_topics   topics that do not exist, and for which events wait.
     written, published, applied   rows inserted and deleted, and messages applied by all groups, each per second since
                                   the reading before; None without one.
     """
@@ -39,8 +43,10 @@ class Overview:
         groups: Sequence[GroupState],
         unseen: Mapping[str, str],
         before: Overview | None,
+        missing_topics: Sequence[str] = (),
     ) -> None:
         self.outbox = outbox
+        self.missing_topics = missing_topics
         self.groups = groups
         self.unseen = unseen
         self.at = time.monotonic()
@@ -59,6 +65,11 @@ class Overview:
     def problems(self) -> list[str]:
         """Return the problems that need an operator."""
         found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
+        found += [
+            f"topic {topic!r} does not exist, or these credentials may not DESCRIBE it, and its events wait: create "
+            "it, or run relays with --create-topics"
+            for topic in self.missing_topics
+        ]
         found += self.outbox.problems() if self.outbox else []
         return [*found, *(problem for group in self.groups for problem in group.problems())]
 
@@ -106,42 +117,82 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
 
     Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
     """
-    connector = Connector(settings.require_database(), "outbox status")
-    sink = sink_url or settings.require_database()
-    kafka: KafkaAdmin | None = None
-    open_now: dict[str, Any] = {}
+    with closing(_Reader(settings, sink_url)) as reader:
+        yield reader.read
 
-    def session(name: str, opening: Callable[[], Any]) -> Any:
-        if name not in open_now or open_now[name].closed:
-            open_now[name] = opening()
-        return open_now[name]
 
-    def take(before: Overview | None) -> Overview:
-        nonlocal kafka
+class _Reader:
+    """What ``looking`` yields. Each part adds to ``unseen`` what it can't read."""
+
+    def __init__(self, settings: Settings, sink_url: str | None) -> None:
+        self._settings = settings
+        self._sink_url = sink_url
+        self._url = settings.require_database()
+        self._connector = Connector(self._url, "outbox status")
+        self._kafka: KafkaAdmin | None = None
+        self._topics: MissingTopics | None = None
+        self._sessions: dict[str, Any] = {}
+
+    def read(self, before: Overview | None) -> Overview:
+        """Return a reading."""
         unseen: dict[str, str] = {}
-        outbox: OutboxState | None = None
+        outbox = self._outbox(unseen)
         groups: Sequence[GroupState] = ()
+        # The error would be the same again where the consumers' tables are in the same database.
+        if self._sink_url is not None or self._is_open("outbox"):
+            groups = self._groups(unseen)
+        missing = [] if outbox is None or "Kafka" in unseen else self._missing_topics(outbox, unseen)
+        return Overview(outbox, groups, unseen, before, missing)
+
+    def close(self) -> None:
+        """Close the sessions."""
+        for one in self._sessions.values():
+            one.close()
+
+    def _outbox(self, unseen: dict[str, str]) -> OutboxState | None:
         try:
-            outbox = look(session("outbox", connector), slot_names(settings))
+            return look(self._session("outbox", self._connector), slot_names(self._settings))
         except OutboxError as error:
             unseen["the outbox"] = str(error)
+            return None
+
+    def _groups(self, unseen: dict[str, str]) -> Sequence[GroupState]:
+        settings = self._settings
         try:
-            opened = session("sink", lambda: connect(sink, "outbox status"))
+            opened = self._session("sink", lambda: connect(self._sink_url or self._url, "outbox status"))
             # Somebody who names a sink expects consumers there.
-            if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
-                kafka = kafka or KafkaAdmin(client_options(settings), seconds=_KAFKA_SECONDS)
-                groups, away, hidden = consumers.look(opened, settings.consumer_schema, kafka)
-                if away is not None:
-                    unseen["Kafka"] = away
-                unseen |= {f"{settings.consumer_schema}.{table}": why for table, why in hidden.items()}
+            if self._sink_url is None and not consumers.has_tables(opened, settings.consumer_schema):
+                return ()
+            self._kafka = self._kafka or KafkaAdmin(client_options(settings), seconds=_KAFKA_SECONDS)
+            groups, away, hidden = consumers.look(opened, settings.consumer_schema, self._kafka)
         except ConfigurationError:
             raise
         except OutboxError as error:
             unseen["the consumers"] = str(error)
-        return Overview(outbox, groups, unseen, before)
+            return ()
+        if away is not None:
+            unseen["Kafka"] = away
+        unseen |= {f"{settings.consumer_schema}.{table}": why for table, why in hidden.items()}
+        return groups
 
-    try:
-        yield take
-    finally:
-        for one in open_now.values():
-            one.close()
+    def _missing_topics(self, outbox: OutboxState, unseen: dict[str, str]) -> Sequence[str]:
+        """Return the missing topics, if a relay runs that should have published the oldest event by now."""
+        waits = any(relay.alive for relay in outbox.relays) and (outbox.oldest_seconds or 0.0) >= _WAITING_SECONDS
+        if not waits or not self._settings.kafka.get("bootstrap.servers"):
+            return ()
+        try:
+            self._topics = self._topics or MissingTopics(self._settings)
+            return self._topics.look(self._session("outbox", self._connector))
+        except BrokerUnavailable as error:
+            unseen["Kafka"] = str(error)
+        except OutboxError as error:
+            unseen["the topics of waiting events"] = str(error)
+        return ()
+
+    def _is_open(self, name: str) -> bool:
+        return name in self._sessions and not self._sessions[name].closed
+
+    def _session(self, name: str, opening: Callable[[], Any]) -> Any:
+        if not self._is_open(name):
+            self._sessions[name] = opening()
+        return self._sessions[name]

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+import psycopg
 from confluent_kafka import IsolationLevel, KafkaException
 
 from outbox._app.settings import client_options
 from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
 from relay.config import Settings
 from relay.core.ports import BrokerUnavailable
+from relay.insights import read_rows
 from relay.kafka.client import text_of
+from relay.kafka.metadata import SharedMetadata
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
+from relay.settle.statements import names_of
 
 _SECONDS: Final = 5.0
+_MOST_LOOKED_AT: Final = 100
+"""Events of a lane that are looked at: those of a missing topic are passed by the others, and come first."""
+
+_FIRST_TYPES: Final = """
+SELECT DISTINCT e.aggregate_type FROM {lanes} AS l
+ CROSS JOIN LATERAL (SELECT aggregate_type FROM {events} AS e
+                      WHERE e.lane = l.lane ORDER BY e.id LIMIT %(most)s) AS e"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,31 @@ def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[li
             )
         )
     return found, away
+
+
+class MissingTopics:
+    """Looks for topics that do not exist and for which events wait. Its client stays open."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._schema = settings.db_schema
+        self._router = build_router(settings)
+        self._servers = settings.require_kafka()
+        self._metadata = SharedMetadata(Admin(client_options(settings)), time.monotonic)
+
+    def look(self, connection: psycopg.Connection[Any]) -> list[str]:
+        """Return the missing topics of the first events of each lane.
+
+        Raises BrokerUnavailable when no broker answers, and what ``read_rows`` raises.
+        """
+        wanted: set[str] = set()
+        names, bound = names_of(self._schema), {"most": _MOST_LOOKED_AT}
+        for row in read_rows(connection, "looking at the first events", _FIRST_TYPES, names, bound):
+            with suppress(NoRoute):
+                wanted.add(self._router.route(row["aggregate_type"]).topic)
+        try:
+            return sorted(wanted - self._metadata.topics(_SECONDS).topics.keys())
+        except KafkaException as error:
+            raise BrokerUnavailable(f"Kafka does not answer at {self._servers}: {text_of(error)}") from error
 
 
 def _described(settings: Settings, named: Collection[str], may_write: Any) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 from uuid import UUID
 
 from outbox._app.settings import client_options
@@ -21,8 +22,10 @@ from outbox.errors import OutboxError
 from relay.config import Settings
 from relay.database import Connector
 from relay.kafka.routing import NoRoute
-from relay.operations.trace import Event, MessageRef, find, search, written_at
+from relay.operations.trace import Event, MessageRef, find, search, topics_of, written_at
 from relay.parts import build_router
+
+_NOT_TO_THE_END: Final = "the topics were not read to their ends: give more --seconds, or where to begin with --since"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,20 @@ def _met(group: GroupTrace) -> bool:
     return group.state in {"applied", "dead"} or bool(group.external)
 
 
-def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink_url: str | None) -> Found:
+def find_event(
+    settings: Settings,
+    event_id: UUID,
+    named: Sequence[str],
+    seconds: float,
+    sink_url: str | None,
+    since: dt.datetime | None = None,
+) -> Found:
     """Return everything that is known about an event.
 
     named     topics to look through besides its own, if no table says where it is.
     seconds   how long that may take.
+    since     where to begin in the topics. By default when the event was written, by its row or its id; if neither has
+              a time, at their beginnings.
 
     Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
     """
@@ -101,15 +113,16 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
     found.unseen += [f"{settings.db_schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     event = found.event
     topics = list(named) or _topics(settings, event)
+    search_kafka = partial(_search, found, settings, seconds=seconds, named=bool(named), since=since)
     try:
         with connect(sink_url or settings.require_database(), "outbox trace") as connection:
             schema = settings.consumer_schema
             if sink_url is None and not has_tables(connection, schema):
-                _search(found, settings, topics, seconds, named=bool(named))
+                search_kafka(topics)
                 return found
             # The topic of an event that left no row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
-            _search(found, settings, topics, seconds, named=bool(named))
+            search_kafka(topics)
             refs = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
             found.groups = consumers.find(connection, schema, event_id, refs, topics, hidden)
@@ -117,33 +130,43 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
     except OutboxError as error:
         found.unseen.append(str(error))
         if not found.searched:
-            _search(found, settings, topics, seconds, named=bool(named))
+            search_kafka(topics)
     return found
 
 
-def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, named: bool) -> None:
+def _search(
+    found: Found,
+    settings: Settings,
+    topics: Sequence[str],
+    *,
+    seconds: float,
+    named: bool = False,
+    since: dt.datetime | None = None,
+) -> None:
     """Search Kafka for the event where no table names its message, or where topics are named.
 
-    named   whether the caller has named the topics: they are read even if the time of writing is unknown, or if one
-            message of the event is known, because there may be repeats.
+    topics  where to search. If nothing names any, all are searched to which relays with these settings may write.
+    named   whether the caller has named the topics: they are read even if one message of the event is known, because
+            there may be repeats.
     """
     found.searched = True
     event = found.event
-    since = event.created_at or written_at(event.event_id)
-    if since is not None and since > dt.datetime.now(dt.UTC):
-        # The writer made it up.
-        since = dt.datetime.fromtimestamp(0, dt.UTC)
     if not named and (found.messages or event.state not in {"published", "unknown"}):
         return
-    if since is None and named:
-        since = dt.datetime.fromtimestamp(0, dt.UTC)
-    if not topics or since is None:
-        found.whole = False
-        why = "there is no time in its id" if topics else "nothing says which topic it belongs to"
-        found.unseen.append(f"no topic was looked through, as {why}: name one with --topic")
-        return
+    written = event.created_at or written_at(event.event_id)
+    if written is None or written > dt.datetime.now(dt.UTC):
+        # The id has no time, or the writer made one up.
+        written = dt.datetime.fromtimestamp(0, dt.UTC)
     try:
-        messages, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
+        options = client_options(settings)
+        topics = topics or topics_of(options, build_router(settings).may_write)
+        if not topics:
+            found.whole = False
+            found.unseen.append(
+                "no topic was looked through, as these settings' routes lead to none that exists: name one with --topic"
+            )
+            return
+        messages, found.whole = search(options, topics, event.event_id, since or written, seconds)
     except OutboxError as error:
         found.whole = False
         found.unseen.append(str(error))
@@ -192,7 +215,7 @@ def _relay_side(found: Found) -> list[Step]:
         took = None if message.at is None else _later(event.created_at, message.at)
         steps.append(Step("on Kafka", "good", message.at, took, text))
     if event.state == "unknown" and not found.messages:
-        more = "" if found.whole or found.unseen else "; the topics were not read to their ends: --seconds"
+        more = "" if found.whole or found.unseen else f"; {_NOT_TO_THE_END}"
         steps.append(Step(f"the outbox has no row of it{more}", "unknown"))
     return steps
 

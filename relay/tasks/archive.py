@@ -23,6 +23,7 @@ import psycopg
 import structlog
 from psycopg import errors, sql
 
+from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused
 from relay.database import unavailable_on_error
 
@@ -128,7 +129,7 @@ class Retention:
                     log.warning(
                         "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
                         "Run `outbox db prune` as the tables' owner",
-                        error=str(error).partition("\n")[0],
+                        error=first_line(error),
                     )
                 return
         if done.held_back and self._first_today():

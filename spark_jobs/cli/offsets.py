@@ -12,6 +12,7 @@ import typer
 
 from outbox._app.console import (
     AsJson,
+    Reason,
     SinkUrl,
     failing_clearly,
     print_json,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Show the offsets of consumer groups, and move them by hand.", no_args_is_help=True)
 
-_Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
 _Group = Annotated[str, typer.Argument(help="The consumer group.")]
 _Topic = Annotated[str, typer.Option("--topic", help="The topic.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")]
@@ -69,7 +69,7 @@ def set_offset(
     topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
     partition: Annotated[int, typer.Argument(min=0, help="Its number.")],
     offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
-    why: _Why,
+    reason: Reason = None,
     dry_run: _DryRun = False,
     skip: _Skip = False,
     new: _New = False,
@@ -82,7 +82,7 @@ def set_offset(
     Going back is safe for jobs that remember ids, as they do by default: repeats are recognized. With OffsetsOnly
     messages are applied again. Going forward means that the group never reads the messages in between: --skip.
     """
-    require_reason(why, "why; it is kept in the audit")
+    why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     with _offsets(database_url) as offsets:
         moved = offsets.reset(
             group, topic, offset, why, part=partition, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait
@@ -99,7 +99,7 @@ def reset(
         str,
         typer.Option(help="earliest, latest, a time such as 2026-01-31T12:00:00Z, or loss: accept what Kafka lost."),
     ],
-    why: _Why,
+    reason: Reason = None,
     dry_run: _DryRun = False,
     skip: _Skip = False,
     new: _New = False,
@@ -114,7 +114,7 @@ def reset(
     consumer is fenced: start it again. Going back is safe for jobs that remember ids, as they do by default: repeats
     are recognized. With OffsetsOnly messages are applied again.
     """
-    require_reason(why, "why; it is kept in the audit")
+    why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     wanted = _wanted(to)
     with _offsets(database_url) as offsets:
         moved = offsets.reset(group, topic, wanted, why, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait)
@@ -126,14 +126,14 @@ def reset(
 def forget(
     group: _Group,
     topic: _Topic,
-    why: _Why,
+    reason: Reason = None,
     dry_run: _DryRun = False,
     wait: _Wait = 60.0,
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove a topic that a group's job no longer reads: offsets and losses. Ids stay remembered."""
-    require_reason(why, "why; it is kept in the audit")
+    why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     with _offsets(database_url) as offsets:
         moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
     _print_result(moved, as_json=as_json)

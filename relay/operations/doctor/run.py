@@ -11,6 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 from psycopg import errors, sql
 
 from outbox._clients.checks import Check, Finding, Level, failure, warning
+from outbox._clients.errors import first_line
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.kafka.client import text_of
@@ -74,6 +75,6 @@ def _denied(error: BaseException | None) -> str | None:
     while error is not None:
         found = error.orig if isinstance(error, sa.exc.DBAPIError) else error
         if isinstance(found, errors.InsufficientPrivilege):
-            return str(found).strip().partition("\n")[0]
+            return first_line(found)
         error = error.__cause__
     return None

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from support import look_up
 from writer_targets import each_driver, event, numbers, on_target, opened
 
-from outbox import AsyncOutbox, Event, EventError, Outbox, TargetError
+from outbox import AsyncOutbox, Event, EventError, Outbox, SchemaError, TargetError
 from outbox.urls import sqlalchemy_url
 
 EAST, WEST = (dt.timezone(dt.timedelta(hours=hours)) for hours in (14, -12))
@@ -120,15 +120,27 @@ def notes(error: BaseException) -> str:
 
 @each_driver
 @on_target
-async def test_missing_tables_name_the_command_and_stay_the_drivers_error(target, outbox_postgres):
+async def test_missing_tables_name_the_command_and_keep_the_drivers_error(target, outbox_postgres):
     target.schema = "elsewhere"
-    with pytest.raises(Exception, match="elsewhere") as caught:
-        await target.add_many([event(1)])
-    assert type(caught.value).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
-    assert notes(caught.value) == (
-        "run `outbox db upgrade` on this database, or name the outbox's schema in Outbox(schema=…): it is "
-        "'elsewhere' here"
-    )
+    for write in (lambda: target.add(event(1)), lambda: target.add_many([event(1), event(2)])):
+        with pytest.raises(SchemaError) as caught:
+            await write()
+        assert str(caught.value) == (
+            'the outbox\'s tables are missing in this database, or of another version: relation "elsewhere.events" '
+            "does not exist; run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
+            "'elsewhere' here"
+        )
+        assert type(caught.value.__cause__).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
+        await target.rollback()
+
+
+@each_driver
+@on_target
+async def test_tables_of_another_version_name_the_command(target, outbox_postgres):
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute("ALTER TABLE outbox.events DROP COLUMN headers")
+    with pytest.raises(SchemaError, match=r'"headers" of relation "events" does not exist; run `outbox db upgrade`'):
+        await target.add(event(1))
 
 
 @each_driver

@@ -65,6 +65,7 @@ def test_each_side_lists_and_shows_its_own(command):
         ("retry x", "'x' is not an event id (a UUID)\n"),
         ("retry", "say which: event ids, or --all"),
         ("discard --all --reason", "requires an argument"),
+        ("discard --all", "--reason: say why they may be lost"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(command, text, said):

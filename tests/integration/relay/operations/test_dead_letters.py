@@ -239,6 +239,9 @@ def test_retry_and_discard_by_id_and_by_type(lane):
         ids.append(str(Outbox().add(connection, Event("Cart", "c", "c1"))))
     turn(source, "a1", "b1", "c1")
     assert json.loads(outbox(lane, "dead-letters", "retry", ids[0], "--json")) == {"retried": [ids[0]], "locked": []}
+    # A dry run leaves nothing in the audit, and needs no reason.
+    planned = outbox(lane, "dead-letters", "discard", "--all", "--aggregate-type", "Cart", "--dry-run")
+    assert planned.startswith("would be discarded: ")
     discarded = outbox(
         lane, "dead-letters", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json"
     )

@@ -188,8 +188,11 @@ def test_the_command(outbox_postgres, outbox_kafka):
     assert {finding["about"] for finding in report["findings"] if finding["level"] == "failure"} == {"Postgres fsync"}
     assert said.exit_code == 1
     assert "at-least-once" in runner.invoke(app, ["doctor"], env=environment).stdout
-    # Long words continue on the next line, and nothing is cut off.
+    # A block for each finding, within a narrow terminal; nothing is cut off.
     narrow = runner.invoke(app, ["doctor"], env={**environment, "COLUMNS": "80"}).stdout
-    assert ("min.insync.replicas=" in narrow, "…" in narrow) == (True, False)
+    assert (max(map(len, narrow.splitlines())) <= 80, "…" in narrow) == (True, False)
+    assert "\nok       delivery at-least-once\n         A row is deleted after Kafka acknowledged it: " in f"\n{narrow}"
+    fsync = narrow.partition("\nfailure  Postgres fsync\n         ")[2]
+    assert "\n         → " in fsync.partition("\nok ")[0]
     assert runner.invoke(app, ["doctor", "--delivery", "twice"], env=environment).exit_code == 2
     assert runner.invoke(app, ["doctor"], env={}).exit_code == 2

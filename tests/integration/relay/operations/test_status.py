@@ -117,6 +117,49 @@ def test_events_that_were_refused(status, outbox_postgres, outbox_kafka, outbox_
     assert "3 dead letters, 3 of them block their keys: `outbox dead-letters list`" in status.look()["problems"]
 
 
+def test_a_missing_topic_that_events_wait_for(status, outbox_postgres, outbox_kafka, outbox_relay):
+    url, kind = outbox_postgres.url, outbox_kafka.name("Basket")
+    topic = f"{kind.lower()}-events"
+    add(url, kind, 3)
+    outbox_relay(create_topics=False)
+    problem = (
+        f"topic {topic!r} does not exist, or these credentials may not DESCRIBE it, and its events wait: create it, or "
+        "run relays with --create-topics"
+    )
+    wait_until(lambda: problem in status.look()["problems"], what="the topic to be named")
+    code, text = status.run()
+    assert (code, problem in text.replace("\n", "")) == (1, True)
+    outbox_kafka.create_topic(topic)
+    drained(url)
+    assert status.look()["problems"] == []
+
+
+def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    execute(
+        outbox_postgres.url,
+        "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')",
+    )
+    assert status.look()["problems"] == []
+    add(outbox_postgres.url, "Order", 1)
+    execute(outbox_postgres.url, "UPDATE outbox.events SET created_at = now() - interval '3 s'")
+    shown = "Kafka can't be seen: Kafka does not answer at 127.0.0.1:1: "
+    assert [one[: len(shown)] for one in status.look()["problems"]][:1] == [shown]
+    # An event that has just come does not wait yet.
+    execute(outbox_postgres.url, "UPDATE outbox.events SET created_at = now() + interval '1 min'")
+    assert not any("Kafka" in one for one in status.look()["problems"])
+
+
+def test_a_database_that_does_not_answer_is_named_once(status, monkeypatch):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", "postgresql://127.0.0.1:1/nowhere")
+    found = status.look()
+    assert list(found["unseen"]) == ["the outbox"]
+    (problem,) = found["problems"]
+    assert problem.startswith("the outbox can't be seen: Postgres at postgresql://127.0.0.1:1/nowhere: ")
+    sink = "postgresql://127.0.0.1:1/sink"
+    assert list(status.look("--sink-url", sink)["unseen"]) == ["the outbox", "the consumers"]
+
+
 def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_postgres):
     """A million rows cost what some ten thousand do: what is read is bounded in each lane."""
     url = outbox_postgres.url

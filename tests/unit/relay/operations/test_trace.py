@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 from uuid_utils.compat import uuid4, uuid7
 
+import relay.pipeline.trace
 from relay.cli.trace import show
 from relay.config import Settings
 from relay.operations.trace import Event, written_at
@@ -23,21 +24,36 @@ def test_texts_of_others_can_neither_make_lines_nor_reach_the_terminal(capsys):
     assert "[bold]" in shown
 
 
-@pytest.mark.parametrize(
-    ("event_id", "topics", "why"),
-    [
-        (uuid7(), [], "nothing says which topic it belongs to"),
-        (uuid4(), ["orders"], "there is no time in its id"),
-        (UUID("ffffffff-ffff-7fff-bfff-ffffffffffff"), ["orders"], "there is no time in its id"),
-    ],
-)
-def test_what_was_not_looked_through_is_said(event_id, topics, why, capsys):
-    found = Found(Event(event_id, "unknown"))
-    _search(found, Settings(), topics, 1.0, named=False)
-    assert found.as_dict()["searched_to_the_end"] is False
-    assert found.unseen == [f"no topic was looked through, as {why}: name one with --topic"]
+def test_what_was_not_looked_through_is_said(monkeypatch, capsys):
+    settings = Settings(kafka={"bootstrap.servers": "127.0.0.1:1"})
+    monkeypatch.setattr(relay.pipeline.trace, "topics_of", lambda _options, _may_write: [])
+    found = Found(Event(uuid7(), "unknown"))
+    _search(found, settings, [], seconds=1.0)
+    why = "no topic was looked through, as these settings' routes lead to none that exists: name one with --topic"
+    assert (found.as_dict()["searched_to_the_end"], found.unseen) == (False, [why])
     show(found)
     assert why in capsys.readouterr().out
+    found = Found(Event(uuid7(), "unknown"))
+    _search(found, Settings(), [], seconds=1.0)
+    assert (found.whole, found.unseen) == (False, ["no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port"])
+
+
+@pytest.mark.parametrize("event_id", [uuid4(), UUID("ffffffff-ffff-7fff-bfff-ffffffffffff")])
+@pytest.mark.parametrize("since", [None, dt.datetime(2026, 1, 1, tzinfo=dt.UTC)])
+def test_an_event_without_a_time_is_searched_for_from_the_beginning_or_since_one(event_id, since, monkeypatch, capsys):
+    asked = []
+
+    def searched(_options, topics, _event_id, start, seconds):
+        asked.append((topics, start, seconds))
+        return [], False
+
+    monkeypatch.setattr(relay.pipeline.trace, "search", searched)
+    found = Found(Event(event_id, "unknown"))
+    _search(found, Settings(kafka={"bootstrap.servers": "127.0.0.1:1"}), ["orders"], seconds=1.0, since=since)
+    assert asked == [(["orders"], since or dt.datetime(1970, 1, 1, tzinfo=dt.UTC), 1.0)]
+    # Time was over before their ends.
+    show(found)
+    assert "not read to their ends: give more --seconds, or where to begin with --since" in capsys.readouterr().out
 
 
 def test_the_time_in_an_id():

@@ -360,7 +360,7 @@ def test_retry_and_discard_by_command(sink):
         (["retry"], "say which: ids of dead letters, or --all"),
         (["retry", "1", "--all"], "say which"),
         (["discard", "--all", "--reason", " "], "--reason: say why they may be lost"),
-        (["discard", "--all"], "Missing option '--reason'"),
+        (["discard", "--all"], "--reason: say why they may be lost"),
         (["list", "--cause", "bad"], "must be one of undecodable"),
     ],
 )

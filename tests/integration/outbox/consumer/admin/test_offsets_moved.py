@@ -24,12 +24,24 @@ from spark_jobs.driver.round_context import OffsetRanges, RoundState
 __all__ = ["driver", "without_spark"]
 
 
+@pytest.mark.parametrize(
+    "arguments", [("set", "t", "0", "4"), ("reset", "--topic", "t", "--to", "earliest"), ("forget", "--topic", "t")]
+)
+def test_only_a_dry_run_needs_no_reason(driver, arguments):
+    command, *rest = arguments
+    for reason in ([], ["--reason", " "]):
+        refused = driver.command(command, GROUP, *rest, *reason)
+        assert (refused.exit_code, refused.stderr) == (2, "outbox: --reason: say why; it is kept in the audit\n")
+    planned = driver.command(command, GROUP, *rest, "--dry-run")
+    assert (planned.exit_code, "reason" in planned.stderr) == (1, False)
+
+
 def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
     driver.send(0, 10)
     driver.meet()
     driver.read(0, 6)
     running = driver.runner
-    planned = driver.command("set", GROUP, driver.topic, "0", "4", "--reason", "wrong totals", "--dry-run")
+    planned = driver.command("set", GROUP, driver.topic, "0", "4", "--dry-run")
     assert planned.exit_code == 0
     assert f"{driver.topic}-0: 6 → 4  (2 come again)" in planned.stdout
     assert "known by its id" in planned.stdout
