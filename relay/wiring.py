@@ -133,7 +133,7 @@ def build(settings: Settings) -> Supervisor:
     hanging = int if transactions is None else transactions.hanging
     RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
     if settings.relay.metrics_address is not None:
-        serve(settings.relay.metrics_address, registry, health=relay.health)
+        serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)
     return relay
 
 
@@ -256,7 +256,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
 
     def new_publisher(source: Source) -> Publisher:
         # Not the publisher's router: each remembers the types that it has seen.
-        return TracedPublisher(new_untraced(source), build_router(settings))
+        return TracedPublisher(new_untraced(source), build_router(settings), settings.name)
 
     def new_untraced(source: Source) -> Publisher:
         store = source.store

@@ -229,7 +229,8 @@ def metrics_page() -> str:
         "Metrics",
         """
         A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch, and what to alert on: [the
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Besides the labels below, each metric of a relay has the label `outbox`:
+        `OUTBOX_NAME`; those of a consumer have it if that is set. What to watch, and what to alert on: [the
         relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
         consumers](../operations/dead-letters.md#watch).
         """,

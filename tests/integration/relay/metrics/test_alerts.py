@@ -56,7 +56,7 @@ def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, o
         ]
         assert len(asked) > 10
         for expression in asked:
-            prometheus.query(expression.replace("$__rate_interval", "1m"))
+            prometheus.query(expression.replace("$__rate_interval", "1m").replace("$outbox", "outbox"))
         with psycopg.connect(url) as connection:
             Outbox().add(connection, Event("Small", "k", "T", os.urandom(30_000)))
         wait_until(

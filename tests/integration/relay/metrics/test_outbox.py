@@ -32,7 +32,9 @@ class Scraped:
                     lines = answer.read().decode().splitlines()
             except OSError:
                 continue
-            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name]
+            metric, _, labels = name.rstrip("}").partition("{")
+            series = f'{metric}{{outbox="orders"{labels and f",{labels}"}}}'
+            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == series]
         return found
 
     def sum(self, name: str) -> float:
@@ -46,6 +48,7 @@ def scraped(request, outbox_relay, outbox_kafka, order):
     small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
     relays = [
         outbox_relay(
+            name="orders",
             relay__metrics_address=f"127.0.0.1:{port}",
             relay__lease_seconds=2,
             routes=json.dumps({order[0]: {"topic": order[1]}, "Small": {"topic": small}}),
@@ -104,6 +107,7 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
     (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")
     assert (line["delivery"], line["source"], line["topics"]) == ("exactly-once", "polling", ["a", "b"])
     assert line["brokers"] == outbox_kafka.bootstrap_servers
+    assert line["outbox"] == line["name"]
     assert line["database"].startswith("postgresql://127.0.0.1:")
     assert "@" not in line["database"]
 
