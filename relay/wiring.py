@@ -35,6 +35,7 @@ from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
 from relay.metrics.relay import RelayMetrics, SlotWatch, slot_repairs
+from relay.metrics.topics import TopicAges
 from relay.operations.healing import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
@@ -91,7 +92,9 @@ def build(settings: Settings) -> Supervisor:
     meter = None
     if settings.relay.metrics_address is not None:
         meter = TurnMetrics(registry)
-        outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
+        # Not the publisher's router, which another thread uses.
+        topic_ages = TopicAges(settings.db_schema, build_router(settings))
+        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)

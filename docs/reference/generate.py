@@ -239,7 +239,7 @@ def metrics_page() -> str:
         + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
-        + _metrics(outbox_metrics(outbox)),
+        + _metrics(outbox_metrics(outbox, {})),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),

@@ -28,6 +28,8 @@ RELAY: Samples = {
 STATE: Samples = {
     "outbox_backlog_events": 20_000,
     "outbox_backlog_oldest_age_seconds": 5,
+    'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 5,
+    'outbox_backlog_topic_oldest_age_seconds{topic="bills"}': 5,
     "outbox_events_retrying": 0,
     "outbox_dead_letters": 0,
     "outbox_dead_letters_blocking": 0,
@@ -55,7 +57,7 @@ Shown = dict[str, float | None]
 NO_RELAY: Shown = dict.fromkeys([*RELAY, *STATE])
 FAILURES: dict[str, tuple[Shown, Shown]] = {
     "OutboxNotPublishing": (NO_RELAY, {}),
-    "OutboxBacklogOld": ({"outbox_backlog_oldest_age_seconds": 100}, {}),
+    "OutboxBacklogOld": ({'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100}, {}),
     "OutboxBacklogUnknown": ({"outbox_backlog_oldest_age_seconds": None}, {}),
     "OutboxBacklogGrows": ({}, {"outbox_backlog_events": 11_000}),
     "OutboxPaused": ({'outbox_pauses{scope="lane"}': 1}, {}),
@@ -128,6 +130,18 @@ def test_what_explains_one_outbox_does_not_explain_the_other(alert, masks):
     now, before = FAILURES[alert]
     found = firing_by_outbox(shown(ILL, now) | shown("other", masks), shown(ILL, before) | shown("other", {}))
     assert {name for name, outbox in found if outbox == ILL} == {alert}
+
+
+def test_a_paused_topic_does_not_explain_the_age_of_another():
+    """Its own events may be as old as they are. Nor is a pause the reason for which another topic's events pile up."""
+    paused: Shown = {'outbox_pauses{scope="topic"}': 1, "outbox_backlog_oldest_age_seconds": 9_000}
+    paused['outbox_backlog_topic_oldest_age_seconds{topic="bills"}'] = None
+    before = shown(ILL, paused | {"outbox_backlog_events": 11_000})
+    assert firing_by_outbox(shown(ILL, paused), before) == {("OutboxPaused", ILL)}
+    old = shown(ILL, paused | {'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100})
+    assert firing_by_outbox(old, before) == {
+        (alert, ILL) for alert in ("OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows")
+    }
 
 
 def test_a_relay_that_has_never_shown_its_outbox_is_missed():
