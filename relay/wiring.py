@@ -34,7 +34,7 @@ from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
-from relay.metrics.relay import RelayMetrics, SlotWatch, slot_repairs
+from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.topics import TopicAges
 from relay.operations.healing import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
@@ -135,6 +135,7 @@ def build(settings: Settings) -> Supervisor:
     )
     hanging = int if transactions is None else transactions.hanging
     RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
+    build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)
     return relay

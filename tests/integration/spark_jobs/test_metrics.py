@@ -73,7 +73,7 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
     metrics, port = served([topic])
     # Nobody has taken the group over yet.
     first = scrape(port)
-    assert (first["postgres_up", "g"], first["kafka_up", "g"]) == (1, 1)
+    assert (first["postgres_up", "g"], first["kafka_up", "g"], first["build_info", "g"]) == (1, 1, 1)
     assert first["lag_messages", "g", topic, "0"] == 5
     assert not any(name[0] in {"generation", "last_round_timestamp_seconds"} for name in first)
 

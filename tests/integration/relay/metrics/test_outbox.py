@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from support import drained, logged, order, wait_until
 
-from outbox import Event, Outbox
+from outbox import Event, Outbox, __version__
 from outbox.sandbox._ports import free_ports
 
 __all__ = ["order"]
@@ -121,6 +121,9 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
 
     wait_until(lambda: answers("/readyz")[0] == 200, what="the relay to be ready")
     assert answers("/livez") == (200, b"alive\n")
+    name = line["name"]
+    labels = f'delivery="exactly-once",outbox="{name}",source="polling",version="{__version__}"'
+    assert f"outbox_relay_build_info{{{labels}}} 1.0" in answers("/metrics")[1].decode().splitlines()
     with psycopg.connect(outbox_postgres.url) as other:
         other.execute("LOCK TABLE outbox.lanes")
         wait_until(lambda: answers("/readyz")[0] == 503, what="the relay to stand still", seconds=120)
