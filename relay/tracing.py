@@ -25,9 +25,10 @@ from relay.kafka.routing import NoRoute, Router
 class TracedPublisher:
     """A Publisher whose turns are spans. ``router`` is one of its own: it names the turn's topic."""
 
-    def __init__(self, publisher: Publisher, router: Router) -> None:
+    def __init__(self, publisher: Publisher, router: Router, outbox: str) -> None:
         self._publisher = publisher
         self._router = router
+        self._outbox = outbox
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
         """Take over lanes; see Publisher."""
@@ -38,8 +39,9 @@ class TracedPublisher:
         if not tracing.configured():
             return self._publisher.publish(batches, confirm)
         traces = dict.fromkeys(_traces(batches))
-        attributes = {
+        attributes: dict[str, str | int] = {
             _trace.MESSAGE_COUNT: sum(map(len, batches.values())),
+            tracing.OUTBOX: self._outbox,
             tracing.LANES: len(batches),
             tracing.LINKS_LEFT_OUT: max(0, len(traces) - tracing.MOST_LINKS),
         }

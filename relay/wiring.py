@@ -35,7 +35,8 @@ from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
-from relay.metrics.relay import RelayMetrics, SlotWatch, slot_repairs
+from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
+from relay.metrics.topics import TopicAges
 from relay.operations.healing import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
@@ -92,7 +93,9 @@ def build(settings: Settings) -> Supervisor:
     meter = None
     if settings.relay.metrics_address is not None:
         meter = TurnMetrics(registry)
-        outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
+        # Not the publisher's router, which another thread uses.
+        topic_ages = TopicAges(settings.db_schema, build_router(settings))
+        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
@@ -134,8 +137,9 @@ def build(settings: Settings) -> Supervisor:
     )
     hanging = int if transactions is None else transactions.hanging
     RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
+    build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
-        serve(settings.relay.metrics_address, registry, health=relay.health)
+        serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)
     return relay
 
 
@@ -258,7 +262,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
 
     def new_publisher(source: Source) -> Publisher:
         # Not the publisher's router: each remembers the types that it has seen.
-        return TracedPublisher(new_untraced(source), build_router(settings))
+        return TracedPublisher(new_untraced(source), build_router(settings), settings.name)
 
     def new_untraced(source: Source) -> Publisher:
         store = source.store

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox import __version__
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
@@ -113,6 +114,11 @@ class ConsumerMetrics:
         )
         counter.add_metric([self._group], read)
         yield counter
+        build = GaugeMetricFamily(
+            f"{_PREFIX}build_info", "Always 1: a label is the version.", labels=["group", "version"]
+        )
+        build.add_metric([self._group, __version__], 1)
+        yield build
         histogram = HistogramMetricFamily(
             f"{_PREFIX}round_seconds", "How long a round takes, from its plan to its last commit.", labels=["group"]
         )

@@ -40,7 +40,7 @@ from relay.cli.assembly import assemble
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState
 from relay.metrics.outbox import TurnMetrics, outbox_metrics
-from relay.metrics.relay import RelayMetrics, slot_metrics, slot_repairs
+from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.operations.roles import COLUMNS, TABLES, RoleKind
 from relay.wal.slot import SlotState
 from spark_jobs.errors import Reject
@@ -220,7 +220,8 @@ def metrics_page() -> str:
     """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
     relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, dict, CollectorRegistry())
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
-    turns, repairs = CollectorRegistry(), CollectorRegistry()
+    turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
+    build_info(build, "1", "d", "s")
     TurnMetrics(turns)
     slot_repairs(repairs)
     outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0)
@@ -229,16 +230,17 @@ def metrics_page() -> str:
         "Metrics",
         """
         A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch, and what to alert on: [the
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Besides the labels below, each metric of a relay has the label `outbox`:
+        `OUTBOX_NAME`; those of a consumer have it if that is set. What to watch, and what to alert on: [the
         relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
         consumers](../operations/dead-letters.md#watch).
         """,
         "## Relays\n\n"
-        + _metrics(relays.collect())
+        + _metrics([*relays.collect(), *build.collect()])
         + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
-        + _metrics(outbox_metrics(outbox)),
+        + _metrics(outbox_metrics(outbox, {})),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),
@@ -277,12 +279,14 @@ def metric_names() -> dict[str, str]:
 def _metrics(families: Iterable[Metric]) -> str:
     rows = []
     for family in families:
-        name = family.name + ("_total" if family.type == "counter" else "")
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
         named = getattr(family, "_labelnames", None) or {
             label: None for sample in family.samples for label in sample.labels if label != "le"
         }
         labels = ", ".join(f"`{label}`" for label in named)
-        rows.append([f"`{name}`", family.type, labels, _markdown(family.documentation)])
+        # In the text format an info is a gauge.
+        kind = "gauge" if family.type == "info" else family.type
+        rows.append([f"`{name}`", kind, labels, _markdown(family.documentation)])
     return _table(["metric", "type", "labels", ""], rows)
 
 

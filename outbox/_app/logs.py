@@ -11,14 +11,20 @@ import sys
 import structlog
 
 
-def configure(level: str = "info", style: str = "auto") -> None:
-    """Set up structlog for a command. style is ``auto``, ``console`` or ``json``."""
+def configure(level: str = "info", style: str = "auto", outbox: str | None = None) -> None:
+    """Set up structlog for a command. style is ``auto``, ``console`` or ``json``; ``outbox`` is in every entry."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
     )
+
+    def name_outbox(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        # Not a contextvar: other threads, which log most, have a context of their own.
+        return entry if outbox is None else {**entry, "outbox": outbox}
+
     structlog.configure(
         processors=[
+            name_outbox,
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +12,8 @@ from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import orjson
-from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
+from prometheus_client import CollectorRegistry, Metric, disable_created_metrics, make_wsgi_app
+from prometheus_client.registry import Collector
 
 from outbox.errors import ConfigurationError
 
@@ -52,6 +53,25 @@ class Readiness(Protocol):
         """Return the checks that were made."""
 
 
+class _OfOutbox(Collector):
+    """What a registry collects, with a label for the outbox: one Prometheus may have several."""
+
+    def __init__(self, registry: Any, outbox: str) -> None:
+        self._registry = registry
+        self._outbox = outbox
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={"outbox": self._outbox, **sample.labels}) for sample in family.samples
+            ]
+            yield family
+
+    def restricted_registry(self, names: Iterable[str]) -> _OfOutbox:
+        """Return what a scrape with ``name[]`` asks for."""
+        return _OfOutbox(self._registry.restricted_registry(names), self._outbox)
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
@@ -66,9 +86,10 @@ def serve(
     registry: CollectorRegistry,
     setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
     health: Callable[[], Readiness] | None = None,
+    outbox: str | None = None,
 ) -> threading.Thread:
     """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``, and
-    with ``?verbose`` a line for each of its checks.
+    with ``?verbose`` a line for each of its checks. ``outbox`` is a label of all metrics.
 
     ``/livez`` answers as long as the process does: whatever it waits for, a restart would not help.
 
@@ -77,7 +98,7 @@ def serve(
     host, _, port = address.rpartition(":")
     # By default each counter has a second series, with the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    metrics = make_wsgi_app(registry)
+    metrics = make_wsgi_app(registry if outbox is None else _OfOutbox(registry, outbox))
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"] == "/livez":

@@ -255,8 +255,9 @@ class Settings(BaseSettings):
     name: str = Field(
         "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
     )
-    """Exactly-once: unique among the outboxes of one Kafka. The prefix of the state topic and of each
-    transactional.id."""
+    """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka. The label ``outbox`` of all metrics
+    of relays; the prefix of the state topic and of each transactional.id. If it is set, log entries name it, and a
+    consumer's metrics have the label too."""
     state_replication: int = Field(-1, ge=-1)
     """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
     ce_source: str = Field("/outbox", min_length=1)
@@ -270,6 +271,11 @@ class Settings(BaseSettings):
     web: WebSettings = Field(default_factory=WebSettings)
     consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
+
+    @property
+    def given_name(self) -> str | None:
+        """Return the name if it was set. A consumer may read the topics of any outbox: the default means none there."""
+        return self.name if "name" in self.model_fields_set else None
 
     @field_validator("database_url")
     @classmethod

@@ -26,6 +26,7 @@ EventTrace = tuple[str, str | None]
 """An event's ``traceparent`` and ``tracestate``."""
 
 LINKS_LEFT_OUT: Final = "outbox.links.left_out"
+OUTBOX: Final = "outbox.name"
 LANES: Final = "outbox.lanes"
 REFUSED: Final = "outbox.refused"
 DEAD: Final = "outbox.dead"

@@ -51,7 +51,7 @@ def run(
     from relay.workers import be_worker, run_workers
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, settings.given_name)
     if workers > 1:
         if settings.source is SourceKind.WAL:
             raise ConfigurationError("--workers: the WAL is one stream, which one relay reads for all lanes")

@@ -13,6 +13,7 @@ from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState
+from relay.metrics.topics import TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -72,8 +73,8 @@ class TurnMetrics:
         self._lost.inc(count)
 
 
-def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
-    """Yield the metrics of an outbox's state."""
+def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None) -> Iterator[GaugeMetricFamily]:
+    """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
 
     def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"outbox_{name}", text, value=value)
@@ -84,13 +85,14 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
             f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, estimated above that.",
             state.backlog,
         )
-    if state.counted and state.backlog is not None:
+    if state.counted and ages is not None and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
             "Age of the event that has waited longest, except in paused lanes; 0 without any, absent while counting "
             "takes too long.",
             state.oldest_seconds or 0.0,
         )
+        yield topic_ages(ages)
     if state.retrying is not None:
         yield gauge("events_retrying", "Events that failed and are retrying.", state.retrying)
     if state.dead_letters is not None:
@@ -125,11 +127,15 @@ class OutboxWatch:
     count the rows: behind an old snapshot the dead ones cost as much, which many relays must not pay at the same time.
     """
 
-    def __init__(self, connect: Connector, schema: str, instance: str, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, connect: Connector, schema: str, instance: str, registry: CollectorRegistry, topics: TopicAges
+    ) -> None:
         self._connect = connect
         self._schema = schema
         self._instance = instance
+        self._topics = topics
         self._state: OutboxState | None = None
+        self._ages: Mapping[str, float] | None = None
         self._looked = 0.0
         registry.register(self)
 
@@ -137,7 +143,9 @@ class OutboxWatch:
         """Read the state of the outbox, if it is ours to show. Raises Unavailable or SchemaError."""
         with self._connect() as connection:
             ours = insights.holds_first_lane(connection, self._schema, self._instance)
-            self._state = insights.look_at_tables(connection, self._schema) if ours else None
+            state = insights.look_at_tables(connection, self._schema) if ours else None
+            self._ages = self._topics.look(connection, state) if state is not None and state.counted else None
+            self._state = state
         self._looked = time.monotonic()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -147,4 +155,4 @@ class OutboxWatch:
             return
         first = next(iter(state.lanes), None)
         if first is not None and first.held and first.owner == self._instance:
-            yield from outbox_metrics(state)
+            yield from outbox_metrics(state, self._ages)

@@ -8,7 +8,7 @@ from typing import Final
 
 import psycopg
 import structlog
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Info
 from prometheus_client.core import GaugeMetricFamily
 
 from relay.core.health import Health, Reason
@@ -129,6 +129,15 @@ class SlotWatch:
         elif self._over and not over:
             log.info("the slot keeps less WAL than its limit again", slot=slot)
         self._over = over
+
+
+def build_info(registry: CollectorRegistry, version: str, delivery: str, source: str) -> None:
+    """Expose what this process runs: versions that differ after a deployment, settings that should be equal."""
+    Info(
+        "outbox_relay_build",
+        "Always 1: its labels are the version, and the settings OUTBOX_DELIVERY and OUTBOX_SOURCE.",
+        registry=registry,
+    ).info({"version": version, "delivery": delivery, "source": source})
 
 
 class RelayMetrics:

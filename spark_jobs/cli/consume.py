@@ -55,7 +55,7 @@ def consume(
     from spark_jobs.cli.consume_view import open_view
 
     settings = load(database_url=database_url, spark_packages=packages)
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, settings.given_name)
     tracing.configure("outbox-consumer")
     live = once and not as_json and sys.stdout.isatty()
     with open_view(structlog.get_logger("consumer"), live=live) as view:
@@ -184,5 +184,11 @@ def _metrics(settings: Settings, job: ConsumerJob, health: ConsumerHealth) -> Co
     )
     registry = CollectorRegistry()
     registry.register(metrics)
-    serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS", health.look)
+    serve(
+        settings.consumer.metrics_address,
+        registry,
+        "OUTBOX_CONSUMER__METRICS_ADDRESS",
+        health.look,
+        settings.given_name,
+    )
     return metrics

@@ -57,7 +57,12 @@ def collected(registry: CollectorRegistry) -> Samples:
 
 
 def firing(now: Samples, before: Samples | None = None, *, later: float = 0.0) -> set[str]:
-    """Return the alerts that fire. Their waits are left out.
+    """Return the alerts that fire, of whatever outbox; see firing_by_outbox."""
+    return {alert for alert, _ in firing_by_outbox(now, before, later=later)}
+
+
+def firing_by_outbox(now: Samples, before: Samples | None = None, *, later: float = 0.0) -> set[tuple[str, str | None]]:
+    """Return the alerts that fire, each with its outbox. Their waits are left out.
 
     before  what was scraped six minutes ago; if not given, the same. A series that is gone since then is stale.
     later   evaluate it as so many seconds later, if nothing changes: waits and ages are longer by them.
@@ -75,9 +80,9 @@ def firing(now: Samples, before: Samples | None = None, *, later: float = 0.0) -
 
 
 @functools.lru_cache(maxsize=1_000)
-def _evaluated(series: tuple[tuple[str, str], ...]) -> frozenset[str]:
-    """Return the alerts that fire for these series. What is waited for is often the same as at the last look."""
-    alerts = 'count by (alertname) (ALERTS{alertstate="firing"})'
+def _evaluated(series: tuple[tuple[str, str], ...]) -> frozenset[tuple[str, str | None]]:
+    """Return the alerts and their outboxes. What is waited for is often the same as at the last look."""
+    alerts = 'count by (alertname, outbox) (ALERTS{alertstate="firing"})'
     with tempfile.TemporaryDirectory(prefix="outbox-alerts-") as folder:
         rules = re.sub(r"^ +for: \w+\n", "", RULES.read_text(), flags=re.MULTILINE)
         Path(folder, "rules.yaml").write_text(rules)
@@ -92,6 +97,7 @@ def _evaluated(series: tuple[tuple[str, str], ...]) -> frozenset[str]:
         )
         command = [require("promtool"), "test", "rules", "test.yaml"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    found = frozenset(re.findall(r'alertname="(\w+)"', done.stdout + done.stderr))
+    alert = re.compile(r'alertname="(\w+)"(?:, outbox="([^"]+)")?')
+    found = frozenset((name, outbox or None) for name, outbox in alert.findall(done.stdout + done.stderr))
     assert bool(found) == bool(done.returncode), done.stdout + done.stderr
     return found

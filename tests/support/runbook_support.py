@@ -67,8 +67,8 @@ def forgotten(url: str, statement: str) -> Iterator[int]:
 
 
 def shows(address: str, name: str, value: float) -> bool:
-    """Return whether a process shows a figure."""
-    return scraped(address).get(f'outbox_{name}instance="{address}"}}') == value
+    """Return whether a process shows a figure. ``name`` ends with a brace, or with labels and a comma."""
+    return value in [found for series, found in scraped(address).items() if series.startswith(f"outbox_{name}")]
 
 
 def alarmed(address: str, *alerts: str, before: Samples | None = None, later: float = 0.0) -> None:

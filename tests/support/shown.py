@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -45,14 +46,16 @@ class Shown:
 
     def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
         """Return a figure; 0 for a task that has never failed."""
-        label = "" if reason is None else f'{{reason="{reason}"}}'
+        label = "" if reason is None else f',reason="{reason}"'
         if task is not None:
-            label = f'{{task="{task}"}}'
+            label = f',task="{task}"'
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=30) as answer:
-            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
-        if task is not None:
-            return float(lines.get(f"outbox_relay_{name}{label}", 0))
-        return float(lines[f"outbox_relay_{name}{label}"])
+            text = answer.read().decode()
+        found = re.search(rf'^outbox_relay_{name}{{outbox="[^"]+"{label}}} (.+)$', text, re.MULTILINE)
+        if found is None and task is not None:
+            return 0.0
+        assert found is not None, text
+        return float(found[1])
 
     def stands(self, reason: str, lanes: list[int] | None = None) -> None:
         """Wait until the relay is not ready, and these lanes (or some) wait for this reason, or the worker."""

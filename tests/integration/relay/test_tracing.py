@@ -268,7 +268,7 @@ def claim(headers) -> Claim:
     ],
 )
 def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):
-    traced = TracedPublisher(OneAnswer(answer), Router())
+    traced = TracedPublisher(OneAnswer(answer), Router(), "orders")
     with pytest.raises(DatabaseUnavailable) if isinstance(answer, Exception) else nullcontext():
         assert traced.publish({0: [claim(None)]}) is answer
     failed(spans.one("send"), kind, "the lane went", "away")
@@ -276,7 +276,7 @@ def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):
 
 def test_a_turn_of_several_topics_names_none(spans):
     claims = [claim(None), claim(None)._replace(aggregate_type="Stock"), claim(None)._replace(aggregate_type="ä")]
-    TracedPublisher(OneAnswer(Completed({})), Router()).publish({0: claims})
+    TracedPublisher(OneAnswer(Completed({})), Router(), "orders").publish({0: claims})
     check(spans.one("send"), SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
 
 
@@ -287,7 +287,7 @@ def test_no_header_is_looked_at_without_a_provider(monkeypatch):
 
     with no_provider(monkeypatch):
         done = Completed({})
-        assert TracedPublisher(OneAnswer(done), Router()).publish({0: [claim(Untouched())]}) is done
+        assert TracedPublisher(OneAnswer(done), Router(), "orders").publish({0: [claim(Untouched())]}) is done
 
 
 def test_a_consumers_driver_needs_no_opentelemetry():

@@ -15,7 +15,11 @@ from support import wait_until
 from outbox._app.prometheus import serve
 from outbox.errors import ConfigurationError
 from outbox.sandbox._ports import free_ports
+from relay.config import load
 from spark_jobs import metrics as consumer_metrics
+from spark_jobs.cli.consume import _metrics
+from spark_jobs.health import ConsumerHealth
+from spark_jobs.job import ConsumerJob
 from spark_jobs.metrics import ConsumerMetrics
 
 NOWHERE = "127.0.0.1:1"
@@ -69,7 +73,7 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
     metrics, port = served([topic])
     # Nobody has taken the group over yet.
     first = scrape(port)
-    assert (first["postgres_up", "g"], first["kafka_up", "g"]) == (1, 1)
+    assert (first["postgres_up", "g"], first["kafka_up", "g"], first["build_info", "g"]) == (1, 1, 1)
     assert first["lag_messages", "g", topic, "0"] == 5
     assert not any(name[0] in {"generation", "last_round_timestamp_seconds"} for name in first)
 
@@ -155,3 +159,20 @@ def test_a_port_that_is_taken(served):
     _, port = served([])
     with pytest.raises(ConfigurationError, match=f"OUTBOX_CONSUMER__METRICS_ADDRESS=127.0.0.1:{port}: "):
         serve(f"127.0.0.1:{port}", CollectorRegistry(), "OUTBOX_CONSUMER__METRICS_ADDRESS")
+
+
+def test_the_outbox_is_a_label_if_a_consumer_knows_it(outbox_postgres, outbox_kafka):
+    """Groups of two outboxes may have the same name. Without OUTBOX_NAME it may read the topics of any outbox."""
+    for given in ({"name": "orders"}, {}):
+        (port,) = free_ports(1)
+        settings = load(
+            database_url=outbox_postgres.url,
+            kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers},
+            consumer={"metrics_address": f"127.0.0.1:{port}"},
+            **given,
+        )
+        assert _metrics(settings, ConsumerJob(group="g", topics=["t"], effect="SELECT 1"), ConsumerHealth(300.0))
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            outboxes = {sample.labels.get("outbox") for family in families for sample in family.samples}
+        assert outboxes == {given.get("name")}

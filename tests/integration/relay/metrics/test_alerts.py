@@ -28,6 +28,20 @@ def test_promtool_has_nothing_to_say(command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_runbooks_become_links_by_the_command_of_the_page(tmp_path):
+    (command,) = re.findall(r"^sed .*alerts\.yaml$", (MONITORING.parent / "relay.md").read_text(), re.MULTILINE)
+    rules = subprocess.run(
+        command, shell=True, cwd=MONITORING.parent, capture_output=True, text=True, check=True
+    ).stdout
+    links = re.findall(
+        r"runbook_url: https://docs\.example\.com/operations/runbooks\.html#[\w-]+$", rules, re.MULTILINE
+    )
+    assert len(links) == rules.count("- alert: ") > 20
+    (tmp_path / "alerts.yaml").write_text(rules)
+    done = subprocess.run([require("promtool"), "check", "rules", tmp_path / "alerts.yaml"], check=False)
+    assert done.returncode == 0
+
+
 def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
     """No alert while all is well; then for events that are too large, and for a relay that is killed."""
     url = outbox_postgres.url
@@ -56,7 +70,7 @@ def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, o
         ]
         assert len(asked) > 10
         for expression in asked:
-            prometheus.query(expression.replace("$__rate_interval", "1m"))
+            prometheus.query(expression.replace("$__rate_interval", "1m").replace("$outbox", "outbox"))
         with psycopg.connect(url) as connection:
             Outbox().add(connection, Event("Small", "k", "T", os.urandom(30_000)))
         wait_until(

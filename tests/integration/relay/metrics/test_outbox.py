@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from support import drained, logged, order, wait_until
 
-from outbox import Event, Outbox
+from outbox import Event, Outbox, __version__
 from outbox.sandbox._ports import free_ports
 
 __all__ = ["order"]
@@ -32,7 +32,9 @@ class Scraped:
                     lines = answer.read().decode().splitlines()
             except OSError:
                 continue
-            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name]
+            metric, _, labels = name.rstrip("}").partition("{")
+            series = f'{metric}{{outbox="orders"{labels and f",{labels}"}}}'
+            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == series]
         return found
 
     def sum(self, name: str) -> float:
@@ -46,6 +48,7 @@ def scraped(request, outbox_relay, outbox_kafka, order):
     small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
     relays = [
         outbox_relay(
+            name="orders",
             relay__metrics_address=f"127.0.0.1:{port}",
             relay__lease_seconds=2,
             routes=json.dumps({order[0]: {"topic": order[1]}, "Small": {"topic": small}}),
@@ -104,6 +107,7 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
     (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")
     assert (line["delivery"], line["source"], line["topics"]) == ("exactly-once", "polling", ["a", "b"])
     assert line["brokers"] == outbox_kafka.bootstrap_servers
+    assert line["outbox"] == line["name"]
     assert line["database"].startswith("postgresql://127.0.0.1:")
     assert "@" not in line["database"]
 
@@ -117,6 +121,9 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
 
     wait_until(lambda: answers("/readyz")[0] == 200, what="the relay to be ready")
     assert answers("/livez") == (200, b"alive\n")
+    name = line["name"]
+    labels = f'delivery="exactly-once",outbox="{name}",source="polling",version="{__version__}"'
+    assert f"outbox_relay_build_info{{{labels}}} 1.0" in answers("/metrics")[1].decode().splitlines()
     with psycopg.connect(outbox_postgres.url) as other:
         other.execute("LOCK TABLE outbox.lanes")
         wait_until(lambda: answers("/readyz")[0] == 503, what="the relay to stand still", seconds=120)

@@ -161,7 +161,8 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
                 lines = answer.read().decode().splitlines()
         except OSError:
             return {}
-        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_slot_"))
+        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_slot_"))
+        return {series.removesuffix(f'{{outbox="{wal["name"]}"}}'): value for series, value in found.items()}
 
     # One that polls, for as long as the slot waits to be read.
     relay = outbox_relay(**wal | {"source": "polling"}, **address)

@@ -38,6 +38,10 @@ def test_rules_name_metrics_that_exist():
         (expression,) = re.findall(r"^        expr: (.*?)^        (?:for|labels):", rule, re.MULTILINE | re.DOTALL)
         assert "outbox_" in expression, name
         assert not unknown(expression), name
+        # Two outboxes on one Prometheus: neither hides the other.
+        assert not re.search(r"\babsent\(", expression), name
+        for aggregated in re.findall(r"\b(?:sum|max|min|count|on)\b[^(]*\(([^)]*)\)", expression):
+            assert "outbox" in aggregated.split(", "), (name, expression)
     assert unknown("sum(outbox_backlog) + outbox_relay_turn_seconds") == {"outbox_backlog", "outbox_relay_turn_seconds"}
 
 
@@ -61,6 +65,9 @@ def test_dashboards_name_metrics_that_exist(file):
     for target in targets:
         assert "outbox_" in target["expr"]
         assert not unknown(target["expr"]), target["expr"]
+        selected = target["expr"].count('outbox=~"$outbox')
+        assert len(re.findall(r"outbox_\w+", target["expr"])) == selected, target["expr"]
+        assert target["legendFormat"].startswith("{{outbox}} "), target["expr"]
     for panel in dashboard["panels"]:
         assert panel["title"]
         assert panel["type"] == "row" or panel["description"], panel["title"]

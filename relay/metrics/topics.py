@@ -1,0 +1,161 @@
+"""How long each topic's events have waited, apart from those that operators have paused.
+
+A lane has the events of many topics in the order of their ids, and no index finds the first one of a topic. So each
+lane is read from its lowest id, and events of paused topics are passed over: they may be millions. The next look goes
+on from the place that was reached. Each minute it begins anew, as a transaction may commit events with lower ids late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Final
+
+import psycopg
+from prometheus_client.core import GaugeMetricFamily
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from outbox.event import DEAD_LETTER
+from relay.core.pauses import ScopeKind
+from relay.database import unavailable_on_error
+from relay.insights import COUNTED, OutboxState
+from relay.kafka.routing import NoRoute, Router
+from relay.polling.low_water_mark import LOWEST
+from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, array, names_of
+
+MOST_TOPICS: Final = 100
+"""At most so many topics have a metric: those whose events have waited longest."""
+# Of each look, which comes every ten seconds.
+_WALK_SECONDS: Final = 1.0
+_ANEW_SECONDS: Final = 60.0
+_STATEMENT_SECONDS: Final = 5
+
+# The first event of each kind among the next ones of each lane.
+_KINDS: Final = """
+SELECT k.lane, k.kind, k.copy, k.events, k.first, k.last,
+       extract(epoch FROM clock_timestamp() - e.created_at)::float8 AS seconds
+  FROM unnest(%(lanes)s::smallint[], %(above)s::bigint[]) AS m(lane, above)
+ CROSS JOIN LATERAL (
+       SELECT m.lane, n.aggregate_type AS kind, n.copy, count(*) AS events, min(n.id) AS first, max(n.id) AS last
+         FROM (SELECT e.id, e.aggregate_type, coalesce(e.headers ? %(copy)s, false) AS copy FROM {events} AS e
+                WHERE e.lane = m.lane AND e.id > m.above ORDER BY e.id LIMIT %(most)s) AS n
+        GROUP BY n.aggregate_type, n.copy) AS k
+ CROSS JOIN LATERAL (
+       SELECT {created_at} AS created_at FROM {events} AS e WHERE e.lane = k.lane AND e.id = k.first LIMIT 1) AS e
+ ORDER BY k.lane"""
+
+
+@dataclass(slots=True)
+class _Walk:
+    """How far a look has come in a lane, and how many events it has met there that are not paused."""
+
+    at: int
+    events: int = 0
+
+
+def topic_ages(ages: Mapping[str, float]) -> GaugeMetricFamily:
+    """Return the metric of the ages that a look has found."""
+    found = GaugeMetricFamily(
+        "outbox_backlog_topic_oldest_age_seconds",
+        "Age of the topic's event that has waited longest, except in paused lanes. Of topics that have waiting events "
+        f'and are not paused, the {MOST_TOPICS} with the oldest ones. Events without a route have the topic "".',
+        labels=["topic"],
+    )
+    for topic, age in ages.items():
+        found.add_metric([topic], age)
+    return found
+
+
+class TopicAges:
+    """Reads how long the topics' events have waited. ``router`` is one of its own."""
+
+    def __init__(self, schema: str, router: Router) -> None:
+        names = names_of(schema)
+        self._kinds = sql.SQL(_KINDS).format(**names)
+        self._router = router
+        self._paused: frozenset[str] = frozenset()
+        # By lane, an id up to which there were only events of paused topics: the next look begins there.
+        self._above: dict[int, int] = {}
+        self._began = 0.0
+        self._reached_all = True
+
+    def look(self, connection: psycopg.Connection[Any], state: OutboxState) -> Mapping[str, float] | None:
+        """Return the age of the first event of each topic in seconds; None if that takes too long.
+
+        Of topics and lanes that are not paused, as far as one of the topic's events is among the first COUNTED of a
+        lane that are not paused. Events without a route have the topic "". Raises Unavailable or SchemaError.
+        """
+        self._begin(frozenset(one.scope.name for one in state.pauses if one.scope.kind is ScopeKind.TOPIC))
+        ages: dict[str, float] = {}
+        lanes = [lane.lane for lane in state.lanes if lane.events and not lane.paused]
+        walks = {lane: _Walk(self._above.get(lane, LOWEST)) for lane in lanes}
+        deadline = time.monotonic() + _WALK_SECONDS
+        while walks:
+            rows = self._read(connection, walks)
+            if rows is None:
+                return None
+            walks = self._step(rows, walks, ages)
+            if time.monotonic() > deadline:
+                break
+        self._reached_all = not walks
+        oldest = sorted(ages.items(), key=lambda one: one[1], reverse=True)
+        return dict(oldest[:MOST_TOPICS])
+
+    def _begin(self, paused: frozenset[str]) -> None:
+        """Begin the walk anew, if it is time to and the last one was not cut short."""
+        now = time.monotonic()
+        if paused != self._paused or (self._reached_all and now - self._began >= _ANEW_SECONDS):
+            self._paused, self._began = paused, now
+            self._above.clear()
+
+    def _read(
+        self, connection: psycopg.Connection[Any], walks: Mapping[int, _Walk]
+    ) -> Sequence[Mapping[str, Any]] | None:
+        bound = {
+            "lanes": array(list(walks)),
+            "above": array([walk.at for walk in walks.values()]),
+            "copy": DEAD_LETTER,
+            "most": COUNTED,
+        }
+        with (
+            unavailable_on_error("looking at the topics' first events"),
+            suppress(psycopg.errors.QueryCanceled),
+            connection.transaction(),
+            connection.cursor(row_factory=dict_row) as cursor,
+        ):
+            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
+            return cursor.execute(self._kinds, bound).fetchall()
+        return None
+
+    def _step(
+        self, rows: Iterable[Mapping[str, Any]], walks: Mapping[int, _Walk], ages: dict[str, float]
+    ) -> dict[int, _Walk]:
+        """Add the ages of these rows' topics. Returns the walks that go on: too many of the events were paused."""
+        further = {}
+        for lane, found in groupby(rows, itemgetter("lane")):
+            walk, kinds = walks[lane], list(found)
+            topics = [self._topic(row["kind"], copy=row["copy"]) for row in kinds]
+            others = [(topic, row) for topic, row in zip(topics, kinds, strict=True) if topic not in self._paused]
+            for topic, row in others:
+                ages[topic] = max(ages.get(topic, 0.0), row["seconds"])
+            last = max(row["last"] for row in kinds)
+            if not walk.events:
+                self._above[lane] = min((row["first"] - 1 for _, row in others), default=last)
+            walk.at = last
+            walk.events += sum(row["events"] for _, row in others)
+            if walk.events < COUNTED and sum(row["events"] for row in kinds) == COUNTED:
+                further[lane] = walk
+        return further
+
+    def _topic(self, aggregate_type: str, *, copy: bool) -> str:
+        try:
+            route = self._router.route(aggregate_type)
+        except NoRoute:
+            return ""
+        return (route.dead_letter_topic or "") if copy else route.topic

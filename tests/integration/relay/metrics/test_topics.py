@@ -1,0 +1,168 @@
+"""How old each topic's first event is: read by the watch of the outbox, from a real Postgres."""
+
+from __future__ import annotations
+
+import json
+
+import psycopg
+import pytest
+from alerting import firing, scraped
+from psycopg.types.json import Jsonb
+from support import wait_until
+
+from outbox.event import DEAD_LETTER
+from outbox.sandbox._ports import free_ports
+from relay.insights import COUNTED, look_at_tables
+from relay.kafka.routing import Route, Router
+from relay.metrics import topics
+from relay.metrics.topics import TopicAges
+
+ROUTES = {
+    "Order": Route("orders", dead_letter_topic="orders-dead"),
+    "Bill": Route("bills"),
+    "Stock": Route("stock"),
+}
+
+
+class Waiting:
+    """An outbox whose events nothing publishes, and what is seen of their topics."""
+
+    def __init__(self, connection: psycopg.Connection, routes: dict[str, Route] | None = ROUTES) -> None:
+        self.connection = connection
+        self.ages = TopicAges("outbox", Router(routes))
+
+    def add(self, kind: str, seconds_ago: float, count: int = 1, key: str = "k", copy: bool = False) -> None:
+        self.connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at, headers, from_relay)"
+            " SELECT %s, %s, 'T', now() - %s * interval '1 second', %s, %s FROM generate_series(1, %s)",
+            (kind, key, seconds_ago, Jsonb({DEAD_LETTER: "reason"}) if copy else None, copy, count),
+        )
+
+    def pause(self, scope: str, name: str) -> None:
+        self.connection.execute("INSERT INTO outbox.pauses (scope, name) VALUES (%s, %s)", (scope, name))
+
+    def resume(self) -> None:
+        self.connection.execute("DELETE FROM outbox.pauses")
+
+    def look(self) -> dict[str, int] | None:
+        """Return the age of each topic, in tens of seconds."""
+        found = self.ages.look(self.connection, look_at_tables(self.connection, "outbox"))
+        return None if found is None else {topic: int(age // 10) for topic, age in found.items()}
+
+    def lane(self, kind: str, key: str = "k") -> int:
+        (row,) = self.connection.execute(
+            "SELECT DISTINCT lane FROM outbox.events WHERE aggregate_type = %s AND aggregate_id = %s", (kind, key)
+        )
+        return row[0]
+
+    def key_beside(self, kind: str, lane: int) -> str:
+        """Return a key of this type that is in the lane."""
+        for n in range(1_000):
+            with self.connection.transaction(force_rollback=True):
+                self.add(kind, 0, key=f"beside-{n}")
+                if self.lane(kind, f"beside-{n}") == lane:
+                    return f"beside-{n}"
+        raise AssertionError(f"no key in lane {lane}")
+
+
+@pytest.fixture
+def waiting(outbox_postgres):
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        yield Waiting(connection)
+
+
+def test_the_first_event_of_each_topic_counts(waiting):
+    assert waiting.look() == {}
+    waiting.add("Order", 125)
+    waiting.add("Order", 300)
+    for n in range(20):
+        waiting.add("Bill", 55, key=f"k{n}")
+    waiting.add("Bill", 75, key="k7")
+    waiting.add("Order", 45, copy=True)
+    waiting.add("Unknown", 35)
+    assert waiting.look() == {"orders": 12, "bills": 5, "orders-dead": 4, "": 3}
+
+
+def test_what_is_paused_does_not_count_and_hides_nothing(waiting):
+    waiting.add("Order", 125)
+    lane = waiting.lane("Order")
+    waiting.add("Bill", 55, key=waiting.key_beside("Bill", lane))
+    waiting.add("Stock", 75, key=waiting.key_beside("Stock", (lane + 1) % 4))
+    waiting.pause("topic", "orders")
+    assert waiting.look() == {"bills": 5, "stock": 7}
+    waiting.pause("lane", str(lane))
+    assert waiting.look() == {"stock": 7}
+    waiting.resume()
+    assert waiting.look() == {"orders": 12, "bills": 5, "stock": 7}
+
+
+def test_more_events_of_a_paused_topic_than_are_counted_hide_nothing(waiting, monkeypatch):
+    """The walk goes on where the last one ended; anew from time to time, for what was committed late."""
+    waiting.add("Order", 500, 2 * COUNTED + 500)
+    waiting.add("Bill", 55, key=waiting.key_beside("Bill", waiting.lane("Order")))
+    waiting.pause("topic", "orders")
+    # No time but for one step in each look.
+    monkeypatch.setattr(topics, "_WALK_SECONDS", 0.0)
+    assert [waiting.look() for _ in range(3)] == [{}, {}, {"bills": 5}]
+    assert waiting.look() == {"bills": 5}
+    monkeypatch.setattr(topics, "_WALK_SECONDS", 60.0)
+    waiting.ages = TopicAges("outbox", Router(ROUTES))
+    assert waiting.look() == {"bills": 5}
+    # Committed late: below the place that was reached.
+    waiting.connection.execute(
+        "INSERT INTO outbox.events (id, aggregate_type, aggregate_id, event_type, created_at) OVERRIDING SYSTEM VALUE"
+        " VALUES (-1, 'Stock', %s, 'T', now() - interval '95 seconds')",
+        (waiting.key_beside("Stock", waiting.lane("Order")),),
+    )
+    assert waiting.look() == {"bills": 5}
+    monkeypatch.setattr(topics, "_ANEW_SECONDS", 0.0)
+    assert waiting.look() == {"bills": 5, "stock": 9}
+
+
+def test_a_walk_that_has_not_ended_does_not_begin_anew(waiting, monkeypatch):
+    waiting.add("Order", 500, 2 * COUNTED + 500)
+    waiting.add("Bill", 55, key=waiting.key_beside("Bill", waiting.lane("Order")))
+    waiting.pause("topic", "orders")
+    monkeypatch.setattr(topics, "_WALK_SECONDS", 0.0)
+    monkeypatch.setattr(topics, "_ANEW_SECONDS", 0.0)
+    assert [waiting.look() for _ in range(3)] == [{}, {}, {"bills": 5}]
+
+
+def test_a_look_that_takes_too_long_shows_nothing(waiting, monkeypatch):
+    waiting.add("Order", 125)
+    state = look_at_tables(waiting.connection, "outbox")
+    monkeypatch.setattr(topics, "_STATEMENT_SECONDS", 0.2)
+    with psycopg.connect(waiting.connection.info.dsn) as other:
+        other.execute("LOCK TABLE outbox.events")
+        assert waiting.ages.look(waiting.connection, state) is None
+    assert waiting.look() == {"orders": 12}
+
+
+def test_there_are_not_more_topics_than_a_prometheus_can_take(waiting, monkeypatch):
+    waiting.ages = TopicAges("outbox", Router())
+    for n in range(9):
+        waiting.add(f"type-{n}", 100 + 10 * n)
+    monkeypatch.setattr(topics, "MOST_TOPICS", 3)
+    assert waiting.look() == {f"type-{n}-events": 10 + n for n in (8, 7, 6)}
+
+
+def test_a_topic_that_stands_still_beside_a_paused_one_is_an_alert(outbox_postgres, outbox_kafka, outbox_relay):
+    """It has no topic in Kafka; the paused one has older events. Of what a real relay shows."""
+    orders, missing = outbox_kafka.create_topic(outbox_kafka.name("orders")), outbox_kafka.name("missing")
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        waiting = Waiting(connection)
+        waiting.pause("topic", orders)
+        waiting.add("Order", 5_000, 10)
+        waiting.add("Bill", 100)
+    outbox_relay(
+        relay__metrics_address=address,
+        routes=json.dumps({"Order": {"topic": orders}, "Bill": {"topic": missing}}),
+        create_topics=False,
+    )
+    wanted = {"OutboxPaused", "OutboxTopicUnusable", "OutboxBacklogOld"}
+    wait_until(lambda: firing(scraped(address)) == wanted, what="the alerts")
+    ages = [series for series in scraped(address) if "topic_oldest_age" in series]
+    assert [f'topic="{missing}"' in series for series in ages] == [True]
+    outbox_kafka.create_topic(missing)
+    wait_until(lambda: firing(scraped(address)) == {"OutboxPaused"}, what="the other topic to be published")

@@ -1,0 +1,163 @@
+"""Two outboxes on one Prometheus: what goes wrong in one is an alert of that one, whatever the other one shows.
+
+promtool evaluates the real rules; what relays and consumers really show is in test_alerts.py and the runbooks' tests.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from alerting import RULES, Samples, firing_by_outbox
+
+from relay.core.pauses import ScopeKind
+
+ILL, WELL = "ill", "well"
+NOW = 600.0
+
+RELAY: Samples = {
+    "outbox_relay_ready": 1,
+    "outbox_relay_topics_unusable": 0,
+    "outbox_relay_topics_grown": 0,
+    "outbox_relay_partitions_hanging": 0,
+    'outbox_relay_events_total{result="lost"}': 0,
+    'outbox_relay_upkeep_wait_seconds{task="archive"}': 0,
+    "outbox_slot_healthy": 1,
+    "outbox_slot_retained_wal_over_limit": 0,
+}
+STATE: Samples = {
+    "outbox_backlog_events": 20_000,
+    "outbox_backlog_oldest_age_seconds": 5,
+    'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 5,
+    'outbox_backlog_topic_oldest_age_seconds{topic="bills"}': 5,
+    "outbox_events_retrying": 0,
+    "outbox_dead_letters": 0,
+    "outbox_dead_letters_blocking": 0,
+    "outbox_lanes_unheld": 0,
+    **{f'outbox_pauses{{scope="{kind}"}}': 0.0 for kind in ScopeKind},
+}
+# Groups of two outboxes may have the same name: each has a sink of its own.
+OF_PARTITION = '{group="g",topic="t",partition="0"}'
+CONSUMER: Samples = {
+    'outbox_consumer_postgres_up{group="g"}': 1,
+    'outbox_consumer_kafka_up{group="g"}': 1,
+    'outbox_consumer_generation{group="g"}': 1,
+    'outbox_consumer_last_round_timestamp_seconds{group="g"}': NOW,
+    f"outbox_consumer_last_progress_timestamp_seconds{OF_PARTITION}": NOW,
+    f"outbox_consumer_lag_messages{OF_PARTITION}": 5,
+    f"outbox_consumer_log_end_offset{OF_PARTITION}": 100,
+    f"outbox_consumer_uncommitted_messages{OF_PARTITION}": 0,
+    f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 0,
+    f"outbox_consumer_reservations_stuck{OF_PARTITION}": 0,
+}
+HEALTHY: Samples = RELAY | STATE | CONSUMER
+
+# What the ill outbox shows instead, now and six minutes before; None: it is not shown.
+Shown = dict[str, float | None]
+NO_RELAY: Shown = dict.fromkeys([*RELAY, *STATE])
+FAILURES: dict[str, tuple[Shown, Shown]] = {
+    "OutboxNotPublishing": (NO_RELAY, {}),
+    "OutboxBacklogOld": ({'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100}, {}),
+    "OutboxBacklogUnknown": ({"outbox_backlog_oldest_age_seconds": None}, {}),
+    "OutboxBacklogGrows": ({}, {"outbox_backlog_events": 11_000}),
+    "OutboxPaused": ({'outbox_pauses{scope="lane"}': 1}, {}),
+    "OutboxLaneUnheld": ({"outbox_lanes_unheld": 1}, {}),
+    "OutboxRelayNotReady": ({"outbox_relay_ready": 0}, {}),
+    "OutboxTopicUnusable": ({"outbox_relay_topics_unusable": 1}, {}),
+    "OutboxTopicGrown": ({"outbox_relay_topics_grown": 1}, {}),
+    "OutboxKeyBlocked": ({"outbox_dead_letters_blocking": 1}, {}),
+    "OutboxDeadLetters": ({"outbox_dead_letters": 1}, {}),
+    "OutboxEventsLost": ({'outbox_relay_events_total{result="lost"}': 7}, {}),
+    "OutboxTransactionHangs": ({"outbox_relay_partitions_hanging": 1}, {}),
+    "OutboxUpkeepFails": ({'outbox_relay_upkeep_wait_seconds{task="archive"}': 700}, {}),
+    "OutboxSlotUnhealthy": ({"outbox_slot_healthy": 0}, {}),
+    "OutboxSlotRetainsWal": ({"outbox_slot_retained_wal_over_limit": 1}, {}),
+    "ConsumerGone": (dict.fromkeys(CONSUMER), {}),
+    "ConsumerServerAway": ({'outbox_consumer_postgres_up{group="g"}': 0}, {}),
+    "ConsumerStandsStill": ({'outbox_consumer_last_round_timestamp_seconds{group="g"}': 0}, {}),
+    "ConsumerPartitionStandsStill": ({f"outbox_consumer_last_progress_timestamp_seconds{OF_PARTITION}": 0}, {}),
+    "ConsumerLagGrows": (
+        {f"outbox_consumer_lag_messages{OF_PARTITION}": 200_000},
+        {f"outbox_consumer_lag_messages{OF_PARTITION}": 100_000},
+    ),
+    "ConsumerUncommitted": ({f"outbox_consumer_uncommitted_messages{OF_PARTITION}": 5}, {}),
+    "ConsumerFenced": ({'outbox_consumer_generation{group="g"}': 9}, {}),
+    "ConsumerDeadLetters": ({f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 1}, {}),
+    "ConsumerEffectStuck": ({f"outbox_consumer_reservations_stuck{OF_PARTITION}": 1}, {}),
+}
+
+
+def shown(outbox: str, instead: Shown) -> Samples:
+    """Return what the processes of an outbox show to Prometheus."""
+    found = {}
+    for series, value in {**HEALTHY, **instead}.items():
+        if value is not None:
+            name, _, labels = series.rstrip("}").partition("{")
+            found[f'{name}{{{labels}{"," if labels else ""}outbox="{outbox}",instance="{outbox}"}}'] = float(value)
+    return found
+
+
+def test_nothing_fires_while_both_are_well():
+    assert firing_by_outbox(shown(ILL, {}) | shown(WELL, {})) == set()
+
+
+def test_every_alert_is_tried():
+    assert set(FAILURES) == set(re.findall(r"- alert: (\w+)", RULES.read_text()))
+
+
+@pytest.mark.parametrize("alert", FAILURES)
+def test_a_failure_of_one_outbox_is_an_alert_of_that_one(alert):
+    now, before = FAILURES[alert]
+    well = shown(WELL, {})
+    assert firing_by_outbox(shown(ILL, now) | well, shown(ILL, before) | well) == {(alert, ILL)}
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"outbox_events_retrying": 3},
+        {'outbox_pauses{scope="topic"}': 1},
+        {'outbox_pauses{scope="all"}': 1},
+        NO_RELAY,
+        {"outbox_backlog_oldest_age_seconds": None},
+    ],
+    ids=["retries", "paused topic", "all paused", "no relay", "not counted"],
+)
+@pytest.mark.parametrize(
+    "alert", ["OutboxNotPublishing", "OutboxBacklogOld", "OutboxBacklogUnknown", "OutboxBacklogGrows"]
+)
+def test_what_explains_one_outbox_does_not_explain_the_other(alert, masks):
+    now, before = FAILURES[alert]
+    found = firing_by_outbox(shown(ILL, now) | shown("other", masks), shown(ILL, before) | shown("other", {}))
+    assert {name for name, outbox in found if outbox == ILL} == {alert}
+
+
+def test_a_paused_topic_does_not_explain_the_age_of_another():
+    """Its own events may be as old as they are. Nor is a pause the reason for which another topic's events pile up."""
+    paused: Shown = {'outbox_pauses{scope="topic"}': 1, "outbox_backlog_oldest_age_seconds": 9_000}
+    paused['outbox_backlog_topic_oldest_age_seconds{topic="bills"}'] = None
+    before = shown(ILL, paused | {"outbox_backlog_events": 11_000})
+    assert firing_by_outbox(shown(ILL, paused), before) == {("OutboxPaused", ILL)}
+    old = shown(ILL, paused | {'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100})
+    assert firing_by_outbox(old, before) == {
+        (alert, ILL) for alert in ("OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows")
+    }
+
+
+def test_a_relay_that_has_never_shown_its_outbox_is_missed():
+    """As one that has not reached Postgres since it was started, beside an outbox that is well."""
+    never = shown(ILL, dict.fromkeys(STATE))
+    assert firing_by_outbox(never | shown(WELL, {})) == {("OutboxNotPublishing", ILL)}
+
+
+def test_a_relay_without_a_first_lane_explains_nothing_of_another_outbox():
+    """Of two relays of an outbox only one shows its state."""
+    second = {
+        series.replace('instance="ill"', 'instance="second"'): value
+        for series, value in shown(ILL, dict.fromkeys(STATE)).items()
+    }
+    assert firing_by_outbox(shown(ILL, {}) | second | shown(WELL, {})) == set()
+
+
+def test_an_outbox_that_nothing_shows_is_missed():
+    assert firing_by_outbox({}) == {("OutboxNotPublishing", None)}
