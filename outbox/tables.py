@@ -178,6 +178,9 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # The numbers of the pauses that it obeys.
         sa.Column("obeys", pg.ARRAY(sa.BigInteger), nullable=False, server_default=sa.text("'{}'::bigint[]")),
+        # The number that its session has locked (pg_advisory_lock) for as long as it lives: others may take its lanes
+        # when the lock is gone. NULL: when their leases have expired.
+        sa.Column("session", sa.BigInteger),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,

@@ -1,14 +1,27 @@
 """Lane leases: which relay publishes which lane, for how long, and how lanes are divided among running relays.
 
-A lane is free when its lease has expired by the database's clock. Taking it raises its epoch, the fencing token: every
-settling write names the epoch and the owner under which its events were fetched, so a relay that slept through its
-lease can't settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same moment do not wait for each
-other.
+A lane is free when its lease has expired by the database's clock, or when its owner's session has ended. Taking it
+raises its epoch, the fencing token: every settling write names the epoch and the owner under which its events were
+fetched, so a relay that slept through its lease can't settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes
+at the same moment do not wait for each other.
+
+A relay's session (its control loop's connection) holds an advisory lock on a random number, which the relay's row
+names. Postgres releases it when the session ends, and whoever can lock it then knows. That needs no right, and no
+other session ever has the same number; pg_stat_activity hides backend_start from other roles, and process ids are used
+again.
 
 | what happens                            | what follows                                                            |
 |-----------------------------------------|-------------------------------------------------------------------------|
 | relay stops                             | releases its lanes: free at once                                        |
-| relay is killed                         | leases run out, others take the lanes, epoch + 1                        |
+| relay is killed                         | its session ends, others take the lanes within two looks, epoch + 1     |
+| its host or the network is gone         | Postgres keeps the session until keepalives fail: the leases decide     |
+| a living relay's connection breaks      | it opens another one at once, and keeps the lanes. If others were       |
+|                                         | faster: as one that slept past its lease                                |
+| Postgres crashes or fails over          | all sessions are new, also that of who looks, and it has seen none of   |
+|                                         | the others alive: the leases decide                                     |
+| behind a pooler                         | no session is the relay's own: the leases decide                        |
+| at-most-once                            | the leases decide: what a relay has taken from the table it may still   |
+|                                         | send, which must not be after the next holder has sent what follows     |
 | relay sleeps (SIGSTOP) past its lease   | the lane is taken; on waking its renewal and its settling match no row  |
 | a failover loses the commit of a take-  | the next taker gets the same epoch; the owner differs, so the former    |
 | over                                    | holder's renewal and settling match no row                              |
@@ -22,6 +35,7 @@ other.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,11 +56,15 @@ from relay.tasks.scheduled import NextDue, next_due
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
 _PAUSES: Final = "(SELECT coalesce(json_agg(json_build_array(number, scope, name)), '[]') FROM {pauses})"
 
+# In rows of lanes. The relays' rows, not their names: one that has opened another session keeps its lanes.
+_FREE: Final = """(lease_until < clock_timestamp()
+       OR owner IN (SELECT instance FROM {relays} WHERE session = ANY(%(ended)s::bigint[])))"""
+
 # Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE lane IN (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
+ WHERE lane IN (SELECT lane FROM {lanes} WHERE {free} AND source = %(source)s
                  ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
 RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
 
@@ -54,7 +72,7 @@ RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config(
 _ACQUIRE_ALL: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
+ WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE {free} AND source = %(source)s
                                FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
 RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
 
@@ -80,21 +98,22 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
   FROM {leases} WHERE {ours}"""
 
 _BEAT: Final = """
-INSERT INTO {relays} (instance, version, source, obeys, alive_until)
-VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, clock_timestamp() + make_interval(secs => %(ttl)s))
+INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
+VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s))
 ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
-       heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
+       session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 
 # A killed instance leaves its row; operators can see it for a day.
 _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - interval '1 day'"
 
+# Shared and for this statement only: neither relays that look at the same time nor the owner's next session wait.
 _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
        (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text,
-       {next_due}
+       {next_due}, r.session, pg_try_advisory_xact_lock_shared(r.session)
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
  WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
@@ -112,6 +131,34 @@ class LaneDistribution:
     lanes: int
     free: int
     total: int = 0
+
+
+class EndedSessions:
+    """The sessions of other relays that have ended, as one session of our own sees it.
+
+    A session must have been seen alive: after a crash or a failover of the server it is ours that is new. And it must
+    be missed twice: a living relay whose connection broke has opened another one by then.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.missed: Collection[int] = ()
+
+    def look(self, sessions: Mapping[int, bool]) -> Collection[int]:
+        """Return which of these sessions have ended. The values are whether their locks are gone."""
+        missed = {session for session, gone in sessions.items() if gone and session in self._seen}
+        ended = missed.intersection(self.missed)
+        self._seen.update(session for session, gone in sessions.items() if not gone)
+        self._seen &= sessions.keys()
+        self.missed = missed
+        return ended
+
+
+def lock_session(connection: psycopg.Connection[Any]) -> int:
+    """Lock a random number for as long as this connection's session lives, and return it."""
+    session = secrets.randbits(63)
+    connection.execute("SELECT pg_advisory_lock(%s)", (session,))
+    return session
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +205,9 @@ def source_problem(lanes: str, relays: str) -> str:
 class LaneTable:
     """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 
-    ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. Every method raises
-    Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
+    ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. ``session`` is the number
+    that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Every method
+    raises Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
     """
 
     def __init__(
@@ -172,16 +220,21 @@ class LaneTable:
         source: str = "polling",
         *,
         pooled: bool = False,
+        session: int | None = None,
     ) -> None:
         self._connection = connection
         self._pooled = pooled
         self._names = names_of(schema)
         self._names["paused"] = sql.SQL(_PAUSES).format(**self._names)
+        self._names["free"] = sql.SQL(_FREE).format(**self._names)
         self._names["next_due"] = next_due(self._names, since=True)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
         self._source = source
+        self._session = session
+        self._sessions = EndedSessions()
+        self._ended: list[int] = []
         self.pauses: Pauses | None = None
         """The pauses, as of the last statement that counted or took lanes; None before the first."""
 
@@ -193,6 +246,7 @@ class LaneTable:
             "ttl": self._ttl,
             "source": self._source,
             "obeys": sorted(obeys),
+            "session": self._session,
         }
         self._run(_BEAT, values, "recording that it is alive")
 
@@ -245,19 +299,24 @@ class LaneTable:
             return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        _, _, total, lanes, free, pauses, due_seconds = rows[0]
+        _, _, total, lanes, free, pauses, due_seconds, *_ = rows[0]
         next_due.set(due_seconds, back)
         self.pauses = Pauses.of(orjson.loads(pauses))
-        return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
+        if self._session is not None:
+            others = {row[-2]: row[-1] for row in rows if row[-2] is not None and row[0] != self._me}
+            self._ended = sorted(self._sessions.look(others))
+        held = {row[0]: row[1] for row in rows if row[-2] not in self._ended}
+        free += sum(row[1] for row in rows if row[0] not in held)
+        return LaneDistribution(held=held, lanes=lanes, free=free, total=total)
 
     def acquire(self, count: int = 1) -> list[Lease]:
         """Take up to ``count`` lanes, those that have been free longest first."""
-        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "count": count}
+        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "count": count, "ended": self._ended}
         return self._taken(_ACQUIRE, values, "taking lanes")
 
     def acquire_all(self) -> list[Lease]:
         """Take all lanes of the outbox, or none if one is held or belongs to another source."""
-        values = {"me": self._me, "ttl": self._ttl, "source": self._source}
+        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "ended": self._ended}
         return self._taken(_ACQUIRE_ALL, values, "taking the lanes")
 
     def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
@@ -266,6 +325,20 @@ class LaneTable:
         ``clean`` are the lanes of which no Kafka transaction can be open: the next holder need not fence this relay.
         """
         self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
+
+    @property
+    def broken(self) -> bool:
+        """Return whether the connection has ended, as far as this process has noticed; without a statement."""
+        try:
+            self._connection.pgconn.consume_input()
+        except psycopg.OperationalError:
+            return True
+        return self._connection.broken
+
+    @property
+    def misses_sessions(self) -> bool:
+        """Return whether the last look missed a session, and the next one may find that it has ended."""
+        return bool(self._sessions.missed)
 
     def close(self) -> None:
         """Close the connection."""

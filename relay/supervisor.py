@@ -30,7 +30,7 @@ from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
 from relay.database import Connector, begin_session, unavailable_on_error
-from relay.lanes import LaneDistribution, LaneTable, next_step, source_problem
+from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
 from relay.upkeep import MaintenanceTask, UpkeepThread
@@ -40,6 +40,10 @@ log = structlog.get_logger("relay")
 # How long a relay that released its lanes because it can't publish takes no free ones.
 _STAY_AWAY_SECONDS: Final = 60.0
 _FORGET_SECONDS: Final = 60.0
+# How often to see whether the control loop's connection has broken: several times before other relays, which then miss
+# the session, look again after _MISSED_SECONDS.
+_BROKEN_SECONDS: Final = 0.1
+_MISSED_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Components:
     """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
+    ends_with_session: bool = True
+    """Whether other relays may take the lanes as soon as this one's session in Postgres has ended. See lanes.py."""
     upkeep: Sequence[MaintenanceTask] = ()
     besides: Callable[[], Sequence[Wait]] = tuple
     """Waits other than those of lanes, found by the upkeep tasks."""
@@ -164,7 +170,7 @@ class Supervisor:
                     # Not an unavailable server, but a mistake in the settings, or a bug. End: the process manager
                     # restarts us, and meanwhile other relays can take the lanes.
                     raise self._worker.error
-                stop.wait(self._tick_seconds)
+                self._rest(stop)
         except BaseException:
             self._shut_down(abandon)
             raise
@@ -173,7 +179,22 @@ class Supervisor:
         finally:
             done.set()
 
+    def _rest(self, stop: threading.Event) -> None:
+        """Wait until the next tick, which is early if another relay's session is missed or our own has ended."""
+        misses = self._table is not None and self._table.misses_sessions
+        next_tick = time.monotonic() + (min(_MISSED_SECONDS, self._tick_seconds) if misses else self._tick_seconds)
+        while (left := next_tick - time.monotonic()) > 0 and not stop.wait(min(left, _BROKEN_SECONDS)):
+            if self._table is not None and self._table.broken:
+                return
+
     def _tick(self) -> None:
+        connected = self._table is not None
+        if not self._try_tick() and connected:
+            # Open another session before other relays take this one for ended.
+            self._try_tick()
+
+    def _try_tick(self) -> bool:
+        """Do what is due. Returns False, without a connection, if Postgres is unavailable or refuses."""
         try:
             if self._table is None:
                 self._table = self._connect()
@@ -188,6 +209,8 @@ class Supervisor:
             self._fails = True
             self._failures.failed(error, self._health.control_waits(error))
             self._disconnect()
+            return False
+        return True
 
     def _connect(self) -> LaneTable:
         components = self._components
@@ -195,6 +218,9 @@ class Supervisor:
         connection = components.connect()
         with unavailable_on_error("beginning a session"):
             pooled = not begin_session(connection)
+            session = lock_session(connection) if components.ends_with_session and not pooled else None
+        # The next beat tells the others of this session, and the next renewal shows whether the lanes are still ours.
+        self._beat_at = -1e9
         return LaneTable(
             connection,
             components.schema,
@@ -203,6 +229,7 @@ class Supervisor:
             components.lease_seconds,
             source,
             pooled=pooled,
+            session=session,
         )
 
     def _disconnect(self) -> None:

@@ -123,6 +123,7 @@ def build(settings: Settings) -> Supervisor:
             publisher=new_publisher,
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
+            ends_with_session=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,

@@ -93,6 +93,7 @@ def upgrade() -> None:
         sa.Column("alive_until", _time(), nullable=False),
         sa.Column("source", sa.Text(), nullable=False, server_default=_POLLING),
         sa.Column("obeys", pg.ARRAY(sa.BigInteger()), nullable=False, server_default=sa.text("'{}'::bigint[]")),
+        sa.Column("session", sa.BigInteger()),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,

@@ -79,7 +79,8 @@ class RelaySettings(Section):
     """Events of one lane in a turn. A turn of several lanes has up to four times as many, divided among lanes with
     events, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
-    """How long after a kill -9 other relays take over its lanes."""
+    """How long a relay holds its lanes without renewing them: then others take them from one that hangs or whose host
+    is gone. They take those of a killed one within about two seconds, except behind a pooler and with at-most-once."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
     """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
