@@ -76,6 +76,8 @@ ODD = [
         "10000000000",
         "1e10",
     ),
+    # Integers that 64 bits can't hold, of as few digits as can be.
+    *("-9223372036854775808", "-9223372036854775809", "-9425207852242075671"),
 ]
 NAMES = ["f", "g", "unknown", 'q"', "f:"]
 SPACE = st.sampled_from(["", "", "", " ", "\n", "\t "])
