@@ -12,8 +12,8 @@ each other inside a value: objects and arrays need a comma there, and texts cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -46,6 +46,11 @@ _WHOLE_DOUBLE: Final = 2.0**53
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
 _DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
 _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
+# The decimals that json_text accepts as texts; Arrow also accepts a plus sign, an exponent, and nothing before or after
+# the point.
+_DECIMAL: Final = r"^-?\d{1,60}(\.\d{1,60})?$"
+# The most digits of a decimal of 256 bits.
+_MOST_DIGITS: Final = 76
 # Arrow's offsets have 32 bits.
 _MOST_BYTES: Final = 2**28
 _TRIES: Final = 3
@@ -78,6 +83,7 @@ class WholeReader:
     def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
         self._declared = declared
         self._schema = pa.schema(zip(declared.fieldNames(), kinds, strict=True))
+        self._numbers, self._texts = (_decimals_as(kind, self._schema) for kind in (pa.float64(), pa.string()))
         self._required = [one.name for one in declared.fields if not (one.nullable and policy.missing == "null")]
         self._doubles = [one.name for one in declared.fields if type(one.dataType) is t.DoubleType]
         self._misses = 0
@@ -124,17 +130,60 @@ class WholeReader:
         values.cast(pa.string())
         whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
-        table = arrow_json.read_json(
-            pa.BufferReader(buffer),
-            read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
-            parse_options=arrow_json.ParseOptions(explicit_schema=self._schema, unexpected_field_behavior="error"),
-        )
+        table = _parsed(buffer, self._schema, "error")
         if table.num_rows != len(values):
             raise pa.ArrowInvalid("not a row for each payload")
+        if self._numbers:
+            self._check_decimals(buffer)
         return {
             one.name: _finished(table.column(one.name).combine_chunks(), one.dataType, inside=False)
             for one in self._declared.fields
         }
+
+    def _check_decimals(self, buffer: pa.Buffer) -> None:
+        """Raise pa.ArrowInvalid unless all decimals are numbers, or all are texts in the form of json_text."""
+        try:
+            _parsed(buffer, self._numbers, "ignore")
+        except pa.ArrowInvalid:
+            for column in _parsed(buffer, self._texts, "ignore").columns:
+                for texts in _leaves(column.combine_chunks()):
+                    _of_the_form(texts, _DECIMAL)
+
+
+def _parsed(buffer: pa.Buffer, schema: pa.Schema, unexpected: Literal["error", "ignore"]) -> pa.Table:
+    return arrow_json.read_json(
+        pa.BufferReader(buffer),
+        read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
+        parse_options=arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
+    )
+
+
+def _decimals_as(kind: pa.DataType, fields: Iterable[pa.Field]) -> pa.Schema:
+    """Return the fields that are decimals or have some inside, with another type in place of these."""
+
+    def of(one: pa.DataType) -> pa.DataType | None:
+        if pa.types.is_decimal(one):
+            return kind
+        if pa.types.is_list(one):
+            element = of(one.value_type)
+            return None if element is None else pa.list_(element)
+        if pa.types.is_struct(one):
+            inner = _decimals_as(kind, one)
+            return pa.struct(inner) if len(inner) else None
+        return None
+
+    made = ((field.name, of(field.type)) for field in fields)
+    return pa.schema([(name, found) for name, found in made if found is not None])
+
+
+def _leaves(column: pa.Array) -> Iterator[pa.Array]:
+    if pa.types.is_struct(column.type):
+        for inner in column.flatten():
+            yield from _leaves(inner)
+    elif pa.types.is_list(column.type):
+        yield from _leaves(column.flatten())
+    else:
+        yield column
 
 
 def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
@@ -149,6 +198,9 @@ def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
         fields = [(one.name, _parsed_as(one.dataType, optional=optional)) for one in kind.fields]
         loose = optional and fields and all(one.nullable for one in kind.fields)
         return pa.struct(fields) if loose and all(inner is not None for _, inner in fields) else None
+    if isinstance(kind, t.DecimalType):
+        # Arrow limits a number's digits before it adds zeros up to the scale, and does not notice that it overflows.
+        return pa.decimal256(_MOST_DIGITS - kind.scale, kind.scale)
     return _KINDS.get(type(kind))
 
 
@@ -161,6 +213,8 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
         parts = zip(column.flatten(), kind.fields, strict=True)
         inner = [_finished(part, one.dataType, inside=True) for part, one in parts]
         return pa.StructArray.from_arrays(inner, names=kind.fieldNames(), mask=column.is_null())
+    if isinstance(kind, t.DecimalType):
+        return column.cast(pa.decimal128(kind.precision, kind.scale))
     if inside and type(kind) is t.DoubleType and _doubtful(column).any():
         raise pa.ArrowInvalid("a double that may be another number")
     finish = _FINISH.get(type(kind))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 
-import orjson
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -78,6 +77,33 @@ ODD = [
     ),
     # Integers that 64 bits can't hold, of as few digits as can be.
     *("-9223372036854775808", "-9223372036854775809", "-9425207852242075671"),
+    # With 18 zeros more, 256 bits would hold no more of it than a small number.
+    "166244703011160610829653453261758546462413783157264152258555375196898921",
+    # Decimals of more digits than fit; as texts, in forms that are none of JSON's.
+    *(
+        "99999999999",
+        "-99999999999",
+        "123456789012345678901234567890",
+        "1" * 38,
+        "1" * 46,
+        "1" * 58,
+        "1" * 60,
+        "1" * 76,
+    ),
+    *(
+        '"99999999999.99"',
+        '"-1.5"',
+        '"+1.5"',
+        '".5"',
+        '"5."',
+        '"-"',
+        '"\\u002b1"',
+        '"1.5\\n"',
+        '"00001.5"',
+        '"1"',
+        '"\uff11"',
+    ),
+    *('["1.5", 2]', '["1.5", "+2"]', "[99999]", "[-9999.9, null]", "1.50000000000000000000000000000000000000000000000"),
 ]
 NAMES = ["f", "g", "unknown", 'q"', "f:"]
 SPACE = st.sampled_from(["", "", "", " ", "\n", "\t "])
@@ -118,7 +144,7 @@ def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Pol
     return together.flatten()
 
 
-PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType()]
+PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType(), t.DecimalType(12, 2), t.DecimalType(38, 18)]
 # Pieces of which two lines could make one, or one line two.
 TORN = [
     *(b'{"f":"x}', b'{","g":"y"}', b'{"f":"1"}{"f":"2"}', b'{"f":1}{"f":2}', b'{"f":{}', b'{"f":[{}', b"{}]}", b"{}{}"),
@@ -187,12 +213,14 @@ FITTING = {
     t.DoubleType: ["0", "1.5", "-2e3", "1", "0.0"],
     t.TimestampType: ['"2026-01-31T12:00:00Z"', '"2026-01-31 12:00:00.123456+02:00"'],
     t.DateType: ['"2026-01-31"'],
+    t.DecimalType: ["0", "-0.0", "1.50", "12e1", "9999999999.99"],
 }
 INNER = [
     t.StructType().add("x", t.LongType()).add("y", t.StringType()),
     t.StructType().add("x", t.ArrayType(t.DoubleType())).add("y", t.TimestampType()),
     t.StructType().add("x", t.StructType().add("x", t.IntegerType()).add("y", t.DateType())),
     t.StructType().add("x", t.StringType()).add("y", t.BooleanType(), nullable=False),
+    t.StructType().add("x", t.ArrayType(t.DecimalType(12, 2))).add("y", t.DecimalType(38, 18)),
 ]
 NESTED = [*INNER, *map(t.ArrayType, INNER), *map(t.ArrayType, PLAIN), t.ArrayType(t.ArrayType(t.StringType()))]
 NESTED.append(t.ArrayType(t.LongType(), containsNull=False))
@@ -233,7 +261,7 @@ def test_batches_of_nested_values_that_are_read_whole(batch, missing):
 @pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.simpleString())
 def test_nested_payloads_are_read_whole(kind):
     """Else nobody would notice but by the time that it takes."""
-    strict = kind in (NESTED[3], NESTED[7], NESTED[-1])
+    strict = kind in (NESTED[3], NESTED[8], NESTED[-1])
 
     def text(kind: t.DataType, number: int) -> str:
         if isinstance(kind, t.ArrayType):
@@ -269,15 +297,35 @@ def test_plain_payloads_are_read_whole():
     fields = t.StructType()
     for number, kind in enumerate(PLAIN):
         fields.add(f"v{number}", kind)
-    event = dict(
-        zip(fields.fieldNames(), ["a: b", True, 1, 2, 3, 4.5, 6, "2026-01-31T12:00:00Z", "2026-01-31"], strict=True)
-    )
-    values = [orjson.dumps(event), None, json.dumps(event).encode(), b"{}"]
+    plain = ["a: b", True, 1, 2, 3, 4.5, 6, "2026-01-31T12:00:00Z", "2026-01-31", 1.5, 99999999999999999999]
+    event = dict(zip(fields.fieldNames(), plain, strict=True))
+    values = [json.dumps(event, separators=(",", ":")).encode(), None, json.dumps(event).encode(), b"{}"]
     found = WholeReader.of(fields, Policy()).read(pa.array(values))
     assert found is not None
     assert found[1] == set()
     assert [len(column.drop_null()) for column in found[0]] == [2] * len(PLAIN)
     read_both_ways(fields, values, Policy())
+
+
+@pytest.mark.parametrize(
+    ("values", "whole"),
+    [
+        (['"1.5"', '"-20"', "null"], True),
+        (["1.50", "2e1", "null"], True),
+        (['"1.5"', "2"], False),
+        (['"+1.5"', '"2"'], False),
+        (['"1e1"'], False),
+        (["10000000000"], False),
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "[{}]", '{{"x":[{}]}}'])
+def test_decimals_are_read_whole_as_numbers_or_as_texts(values, whole, form):
+    kind = t.DecimalType(12, 2)
+    inside = {"{}": kind, "[{}]": t.ArrayType(kind)}.get(form, t.StructType().add("x", t.ArrayType(kind)))
+    fields = t.StructType().add("f", inside).add("g", t.StringType())
+    payloads = [f'{{"f":{form.format(value)},"g":"1.5"}}'.encode() for value in values]
+    assert (WholeReader.of(fields, Policy()).read(pa.array(payloads)) is not None) == whole
+    read_both_ways(fields, payloads, Policy())
 
 
 POLICIES = [
