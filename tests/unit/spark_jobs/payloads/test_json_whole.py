@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_whole import JsonReader, WholeReader
 from spark_jobs.payloads.reading import Policy, columns
@@ -129,18 +131,20 @@ def payloads(draw: st.DrawFn) -> bytes | None:
 
 
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
-    """Read many at once, and one by one with the exact parser: both have to give the same.
+    """Read many at once, also in pieces, and one by one with the exact parser: all have to give the same.
 
     Returns the columns and the problems.
     """
     kind = arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     together = columns(JsonReader(fields, policy), payloads, headers, kind)
-    with pytest.MonkeyPatch.context() as exact:
-        exact.setattr(json_payload, "_may_differ", lambda *_, **__: True)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(json_whole, "_PIECE", 1)
+        divided = columns(JsonReader(fields, policy), payloads, headers, kind)
+        changed.setattr(json_payload, "_may_differ", lambda *_, **__: True)
         alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
-    for name, here, there in zip(kind, together.flatten(), alone.flatten(), strict=True):
-        assert repr(here.to_pylist()) == repr(there.to_pylist()), name
+    for name, *here, there in zip(kind, together.flatten(), divided.flatten(), alone.flatten(), strict=True):
+        assert [repr(one.to_pylist()) for one in here] == [repr(there.to_pylist())] * 2, name
     return together.flatten()
 
 
@@ -326,6 +330,50 @@ def test_decimals_are_read_whole_as_numbers_or_as_texts(values, whole, form):
     payloads = [f'{{"f":{form.format(value)},"g":"1.5"}}'.encode() for value in values]
     assert (WholeReader.of(fields, Policy()).read(pa.array(payloads)) is not None) == whole
     read_both_ways(fields, payloads, Policy())
+
+
+ORDER = t.StructType().add("f", t.DecimalType(12, 2)).add("g", t.TimestampType()).add("h", t.ArrayType(t.StringType()))
+PLAIN_ORDER = b'{"f":%d,"g":"2026-01-31T12:00:00Z","h":["%d"]}'
+ODD_ORDER = b'{"f":%d,"u":1,"g":"2026-01-31T12:00:00Z","h":["%d"]}'
+
+
+def orders(rows: int, odd: Callable[[int], bool]) -> list[bytes]:
+    return [(ODD_ORDER if odd(number) else PLAIN_ORDER) % (number, number) for number in range(rows)]
+
+
+@pytest.mark.parametrize("odd", [{0}, {4321}, {9999}, {5, 4321}, {5, 3000, 4321, 9998}])
+def test_an_odd_payload_sends_only_its_neighbours_to_the_slow_reader(odd):
+    values: list[bytes | None] = [*orders(10_000, odd.__contains__)]
+    values[17:17] = [None] * 3
+    found = WholeReader.of(ORDER, Policy()).read(pa.array(values))
+    assert found is not None
+    places = {number + 3 * (number >= 17) for number in odd}
+    assert places <= found[1]
+    assert len(found[1]) <= len(odd) * json_whole._PIECE
+    f, g, h, problems = read_both_ways(ORDER, values, Policy())
+    assert problems.null_count == len(values)
+    assert {column.null_count for column in (f, g, h)} == {3}
+
+
+@pytest.mark.parametrize("batches", [1, 3, 31])
+def test_odd_batches_are_followed_by_some_without_a_try_and_then_by_tries(batches):
+    some_odd, plain = (pa.array(orders(300, odd)) for odd in (lambda number: number % 2 == 0, lambda _: False))
+    reader = WholeReader.of(ORDER, Policy())
+    tried = []
+    read, reader._read = reader._read, lambda values: tried.append(len(values)) or read(values)
+    for _ in range(batches):
+        assert reader.read(some_odd) is None
+    assert tried.count(300) == {1: 1, 3: 2, 31: 5}[batches]
+    found = [reader.read(plain) for _ in range(17)]
+    assert [one and one[1] for one in found[-2:]] == [set(), set()]
+
+
+def test_a_batch_of_odd_payloads_alone_is_not_divided():
+    reader = WholeReader.of(ORDER, Policy())
+    tried = []
+    read, reader._read = reader._read, lambda values: tried.append(len(values)) or read(values)
+    assert reader.read(pa.array(orders(300, lambda _: True))) is None
+    assert tried == [300, 1, 1]
 
 
 POLICIES = [
