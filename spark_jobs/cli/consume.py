@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,19 +95,26 @@ def _run(
     options = options_of(settings, settings.require_database(), max_records)
     health = ConsumerHealth(settings.consumer.ready_seconds)
     metrics = _metrics(settings, job, health)
-    spark = session.start(
-        f"outbox {job.group}",
-        master=master,
-        packages=settings.spark_packages,
-        conf=settings.spark.conf,
-    )
     stop = threading.Event()
-    # After the session's start, which sets a handler of its own.
-    obey_signals(
-        stop,
-        first="stopping after this round; another signal ends it at once",
-        second="ended in the middle of a round, after two signals; what was not committed is read again",
-    )
+
+    def obey() -> None:
+        obey_signals(
+            stop,
+            first="stopping after this round; another signal ends it at once",
+            second="ended in the middle of a round, after two signals; what was not committed is read again",
+        )
+
+    def start() -> SparkSession:
+        spark = session.start(
+            f"outbox {job.group}",
+            master=master,
+            packages=settings.spark_packages,
+            conf=settings.spark.conf,
+        )
+        # The session's start has set a handler of its own.
+        obey()
+        started.enter_context(_ending_with_its_jvm(spark))
+        return spark
 
     before: list[dict[str, Any]] = []
 
@@ -119,8 +126,12 @@ def _run(
             metrics.observe(text, figures)
         view.report(text, figures)
 
-    with _ending_with_its_jvm(spark), Runner(spark, job, options, report, health.succeeded, health.behind) as runner:
-        totals = runner.once(stop) if once else runner.continuous(stop)
+    with ExitStack() as started:
+        # A run that finds nothing to do needs no Spark. Under spark-submit it does: YARN fails a driver without one.
+        spark = start if once and not session.submitted() else start()
+        obey()
+        with Runner(spark, job, options, report, health.succeeded, health.behind) as runner:
+            totals = runner.once(stop) if once else runner.continuous(stop)
     after = _progress(settings, job) if before else []
     return totals.as_dict(), by_topic(before, after) if after else {}
 

@@ -77,7 +77,7 @@ class _Live:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("starting Spark", total=None, figures="")
+        self._task = self._bar.add_task("looking for messages", total=None, figures="")
         self._bar.start()
 
     def report(self, text: str, figures: Mapping[str, Any]) -> None:

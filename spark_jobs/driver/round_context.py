@@ -126,9 +126,14 @@ class RoundContext:
     """What a round and its attempts share."""
 
     def __init__(
-        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: GroupStore, sinks: Sinks
+        self,
+        session: SparkSession | Callable[[], SparkSession],
+        job: ConsumerJob,
+        reading: Reading,
+        store: GroupStore,
+        sinks: Sinks,
     ) -> None:
-        self.session = session
+        self._session = session
         self.job = job
         self.reading = reading
         self.store = store
@@ -140,6 +145,19 @@ class RoundContext:
         self._sizes: Accumulator[Sizes] | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
+
+    @property
+    def session(self) -> SparkSession:
+        """Return the Spark session, which must have been started."""
+        assert not callable(self._session)
+        return self._session
+
+    def start_spark(self) -> bool:
+        """Start Spark, if it has not been. Returns whether it has started now."""
+        if not callable(self._session):
+            return False
+        self._session = self._session()
+        return True
 
     @property
     def task_decoder(self) -> TaskDecoder:

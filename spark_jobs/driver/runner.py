@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
@@ -80,6 +80,7 @@ _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
 class Runner:
     """Runs one job in one Spark session. The first thing it does is to take the group over.
 
+    session    or a function that starts it, which is called once there are messages to apply.
     report     called with what happens.
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
@@ -89,7 +90,7 @@ class Runner:
 
     def __init__(
         self,
-        session: SparkSession,
+        session: SparkSession | Callable[[], SparkSession],
         job: ConsumerJob,
         options: Options,
         report: Report,
@@ -270,6 +271,10 @@ class Runner:
             at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
             self._behind({partition: next_ for partition, next_ in at.items() if next_ < known[partition].end}, ranges)
         began = time.monotonic()
+        if (ranges or state.retry_waits) and self._context.start_spark():
+            # That took a while, which is no part of the figures: look again at what there is, and whether to stop.
+            self._started += time.monotonic() - began
+            return True
         retried = Counts()
         if state.retry_waits:
             try:
@@ -405,7 +410,8 @@ class Runner:
     @contextmanager
     def _spark(self) -> Iterator[None]:
         """Restore this thread's job group at the end, and close this process's Kafka readers of the group."""
-        with job_groups.kept(self._session):
+        # A session that is started for this runner alone has no job group to restore.
+        with nullcontext() if callable(self._session) else job_groups.kept(self._session):
             try:
                 yield
             finally:

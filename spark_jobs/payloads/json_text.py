@@ -46,8 +46,8 @@ _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for 
 _LONG: Final = b"0" * 16
 _LONG_FRACTION: Final = re.compile(rb"\d{16}[.eE]|(?<!\d)(?=[\d.]{17})\d+\.\d")
 _EXPONENT: Final = re.compile(rb"[0-9.][eE][-+0-9]")
-# Integers of more than 64 bits, which become doubles.
-_LONG_WHOLE: Final = re.compile(rb"\d{20}")
+# Integers that 64 bits can't hold: they become doubles. The least of the negative ones has 19 digits.
+_LONG_WHOLE: Final = re.compile(rb"\d{20}|-\d{19}")
 # Stands for numbers that are too small for Decimal; as a double it is 0.
 _TINIEST: Final = Decimal("1e-999999999999999999")
 _WIDE: Final = Context(prec=120)

@@ -1,9 +1,9 @@
 """Read a whole batch of plain JSON payloads with Arrow's parser, without handling single values in Python.
 
-For schemas of plain fields, structs and arrays, and batches whose payloads have no other fields. Arrow then accepts the
-same values as json_text, apart from differences that are checked here. All other batches are read one by one, by
-json_text. Payloads with unknown fields are not read here: to find one that is repeated, Arrow would have to build a
-column for each name.
+For schemas of plain fields, structs and arrays, and payloads that have no other fields. Arrow then accepts the same
+values as json_text, apart from differences that are checked here. Other payloads are read one by one, by json_text; the
+rest of their batch is read here, in smaller pieces. Payloads with unknown fields are not read here: to find one that is
+repeated, Arrow would have to build a column for each name.
 
 One payload is one line. Arrow could take two lines for one value and another line for two, which leaves the number of
 rows unchanged. But each line begins with ``{`` and ends with ``}``, and a ``}``, a newline and a ``{`` can't follow
@@ -12,8 +12,8 @@ each other inside a value: objects and arrays need a comma there, and texts cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,8 @@ from spark_jobs.payloads import json_text
 from spark_jobs.payloads.json_output import offsets_of
 from spark_jobs.payloads.reading import Policy
 
+_Piece = tuple[int, dict[str, pa.Array] | None]
+"""How many payloads a piece has, and its columns; None if they must be read one by one."""
 Finish = Callable[[pa.Array], pa.Array]
 """Converts parsed texts to a column. Raises pa.ArrowInvalid for a batch that must be read by json_text."""
 
@@ -46,9 +48,18 @@ _WHOLE_DOUBLE: Final = 2.0**53
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
 _DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
 _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
+# The decimals that json_text accepts as texts; Arrow also accepts a plus sign, an exponent, and nothing before or after
+# the point.
+_DECIMAL: Final = r"^-?\d{1,60}(\.\d{1,60})?$"
+# The most digits of a decimal of 256 bits.
+_MOST_DIGITS: Final = 76
 # Arrow's offsets have 32 bits.
 _MOST_BYTES: Final = 2**28
-_TRIES: Final = 3
+_TRIES: Final = 40
+"""How many pieces of a batch may turn out to be unreadable. Four odd payloads of 10,000 never need more."""
+_PIECE: Final = 64
+"""Pieces of up to so many payloads are not divided further."""
+_MOST_MISSES: Final = 4
 
 
 class JsonReader:
@@ -57,30 +68,27 @@ class JsonReader:
     def __init__(self, declared: t.StructType, policy: Policy) -> None:
         self._one = json_text.reader(declared, policy)
         self._whole = WholeReader.of(declared, policy)
-        self._width = len(declared.fields)
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
         """Read one payload. Raises Problem."""
         return self._one(value, header)
 
-    def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
+    def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
         """Read payloads; see ManyReader."""
-        read = None if self._whole is None else self._whole.read(payloads)
-        if read is not None:
-            return read
-        rows = len(payloads)
-        return [[None] * rows for _ in range(self._width)], set(range(rows))
+        return None if self._whole is None else self._whole.read(payloads)
 
 
 class WholeReader:
-    """Reads batches with a declared schema. After three unreadable batches in a row, it stops trying."""
+    """Reads batches with a declared schema. After mostly unreadable batches it skips some, then tries again."""
 
     def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
         self._declared = declared
         self._schema = pa.schema(zip(declared.fieldNames(), kinds, strict=True))
+        self._numbers, self._texts = (_decimals_as(kind, self._schema) for kind in (pa.float64(), pa.string()))
         self._required = [one.name for one in declared.fields if not (one.nullable and policy.missing == "null")]
         self._doubles = [one.name for one in declared.fields if type(one.dataType) is t.DoubleType]
         self._misses = 0
+        self._skips = 0
 
     @staticmethod
     def of(declared: t.StructType, policy: Policy) -> WholeReader | None:
@@ -93,27 +101,56 @@ class WholeReader:
     def read(self, values: pa.Array) -> tuple[list[pa.Array], set[int]] | None:
         """Read payloads. A null payload, which is a tombstone, has null in all columns.
 
-        Returns the columns, and the numbers of the rows that must be read one by one; None if the batch can't be read
-        here.
+        Returns the columns, and the numbers of the rows that must be read one by one; None if all must.
         """
-        if self._misses >= _TRIES:
+        if self._skips:
+            self._skips -= 1
             return None
-        try:
-            columns = self._read(values.drop_null() if values.null_count else values)
-        except pa.ArrowInvalid:
-            self._misses += 1
+        pieces = self._pieces(values.drop_null() if values.null_count else values)
+        unread = np.repeat([found is None for _, found in pieces], [size for size, _ in pieces])
+        self._misses = min(self._misses + 1, _MOST_MISSES) if 2 * unread.sum() > len(unread) else 0
+        self._skips = 2**self._misses - 1
+        if unread.all():
             return None
-        self._misses = 0
+        columns = _joined(pieces)
+        alone = np.zeros(len(values), bool)
         if values.null_count:
             there = values.is_valid().to_numpy(zero_copy_only=False)
             places = pa.array(np.cumsum(there) - 1, mask=~there)
             columns = {name: column.take(places) for name, column in columns.items()}
-        alone = np.zeros(len(values), bool)
+            alone[there] = unread
+        else:
+            alone |= unread
         for name in self._required:
             alone |= pc.and_(columns[name].is_null(), values.is_valid()).to_numpy(zero_copy_only=False)
         for name in self._doubles:
             alone |= _doubtful(columns[name])
         return list(columns.values()), set(np.flatnonzero(alone).tolist())
+
+    def _pieces(self, values: pa.Array) -> list[_Piece]:
+        """Read payloads, none of which is null. What can't be read in one piece is halved."""
+        pieces: list[_Piece] = []
+        left = [(0, len(values))]
+        failed = 0
+        while left:
+            start, size = left.pop()
+            found = None
+            if failed < _TRIES:
+                found = self._try(values.slice(start, size))
+                failed += found is None
+                # If neither the first payload nor the last one can be read, then probably none of them.
+                if found is None and size > _PIECE and (failed > 1 or self._try(values[:1]) or self._try(values[-1:])):
+                    half = size // 2
+                    left += [(start + half, size - half), (start, half)]
+                    continue
+            pieces.append((size, found))
+        return pieces
+
+    def _try(self, values: pa.Array) -> dict[str, pa.Array] | None:
+        try:
+            return self._read(values)
+        except pa.ArrowInvalid:
+            return None
 
     def _read(self, values: pa.Array) -> dict[str, pa.Array]:
         if values.nbytes > _MOST_BYTES or len(values) == 0:
@@ -124,17 +161,71 @@ class WholeReader:
         values.cast(pa.string())
         whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
-        table = arrow_json.read_json(
-            pa.BufferReader(buffer),
-            read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
-            parse_options=arrow_json.ParseOptions(explicit_schema=self._schema, unexpected_field_behavior="error"),
-        )
+        table = _parsed(buffer, self._schema, "error")
         if table.num_rows != len(values):
             raise pa.ArrowInvalid("not a row for each payload")
+        if self._numbers:
+            self._check_decimals(buffer)
         return {
             one.name: _finished(table.column(one.name).combine_chunks(), one.dataType, inside=False)
             for one in self._declared.fields
         }
+
+    def _check_decimals(self, buffer: pa.Buffer) -> None:
+        """Raise pa.ArrowInvalid unless all decimals are numbers, or all are texts in the form of json_text."""
+        try:
+            _parsed(buffer, self._numbers, "ignore")
+        except pa.ArrowInvalid:
+            for column in _parsed(buffer, self._texts, "ignore").columns:
+                for texts in _leaves(column.combine_chunks()):
+                    _of_the_form(texts, _DECIMAL)
+
+
+def _joined(pieces: Sequence[_Piece]) -> dict[str, pa.Array]:
+    """Return the columns of all pieces, one of which was read at least; null where one was not."""
+    if len(pieces) == 1:
+        return pieces[0][1] or {}
+    kinds = next({name: column.type for name, column in found.items()} for _, found in pieces if found)
+    return {
+        name: pa.concat_arrays([found[name] if found else pa.nulls(size, kind) for size, found in pieces])
+        for name, kind in kinds.items()
+    }
+
+
+def _parsed(buffer: pa.Buffer, schema: pa.Schema, unexpected: Literal["error", "ignore"]) -> pa.Table:
+    return arrow_json.read_json(
+        pa.BufferReader(buffer),
+        read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
+        parse_options=arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=unexpected),
+    )
+
+
+def _decimals_as(kind: pa.DataType, fields: Iterable[pa.Field]) -> pa.Schema:
+    """Return the fields that are decimals or have some inside, with another type in place of these."""
+
+    def of(one: pa.DataType) -> pa.DataType | None:
+        if pa.types.is_decimal(one):
+            return kind
+        if pa.types.is_list(one):
+            element = of(one.value_type)
+            return None if element is None else pa.list_(element)
+        if pa.types.is_struct(one):
+            inner = _decimals_as(kind, one)
+            return pa.struct(inner) if len(inner) else None
+        return None
+
+    made = ((field.name, of(field.type)) for field in fields)
+    return pa.schema([(name, found) for name, found in made if found is not None])
+
+
+def _leaves(column: pa.Array) -> Iterator[pa.Array]:
+    if pa.types.is_struct(column.type):
+        for inner in column.flatten():
+            yield from _leaves(inner)
+    elif pa.types.is_list(column.type):
+        yield from _leaves(column.flatten())
+    else:
+        yield column
 
 
 def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
@@ -149,6 +240,9 @@ def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
         fields = [(one.name, _parsed_as(one.dataType, optional=optional)) for one in kind.fields]
         loose = optional and fields and all(one.nullable for one in kind.fields)
         return pa.struct(fields) if loose and all(inner is not None for _, inner in fields) else None
+    if isinstance(kind, t.DecimalType):
+        # Arrow limits a number's digits before it adds zeros up to the scale, and does not notice that it overflows.
+        return pa.decimal256(_MOST_DIGITS - kind.scale, kind.scale)
     return _KINDS.get(type(kind))
 
 
@@ -161,6 +255,8 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
         parts = zip(column.flatten(), kind.fields, strict=True)
         inner = [_finished(part, one.dataType, inside=True) for part, one in parts]
         return pa.StructArray.from_arrays(inner, names=kind.fieldNames(), mask=column.is_null())
+    if isinstance(kind, t.DecimalType):
+        return column.cast(pa.decimal128(kind.precision, kind.scale))
     if inside and type(kind) is t.DoubleType and _doubtful(column).any():
         raise pa.ArrowInvalid("a double that may be another number")
     finish = _FINISH.get(type(kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
@@ -24,8 +24,8 @@ class ManyReader(Protocol):
         """Read one payload; see Reader."""
         ...
 
-    def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
-        """Return the columns, as lists or Arrow arrays, and the numbers of the rows that must be read one by one."""
+    def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
+        """Return the columns, and the numbers of the rows that must be read one by one; None if all must."""
         ...
 
 
@@ -81,25 +81,44 @@ def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.Stru
     """Read a batch. The last field of ``kind`` is for the problem; a null payload gives a row of nulls."""
     import pyarrow as pa
 
+    read = reader.many(payloads) if isinstance(reader, ManyReader) else None
+    if read is None:
+        return pa.StructArray.from_arrays(_read_alone(reader, payloads, headers, kind), fields=list(kind))
+    found, alone = read
     rows = len(payloads)
-    width = kind.num_fields - 1
-    listed: list[Any]
-    if isinstance(reader, ManyReader):
-        found, alone = reader.many(payloads)
-        listed = [column if isinstance(column, list) or not alone else column.to_pylist() for column in found]
-    else:
-        listed = [[None] * rows for _ in range(width)]
-        alone = set(range(rows))
-    problems: list[str | None] = [None] * rows
+    arrays = [*found, pa.nulls(rows, pa.string())]
     if alone:
-        problems = _read_alone(reader, payloads.to_pylist(), headers.to_pylist(), listed, alone)
+        numbers = sorted(alone)
+        added = _read_alone(reader, payloads.take(numbers), headers.take(numbers), kind)
+        places = list(range(rows))
+        for place, number in enumerate(numbers, rows):
+            places[number] = place
+        order = pa.array(places, pa.int64())
+        arrays = [pa.concat_arrays(pair).take(order) for pair in zip(arrays, added, strict=True)]
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def _read_alone(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.StructType) -> list[pa.Array]:
+    """Read payloads one by one. Returns the columns, the last one of them with the problems."""
+    import pyarrow as pa
+
+    fields = list(kind)[:-1]
+    empty = (None,) * len(fields)
+    listed: list[list[Any]] = [[] for _ in fields]
+    problems: list[str | None] = []
+    for value, header in zip(payloads.to_pylist(), headers.to_pylist(), strict=True):
+        row: Sequence[Any] = empty
+        problem = None
+        if value is not None:
+            try:
+                row = reader(value, header)
+            except Problem as error:
+                problem = str(error)
+        problems.append(problem)
+        for column, item in zip(listed, row, strict=True):
+            column.append(item)
     arrays = []
-    for place in range(width):
-        field = kind.field(place)
-        column = listed[place]
-        if isinstance(column, pa.Array):
-            arrays.append(column)
-            continue
+    for field, column in zip(fields, listed, strict=True):
         try:
             arrays.append(pa.array(column, field.type))
         except (pa.ArrowException, ValueError, OverflowError, TypeError):
@@ -109,32 +128,7 @@ def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.Stru
                     column[number] = None
                     problems[number] = problems[number] or problem
             arrays.append(pa.array(column, field.type))
-    arrays.append(pa.array(problems, pa.string()))
-    return pa.StructArray.from_arrays(arrays, fields=list(kind))
-
-
-def _read_alone(
-    reader: Reader,
-    values: Sequence[bytes | None],
-    headers: Sequence[bytes | None],
-    listed: list[list[Any]],
-    alone: Iterable[int],
-) -> list[str | None]:
-    """Read these rows one by one into the columns ``listed``. Returns the problems of all rows."""
-    problems: list[str | None] = [None] * len(values)
-    empty = (None,) * len(listed)
-    for number in alone:
-        value = values[number]
-        if value is None:
-            continue
-        row: Sequence[Any] = empty
-        try:
-            row = reader(value, headers[number])
-        except Problem as error:
-            problems[number] = str(error)
-        for column, item in zip(listed, row, strict=True):
-            column[number] = item
-    return problems
+    return [*arrays, pa.array(problems, pa.string())]
 
 
 def _unfit(value: Any, field: pa.Field) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -58,8 +59,8 @@ class Messages:
     @property
     def size(self) -> int:
         """The total bytes of keys, values and the values of headers."""
-        of_headers = [value for headers in self.headers for _, value in headers if value]
-        return sum(map(len, of_headers)) + sum(len(one) for one in chain(self.keys, self.values) if one)
+        of_headers = map(itemgetter(1), chain.from_iterable(self.headers))
+        return sum(map(len, filter(None, chain(self.keys, self.values, of_headers))))
 
     @staticmethod
     def joined(parts: Sequence[Messages]) -> Messages:
@@ -135,7 +136,7 @@ class Incoming:
     def letters(self, messages: Messages, why: Callable[[MessageRef], RejectedRecord]) -> list[DeadLetter]:
         """Return each message as a dead letter. ``why`` returns the reason for the message at a place."""
         unknown = self.ids in {"content", "columns"}
-        ids = [None] * len(messages) if unknown else _ids(_Headers(messages.headers)).to_pylist()
+        ids = [None] * len(messages) if unknown else _ids(_Headers.of(messages)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
             DeadLetter(why((messages.topic, messages.part, offset)), id_, key, value, stored_headers(headers), time)
@@ -145,7 +146,7 @@ class Incoming:
         ]
 
     def _chosen(self, messages: Messages) -> tuple[Messages, _Headers, pa.Array]:
-        headers = _Headers(messages.headers)
+        headers = _Headers.of(messages)
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
@@ -153,7 +154,7 @@ class Incoming:
         undecodable = pa.array([isinstance(one, UndecodableHeaders) for one in messages.headers], pa.bool_())
         wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), undecodable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
-        return messages, _Headers(messages.headers), kinds.filter(wanted)
+        return messages, headers.only(wanted.to_pylist()), kinds.filter(wanted)
 
     def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
         if self.ids == "content":
@@ -175,8 +176,16 @@ class Incoming:
 class _Headers:
     """The headers of messages, by name."""
 
-    def __init__(self, headers: Sequence[Headers]) -> None:
-        self._named = [_first(one) for one in headers]
+    def __init__(self, named: Iterable[Mapping[str, bytes | None]]) -> None:
+        self._named = list(named)
+
+    @staticmethod
+    def of(messages: Messages) -> _Headers:
+        return _Headers(map(_first, messages.headers))
+
+    def only(self, wanted: Iterable[bool]) -> _Headers:
+        """Return the headers of some of the messages."""
+        return _Headers(compress(self._named, wanted))
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:
         """Return each message's first header of this name, or of the name ``otherwise`` if that is missing or null."""

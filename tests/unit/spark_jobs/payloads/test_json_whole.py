@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 
-import orjson
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_whole import JsonReader, WholeReader
 from spark_jobs.payloads.reading import Policy, columns
@@ -76,6 +77,35 @@ ODD = [
         "10000000000",
         "1e10",
     ),
+    # Integers that 64 bits can't hold, of as few digits as can be.
+    *("-9223372036854775808", "-9223372036854775809", "-9425207852242075671"),
+    # With 18 zeros more, 256 bits would hold no more of it than a small number.
+    "166244703011160610829653453261758546462413783157264152258555375196898921",
+    # Decimals of more digits than fit; as texts, in forms that are none of JSON's.
+    *(
+        "99999999999",
+        "-99999999999",
+        "123456789012345678901234567890",
+        "1" * 38,
+        "1" * 46,
+        "1" * 58,
+        "1" * 60,
+        "1" * 76,
+    ),
+    *(
+        '"99999999999.99"',
+        '"-1.5"',
+        '"+1.5"',
+        '".5"',
+        '"5."',
+        '"-"',
+        '"\\u002b1"',
+        '"1.5\\n"',
+        '"00001.5"',
+        '"1"',
+        '"\uff11"',
+    ),
+    *('["1.5", 2]', '["1.5", "+2"]', "[99999]", "[-9999.9, null]", "1.50000000000000000000000000000000000000000000000"),
 ]
 NAMES = ["f", "g", "unknown", 'q"', "f:"]
 SPACE = st.sampled_from(["", "", "", " ", "\n", "\t "])
@@ -101,22 +131,24 @@ def payloads(draw: st.DrawFn) -> bytes | None:
 
 
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
-    """Read many at once, and one by one with the exact parser: both have to give the same.
+    """Read many at once, also in pieces, and one by one with the exact parser: all have to give the same.
 
     Returns the columns and the problems.
     """
     kind = arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     together = columns(JsonReader(fields, policy), payloads, headers, kind)
-    with pytest.MonkeyPatch.context() as exact:
-        exact.setattr(json_payload, "_may_differ", lambda *_, **__: True)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(json_whole, "_PIECE", 1)
+        divided = columns(JsonReader(fields, policy), payloads, headers, kind)
+        changed.setattr(json_payload, "_may_differ", lambda *_, **__: True)
         alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
-    for name, here, there in zip(kind, together.flatten(), alone.flatten(), strict=True):
-        assert repr(here.to_pylist()) == repr(there.to_pylist()), name
+    for name, *here, there in zip(kind, together.flatten(), divided.flatten(), alone.flatten(), strict=True):
+        assert [repr(one.to_pylist()) for one in here] == [repr(there.to_pylist())] * 2, name
     return together.flatten()
 
 
-PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType()]
+PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType(), t.DecimalType(12, 2), t.DecimalType(38, 18)]
 # Pieces of which two lines could make one, or one line two.
 TORN = [
     *(b'{"f":"x}', b'{","g":"y"}', b'{"f":"1"}{"f":"2"}', b'{"f":1}{"f":2}', b'{"f":{}', b'{"f":[{}', b"{}]}", b"{}{}"),
@@ -185,12 +217,14 @@ FITTING = {
     t.DoubleType: ["0", "1.5", "-2e3", "1", "0.0"],
     t.TimestampType: ['"2026-01-31T12:00:00Z"', '"2026-01-31 12:00:00.123456+02:00"'],
     t.DateType: ['"2026-01-31"'],
+    t.DecimalType: ["0", "-0.0", "1.50", "12e1", "9999999999.99"],
 }
 INNER = [
     t.StructType().add("x", t.LongType()).add("y", t.StringType()),
     t.StructType().add("x", t.ArrayType(t.DoubleType())).add("y", t.TimestampType()),
     t.StructType().add("x", t.StructType().add("x", t.IntegerType()).add("y", t.DateType())),
     t.StructType().add("x", t.StringType()).add("y", t.BooleanType(), nullable=False),
+    t.StructType().add("x", t.ArrayType(t.DecimalType(12, 2))).add("y", t.DecimalType(38, 18)),
 ]
 NESTED = [*INNER, *map(t.ArrayType, INNER), *map(t.ArrayType, PLAIN), t.ArrayType(t.ArrayType(t.StringType()))]
 NESTED.append(t.ArrayType(t.LongType(), containsNull=False))
@@ -231,7 +265,7 @@ def test_batches_of_nested_values_that_are_read_whole(batch, missing):
 @pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.simpleString())
 def test_nested_payloads_are_read_whole(kind):
     """Else nobody would notice but by the time that it takes."""
-    strict = kind in (NESTED[3], NESTED[7], NESTED[-1])
+    strict = kind in (NESTED[3], NESTED[8], NESTED[-1])
 
     def text(kind: t.DataType, number: int) -> str:
         if isinstance(kind, t.ArrayType):
@@ -267,15 +301,79 @@ def test_plain_payloads_are_read_whole():
     fields = t.StructType()
     for number, kind in enumerate(PLAIN):
         fields.add(f"v{number}", kind)
-    event = dict(
-        zip(fields.fieldNames(), ["a: b", True, 1, 2, 3, 4.5, 6, "2026-01-31T12:00:00Z", "2026-01-31"], strict=True)
-    )
-    values = [orjson.dumps(event), None, json.dumps(event).encode(), b"{}"]
+    plain = ["a: b", True, 1, 2, 3, 4.5, 6, "2026-01-31T12:00:00Z", "2026-01-31", 1.5, 99999999999999999999]
+    event = dict(zip(fields.fieldNames(), plain, strict=True))
+    values = [json.dumps(event, separators=(",", ":")).encode(), None, json.dumps(event).encode(), b"{}"]
     found = WholeReader.of(fields, Policy()).read(pa.array(values))
     assert found is not None
     assert found[1] == set()
     assert [len(column.drop_null()) for column in found[0]] == [2] * len(PLAIN)
     read_both_ways(fields, values, Policy())
+
+
+@pytest.mark.parametrize(
+    ("values", "whole"),
+    [
+        (['"1.5"', '"-20"', "null"], True),
+        (["1.50", "2e1", "null"], True),
+        (['"1.5"', "2"], False),
+        (['"+1.5"', '"2"'], False),
+        (['"1e1"'], False),
+        (["10000000000"], False),
+    ],
+)
+@pytest.mark.parametrize("form", ["{}", "[{}]", '{{"x":[{}]}}'])
+def test_decimals_are_read_whole_as_numbers_or_as_texts(values, whole, form):
+    kind = t.DecimalType(12, 2)
+    inside = {"{}": kind, "[{}]": t.ArrayType(kind)}.get(form, t.StructType().add("x", t.ArrayType(kind)))
+    fields = t.StructType().add("f", inside).add("g", t.StringType())
+    payloads = [f'{{"f":{form.format(value)},"g":"1.5"}}'.encode() for value in values]
+    assert (WholeReader.of(fields, Policy()).read(pa.array(payloads)) is not None) == whole
+    read_both_ways(fields, payloads, Policy())
+
+
+ORDER = t.StructType().add("f", t.DecimalType(12, 2)).add("g", t.TimestampType()).add("h", t.ArrayType(t.StringType()))
+PLAIN_ORDER = b'{"f":%d,"g":"2026-01-31T12:00:00Z","h":["%d"]}'
+ODD_ORDER = b'{"f":%d,"u":1,"g":"2026-01-31T12:00:00Z","h":["%d"]}'
+
+
+def orders(rows: int, odd: Callable[[int], bool]) -> list[bytes]:
+    return [(ODD_ORDER if odd(number) else PLAIN_ORDER) % (number, number) for number in range(rows)]
+
+
+@pytest.mark.parametrize("odd", [{0}, {4321}, {9999}, {5, 4321}, {5, 3000, 4321, 9998}])
+def test_an_odd_payload_sends_only_its_neighbours_to_the_slow_reader(odd):
+    values: list[bytes | None] = [*orders(10_000, odd.__contains__)]
+    values[17:17] = [None] * 3
+    found = WholeReader.of(ORDER, Policy()).read(pa.array(values))
+    assert found is not None
+    places = {number + 3 * (number >= 17) for number in odd}
+    assert places <= found[1]
+    assert len(found[1]) <= len(odd) * json_whole._PIECE
+    f, g, h, problems = read_both_ways(ORDER, values, Policy())
+    assert problems.null_count == len(values)
+    assert {column.null_count for column in (f, g, h)} == {3}
+
+
+@pytest.mark.parametrize("batches", [1, 3, 31])
+def test_odd_batches_are_followed_by_some_without_a_try_and_then_by_tries(batches):
+    some_odd, plain = (pa.array(orders(300, odd)) for odd in (lambda number: number % 2 == 0, lambda _: False))
+    reader = WholeReader.of(ORDER, Policy())
+    tried = []
+    read, reader._read = reader._read, lambda values: tried.append(len(values)) or read(values)
+    for _ in range(batches):
+        assert reader.read(some_odd) is None
+    assert tried.count(300) == {1: 1, 3: 2, 31: 5}[batches]
+    found = [reader.read(plain) for _ in range(17)]
+    assert [one and one[1] for one in found[-2:]] == [set(), set()]
+
+
+def test_a_batch_of_odd_payloads_alone_is_not_divided():
+    reader = WholeReader.of(ORDER, Policy())
+    tried = []
+    read, reader._read = reader._read, lambda values: tried.append(len(values)) or read(values)
+    assert reader.read(pa.array(orders(300, lambda _: True))) is None
+    assert tried == [300, 1, 1]
 
 
 POLICIES = [

@@ -155,7 +155,10 @@ def test_the_trace_of_a_message(headers, trace):
 
 def test_only_the_types_that_are_asked_for():
     types = [b"A", b"\xc3\xa9", b"B", None, b"\xff"]
-    listed = [[("ce_type", one)] for one in types]
+    ids = [V7[:-1] + b"%d" % number for number in range(5)]
+    listed = [[("ce_type", one), ("ce_id", id_), (HEADER, id_[-1:])] for one, id_ in zip(types, ids, strict=True)]
     messages = Messages("t", 0, range(5), [NOON] * 5, [None] * 5, [b"{}"] * 5, listed)
-    meta, *_ = Incoming(("A", "\u00e9"), "headers").taken(messages)
-    assert (meta["message_offset"].to_pylist(), meta["message_type"].to_pylist()) == ([0, 1], ["A", "\u00e9"])
+    meta, _, schemas, _ = Incoming(("B", "\u00e9"), "headers").taken(messages)
+    assert (meta["message_offset"].to_pylist(), meta["message_type"].to_pylist()) == ([1, 2], ["\u00e9", "B"])
+    assert meta["message_id"].to_pylist() == [ids[1].decode(), ids[2].decode()]
+    assert schemas.to_pylist() == [b"1", b"2"]
