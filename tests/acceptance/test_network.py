@@ -72,7 +72,7 @@ QUICK = {
 
 LOST_LATE_OR_DOUBLED = [drop_response, drop_request, duplicate_request, delay_request(1.5)]
 """The client repeats what is late; of EndTxn, the first one comes when later transactions of the lane are open."""
-RULES = {api: [(api, action) for action in LOST_LATE_OR_DOUBLED for _ in range(4)] for api in (END_TXN, PRODUCE)}
+RULES = {api: [(api, action) for action in LOST_LATE_OR_DOUBLED for _ in range(2)] for api in (END_TXN, PRODUCE)}
 
 
 class Place:
