@@ -28,7 +28,7 @@ __all__ = ["place"]
 
 
 def test_killed_twice_beside_another_member(place):
-    """10,000 messages, a hundred transactions; a member is killed within transactions, twice, while another shares the partitions."""
+    """A hundred transactions; a member is killed within one, twice, while another shares the partitions."""
     count = 10_000
     place.feed(range(count))
     with place.process() as first, place.process() as second:
