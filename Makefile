@@ -11,6 +11,9 @@ FAST := -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/u
 OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
 MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
+# pytest keeps what it has compiled of the tests; without, each of its processes compiles all of them in each run.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
 	docs-reference dist screenshots lint lock clean

@@ -1,4 +1,4 @@
-"""Brokers that several files share: to start one is the most expensive thing that these tests do."""
+"""Brokers that several tests share: to start one is the most expensive thing that these tests do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _mortal_cluster() -> Iterator[KafkaCluster]:
+    """Of a file: an idle broker takes more processor time in a whole run than another start does."""
     settings = {
         # How often the coordinator looks for transactions that are too old: every ten seconds by default.
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "200",

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from typing import Any
 
 import nursery
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
-from kafka_proxy import END_TXN, KafkaProxy, after_request, before_request, instead_of_response
 from support import (
     Load,
     await_stops,
     backlog,
-    caught_up,
     check,
     end_leases,
-    ends,
     halted,
     look_up,
     order,
@@ -30,7 +26,6 @@ from support import (
 )
 
 from outbox import Event
-from outbox.sandbox._process import patience
 from relay.failpoints import VARIABLE
 
 __all__ = ["order"]
@@ -149,67 +144,6 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
         load.drain()
         assert relay.running
     assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, private_kafka, outbox_relay, back_soon):
-    """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
-    url = outbox_postgres.url
-    settings = back_soon | {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
-    moments = [before_request, after_request, instead_of_response]
-    proxy = KafkaProxy("127.0.0.1", None).start()
-    cluster = private_kafka(advertised_port=proxy.port)
-    proxy.lead_to(cluster.proxied_port)
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
-    with proxy, Load(url, "Order") as load:
-        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-        for moment in moments:
-            wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
-            load.more(100)
-            caught_up(url)
-            killed = threading.Event()
-
-            def kill(killed: threading.Event = killed) -> None:
-                cluster.kill_broker(0)
-                killed.set()
-
-            renewed = relay.log().count("publishing again")
-            proxy.on(END_TXN, moment(kill))
-            assert killed.wait(60 * patience()), moment.__name__
-            cluster.start_broker(0)
-            wait_until(
-                lambda renewed=renewed: relay.log().count("publishing again") > renewed, 60, "the relay to go on"
-            )
-        load.drain(90)
-        assert relay.running
-        assert [fired.action.name for fired in proxy.fired] == [moment.__name__ for moment in moments]
-        assert check(url, topics.consume("order-events")) == 0
-        # While its way to the broker is open: the relay ends its transactions before it stops.
-        ends(relay)
-
-
-def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
-    url = outbox_postgres.url
-    cluster = private_kafka(brokers=3)
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
-    settings = back_soon | {"relay__lease_seconds": 6}
-    with Load(url, "Order") as load:
-        relays = [outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings) for _ in range(2)]
-        relays[0].wait_for_log("lanes acquired")
-        wait_until(lambda: load.committed() > 150, what="some load")
-        cluster.kill_broker(0)
-        wait_until(lambda: load.committed() > 600, what="load while a broker is away")
-        # Two brokers carry it.
-        caught_up(url)
-        cluster.kill()
-        cluster.start()
-        load.drain(120)
-        assert [relay.running for relay in relays] == [True, True]
-    assert check(url, topics.consume("order-events", timeout=60)) == 0
-    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
-    partitions = state.topics[f"{back_soon['name']}.relay.state"].partitions
-    assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4
 
 
 def test_a_state_topic_that_lost_its_markers_stops_the_lanes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,14 @@ from kafka_proxy import (
     PRODUCE,
     Action,
     KafkaProxy,
+    after_request,
+    before_request,
     delay_request,
     delay_response,
     drop_request,
     drop_response,
     duplicate_request,
+    instead_of_response,
 )
 from support import (
     Crashes,
@@ -41,6 +45,7 @@ from support import (
 )
 
 from outbox import Event
+from outbox.sandbox._process import patience
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Unavailable
@@ -72,7 +77,7 @@ QUICK = {
 
 LOST_LATE_OR_DOUBLED = [drop_response, drop_request, duplicate_request, delay_request(1.5)]
 """The client repeats what is late; of EndTxn, the first one comes when later transactions of the lane are open."""
-RULES = {api: [(api, action) for action in LOST_LATE_OR_DOUBLED for _ in range(4)] for api in (END_TXN, PRODUCE)}
+RULES = {api: [(api, action) for action in LOST_LATE_OR_DOUBLED for _ in range(2)] for api in (END_TXN, PRODUCE)}
 
 
 class Place:
@@ -128,6 +133,40 @@ def test_requests_that_are_lost_late_or_doubled(place, outbox_relay, delivery, a
     assert check(place.url, place.messages()) == 0
     assert delivery == "exactly-once" or "waiting for a server" not in relay.log()
     ends(relay)
+
+
+def test_the_broker_is_killed_while_a_commit_is_under_way(place, network, outbox_relay):
+    """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
+    url, (cluster, proxy) = place.url, network
+    settings = place.settings | {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
+    settings |= {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
+    moments = [before_request, after_request, instead_of_response]
+    before = len(proxy.fired)
+    with Load(url, place.kind) as load:
+        relay = outbox_relay(**settings)
+        for moment in moments:
+            place.begins(load)
+            load.more(100)
+            caught_up(url)
+            killed = threading.Event()
+
+            def kill(killed: threading.Event = killed) -> None:
+                cluster.kill_broker(0)
+                killed.set()
+
+            renewed = relay.log().count("publishing again")
+            proxy.on(END_TXN, moment(kill))
+            assert killed.wait(60 * patience()), moment.__name__
+            cluster.start_broker(0)
+            wait_until(
+                lambda renewed=renewed: relay.log().count("publishing again") > renewed, 60, "the relay to go on"
+            )
+        load.drain(90)
+        assert relay.running
+        assert [fired.action.name for fired in proxy.fired[before:]] == [moment.__name__ for moment in moments]
+        assert check(url, place.messages()) == 0
+        # While its way to the broker is open: the relay ends its transactions before it stops.
+        ends(relay)
 
 
 def test_at_most_once_requests_and_answers_that_are_lost(place, outbox_relay):

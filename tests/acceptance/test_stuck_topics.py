@@ -1,4 +1,4 @@
-"""A topic that takes no messages for a while, whose broker is away: it waits by itself, and the others go on."""
+"""Three brokers, one of which is away: a topic that takes no messages waits by itself, and the others go on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import drained, end_leases, ends, logged, look_up, numbers_by_key, wait_until, write
+from support import (
+    Load,
+    caught_up,
+    check,
+    drained,
+    end_leases,
+    ends,
+    logged,
+    look_up,
+    numbers_by_key,
+    wait_until,
+    write,
+)
 from wal_support import to_wal
 
 from outbox import Event
@@ -22,9 +34,15 @@ STUCK, HEALTHY = "Stuck", ("Order", "Invoice")
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[KafkaCluster]:
-    """Three brokers, the first of which is killed and comes back."""
+    """Three brokers that are killed and come back."""
     with KafkaCluster(brokers=3) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def topics(cluster) -> Iterator[Topics]:
+    with Topics(cluster.bootstrap_servers) as made:
+        yield made
 
 
 def create_topic(cluster: KafkaCluster, name: str, replicas: Sequence[Sequence[int]], in_sync: int) -> None:
@@ -45,11 +63,6 @@ def create_topic(cluster: KafkaCluster, name: str, replicas: Sequence[Sequence[i
     wait_until(led, what=f"leaders of {name}")
 
 
-def events(kind: str, sizes: range, keys: int = 40) -> list[Event]:
-    """So many events of each of the keys, numbered."""
-    return [Event(kind, f"k{key}", "Counted", {"seq": seq}) for seq in sizes for key in range(keys)]
-
-
 # How a topic is stuck while broker 1 is away: its partitions' replicas, how many must be in sync, what is said of it.
 WAYS = {
     "no leader": ([[1]], 1, "no leader"),
@@ -58,73 +71,137 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("delivery", "source", "way", "killed"),
-    [
-        ("at-least-once", "polling", "no leader for one partition of three", False),
-        ("exactly-once", "polling", "no leader", True),
-        ("exactly-once", "wal", "too few in sync", False),
-    ],
-)
-def test_a_topic_that_takes_nothing_waits_and_others_go_on(
-    outbox_postgres, outbox_relay, cluster, delivery, source, way, killed
-):
-    url = outbox_postgres.url
-    replicas, in_sync, said = WAYS[way]
-    with Topics(cluster.bootstrap_servers) as topics:
-        kinds = {kind: topics.name(kind) for kind in (STUCK, *HEALTHY)}
-        stuck = f"{kinds[STUCK].lower()}-events"
-        create_topic(cluster, stuck, replicas, in_sync)
+class Stuck:
+    """An outbox with a topic that is stuck in one of these ways while broker 1 is away, and two that are not."""
+
+    def __init__(self, url: str, cluster: KafkaCluster, topics: Topics, start: Any, way: str, **settings: Any) -> None:
+        self.url, self._topics, self._start = url, topics, start
+        own = way.replace(" ", "")
+        replicas, in_sync, self._said = WAYS[way]
+        self._kinds = {kind: topics.name(kind + own) for kind in (STUCK, *HEALTHY)}
+        self._topic = f"{self._kinds[STUCK].lower()}-events"
+        create_topic(cluster, self._topic, replicas, in_sync)
         for kind in HEALTHY:
-            create_topic(cluster, f"{kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
-        settings: dict[str, Any] = {"delivery": delivery, "source": source, "name": topics.name("outbox")}
-        if source == "wal":
-            slot = settings["name"].replace("-", "_")
-            settings |= {"wal__slot": slot}
-            to_wal(url, settings)
-        settings |= {"bootstrap_servers": cluster.bootstrap_servers, "log_format": "json"}
-        settings |= {"relay__lease_seconds": 9, "relay__batch_size": 200}
-        relay = outbox_relay(**settings)
-        for kind in kinds.values():
-            write(url, events(kind, range(2)))
-        drained(url)
-        cluster.kill_broker(0)
-        try:
-            # They are the first of every lane, and more than a turn has of it.
-            write(url, events(kinds[STUCK], range(2, 42)))
-            lowest = "SELECT count(*), bool_and(aggregate_type = %s) FROM (SELECT DISTINCT ON (lane) aggregate_type "
-            lowest += "FROM outbox.events ORDER BY lane, id) AS first"
-            others = "SELECT count(*) FROM outbox.events WHERE aggregate_type <> %s"
-            for number in range(3):
-                start = 2 + 20 * number
-                if number == 1 and killed:
-                    # The next one has to fence this one, and to find out for itself.
-                    relay.kill()
-                    end_leases(url)
-                    relay = outbox_relay(**settings)
-                for kind in HEALTHY:
-                    write(url, events(kinds[kind], range(start, start + 20)))
-                wait_until(
-                    lambda: look_up(url, others, kinds[STUCK]) == [(0,)], 60, f"events of other topics, round {number}"
-                )
-                assert look_up(url, lowest, kinds[STUCK]) == [(LANES, True)]
-            [(highest,)] = look_up(url, "SELECT max(id) FROM outbox.events")
-            write(url, events(kinds[STUCK], range(42, 44)))
-            above = "SELECT count(*) FROM outbox.events WHERE id > %s"
-            wait_until(lambda: look_up(url, above, highest) == [(80,)], what="events to wait in the table")
-            [reason] = [line["reason"] for line in logged(relay, UNUSABLE) if line["topic"] == stuck]
-            assert said in reason
-        finally:
-            cluster.start_broker(0)
-        drained(url, 60)
-        assert look_up(url, "SELECT * FROM outbox.failures") == []
-        assert look_up(url, "SELECT * FROM outbox.dead_letters") == []
+            create_topic(cluster, f"{self._kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
+        self.settings = settings | {"name": topics.name(own), "bootstrap_servers": cluster.bootstrap_servers}
+        self.settings |= {"log_format": "json", "relay__lease_seconds": 9, "relay__batch_size": 200}
+        if settings["source"] == "wal":
+            self.settings["wal__slot"] = self.settings["name"].replace("-", "_")
+            to_wal(url, self.settings)
+        self._relay = start(database_url=url, **self.settings)
+
+    def write(self, kinds: Sequence[str], sizes: range) -> None:
+        """Write so many events of each of 40 keys, numbered."""
+        for kind in kinds:
+            name = self._kinds[kind]
+            write(self.url, (Event(name, f"k{key}", "Counted", {"seq": seq}) for seq in sizes for key in range(40)))
+
+    def kill(self) -> None:
+        """Kill the relay. The next one has to fence this one, and to find out for itself."""
+        self._relay.kill()
+        end_leases(self.url)
+        self._relay = self._start(database_url=self.url, **self.settings)
+
+    def others_go_on(self) -> None:
+        """Wait until all events but those of the stuck topic have left the table: they are the first of every lane."""
+        others = "SELECT count(*) FROM outbox.events WHERE aggregate_type <> %s"
+        wait_until(lambda: look_up(self.url, others, self._kinds[STUCK]) == [(0,)], 60, "events of other topics")
+        lowest = "SELECT count(*), bool_and(aggregate_type = %s) FROM (SELECT DISTINCT ON (lane) aggregate_type "
+        lowest += "FROM outbox.events ORDER BY lane, id) AS first"
+        assert look_up(self.url, lowest, self._kinds[STUCK]) == [(LANES, True)]
+
+    def waits(self) -> None:
+        """Write more for the stuck topic: it waits too, and why was said."""
+        [(highest,)] = look_up(self.url, "SELECT max(id) FROM outbox.events")
+        self.write([STUCK], range(42, 44))
+        above = "SELECT count(*) FROM outbox.events WHERE id > %s"
+        wait_until(lambda: look_up(self.url, above, highest) == [(80,)], what="events to wait in the table")
+        [reason] = [line["reason"] for line in logged(self._relay, UNUSABLE) if line["topic"] == self._topic]
+        assert self._said in reason
+
+    def whole(self) -> None:
+        """Wait until all is published, and look at all of it."""
+        drained(self.url, 60)
+        assert look_up(self.url, "SELECT * FROM outbox.failures") == []
+        assert look_up(self.url, "SELECT * FROM outbox.dead_letters") == []
         # Said once, however often it was tried. Of the others' leaders some were away too, for a moment.
         for what in (UNUSABLE, USABLE):
-            assert [line["topic"] for line in logged(relay, what)].count(stuck) == 1
+            assert [line["topic"] for line in logged(self._relay, what)].count(self._topic) == 1
         for kind, count in ((STUCK, 44), *((kind, 62) for kind in HEALTHY)):
-            seen, repeats = numbers_by_key(topics.consume(f"{kinds[kind].lower()}-events"), "seq")
+            messages = self._topics.consume(f"{self._kinds[kind].lower()}-events")
+            seen, repeats = numbers_by_key(messages, "seq")
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
-            if delivery == "exactly-once":
+            if self.settings["delivery"] == "exactly-once":
                 assert repeats == 0
-        ends(relay)
+        ends(self._relay)
+
+
+@pytest.fixture
+def urls(outbox_postgres, outbox_postgres_server, _outbox_template) -> Iterator[list[str]]:
+    """Three outboxes."""
+    names = [f"{outbox_postgres.name}_{number}" for number in (2, 3)]
+    made = [outbox_postgres_server.create_database(name, template=_outbox_template) for name in names]
+    yield [outbox_postgres.url, *made]
+    for name in names:
+        outbox_postgres_server.drop_database(name)
+
+
+def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_relay, cluster):
+    """Three outboxes, a way each, and one outage: to restart a broker is what takes long."""
+    ways = [
+        ("too few in sync", "wal", "exactly-once"),
+        ("no leader", "polling", "exactly-once"),
+        ("no leader for one partition of three", "polling", "at-least-once"),
+    ]
+    outboxes = [
+        Stuck(url, cluster, topics, outbox_relay, way, source=source, delivery=delivery)
+        for url, (way, source, delivery) in zip(urls, ways, strict=True)
+    ]
+    for outbox in outboxes:
+        outbox.write([STUCK, *HEALTHY], range(2))
+    for outbox in outboxes:
+        drained(outbox.url)
+    cluster.kill_broker(0)
+    try:
+        for outbox in outboxes:
+            # More than a turn has.
+            outbox.write([STUCK], range(2, 42))
+        for start in (2, 22, 42):
+            if start == 22:
+                outboxes[1].kill()
+            for outbox in outboxes:
+                outbox.write(HEALTHY, range(start, start + 20))
+            for outbox in outboxes:
+                outbox.others_go_on()
+        for outbox in outboxes:
+            outbox.waits()
+    finally:
+        cluster.start_broker(0)
+    for outbox in outboxes:
+        outbox.whole()
+
+
+def test_one_of_three_brokers_is_killed_and_then_all(outbox_postgres, topics, outbox_relay, cluster):
+    """Exactly-once, with two relays."""
+    url, kind, name = outbox_postgres.url, topics.name("Order"), topics.name("outbox")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
+    settings = {"delivery": "exactly-once", "name": name, "bootstrap_servers": cluster.bootstrap_servers}
+    settings |= {"relay__lease_seconds": 6, "relay__batch_size": 50}
+    # Without long pauses between attempts: servers are killed on purpose here.
+    settings |= {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
+    with Load(url, kind) as load:
+        relays = [outbox_relay(**settings) for _ in range(2)]
+        relays[0].wait_for_log("lanes acquired")
+        wait_until(lambda: load.committed() > 150, what="some load")
+        cluster.kill_broker(0)
+        load.more(450)
+        # Two brokers carry it.
+        caught_up(url)
+        cluster.kill()
+        cluster.start()
+        load.drain(120)
+        assert [relay.running for relay in relays] == [True, True]
+    assert check(url, topics.consume(topic, timeout=60)) == 0
+    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
+    partitions = state.topics[f"{name}.relay.state"].partitions
+    assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4

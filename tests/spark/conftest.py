@@ -17,14 +17,17 @@ from spark_jobs.driver.runner import Runner
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon."""
+    """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon.
+
+    A shuffle has four partitions, two for each core: all 16 that the consumer sets would be a task and a worker each.
+    """
     from spark_jobs.spark import session
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
         jars = ",".join(map(str, connector.fetch()))
-        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon"}
+        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
         started = session.start("tests", conf=conf)
     yield started
     started.stop()

@@ -62,7 +62,7 @@ def locked(bench: Bench) -> Iterator[None]:
 
 def test_once_gives_up_without_its_sink_and_the_next_run_goes_on(bench, consumer):
     """In the middle of its rounds. Without Kafka: below."""
-    seqs, orders = 120, 50
+    seqs, orders = 60, 50
     bench.orders(names(orders), range(1, seqs + 1))
     address = urlsplit(bench.database.url)
     program = (str(ROOT / "tests" / "support" / "impatient_consumer.py"),)

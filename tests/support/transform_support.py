@@ -46,6 +46,8 @@ class Place:
         self.options = {"bootstrap.servers": kafka.bootstrap_servers, "topic.metadata.propagation.max.ms": 2_000}
         self.where: dict[int, tuple[int | None, int | None]] = {}
         """Partition and offset of each number."""
+        # Kept: tests ask again and again, and to make a client takes far more processor time than to ask.
+        self._reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
 
     def feed(self, numbers: range, *, bad: int | None = None, partition: int | None = None) -> None:
         producer = Producer({**self.options, "enable.idempotence": True})
@@ -76,18 +78,19 @@ class Place:
     def position(self) -> int:
         """How many messages the group has committed; what is undecided does not count."""
         asked = [TopicPartition(self.source, number) for number in range(self.partitions)]
-        reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
 
         def known() -> list[TopicPartition]:
             try:
-                return reader.committed(asked, 10)
+                return self._reader.committed(asked, 10)
             except KafkaException as error:
                 if error.args[0].code() not in MOVING:
                     raise
                 return []
 
-        with closing(reader):
-            return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
+        return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
+
+    def close(self) -> None:
+        self._reader.close()
 
     def come(self, count: int) -> dict[str, list[int]]:
         """The numbers of each key that a read_committed reader sees."""
@@ -104,8 +107,9 @@ def doubled(count: int) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def place(outbox_kafka):
-    return Place(outbox_kafka)
+def place(outbox_kafka) -> Iterator[Place]:
+    with closing(Place(outbox_kafka)) as made:
+        yield made
 
 
 @contextmanager

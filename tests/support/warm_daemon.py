@@ -20,14 +20,14 @@ from pathlib import Path
 from pyspark.daemon import manager
 
 for _name in (
-    *("numpy", "pandas", "psycopg", "psycopg_binary", "pyarrow", "pyarrow.compute", "orjson"),
+    *("numpy", "pandas", "psycopg", "psycopg_binary", "pyarrow", "pyarrow.compute", "pyarrow.json", "orjson"),
+    *("pyarrow.pandas_compat", "concurrent.futures.thread"),
     *("pyspark.worker", "pyspark.sql.types", "pyspark.sql.pandas.serializers", "pyspark.sql.pandas.types"),
-    *(
-        "spark_jobs.task.partition",
-        "spark_jobs.task.incoming",
-        "spark_jobs.payloads.json_text",
-        "spark_jobs.order_totals",
-    ),
+    *("spark_jobs.task.partition", "spark_jobs.task.incoming", "spark_jobs.task.accumulators"),
+    *("spark_jobs.payloads.json_text", "spark_jobs.payloads.json_whole", "spark_jobs.payloads.json_output"),
+    *("spark_jobs.postgres.sink", "spark_jobs.dedup.processed", "spark_jobs.order_totals"),
+    # A function of a test comes by its name: its worker imports the test's module, and that imports these.
+    *("pytest", "bench"),
 ):
     importlib.import_module(_name)
 
