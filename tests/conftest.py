@@ -28,10 +28,14 @@ from nursery import NURSERY, Nursery
 from outbox.sandbox import _broker, _dirs
 
 if TYPE_CHECKING:
-    from outbox.testing.fixtures import DatabaseServer, RelayFactory
+    from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory
 
 SUPPORT = Path(__file__).parent / "support"
 KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
+
+# To rewrite the assertions of all tests takes two thirds of their collection, and each worker process collects them:
+# what one run has rewritten is kept for the next, also where PYTHONDONTWRITEBYTECODE is set.
+sys.dont_write_bytecode = False
 
 # Assertions in what tests share show values too, as those in test files do.
 _scripts = {"class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
@@ -180,6 +184,22 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 def _nursery() -> Iterator[Nursery]:
     yield NURSERY
     NURSERY.close()
+
+
+@pytest.fixture(scope="session")
+def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
+    """The fixture of the test kit, but the broker tells its controller every two seconds that it lives, not four times
+    a second, which is a third of an idle broker's processor time. Nothing kills this one.
+    """
+    from outbox.sandbox.kafka import KafkaCluster
+    from outbox.testing.fixtures import ExternalKafka
+
+    if servers := os.environ.get("OUTBOX_TEST_KAFKA"):
+        yield ExternalKafka(servers)
+        return
+    settings = {"broker.heartbeat.interval.ms": "2000", "broker.session.timeout.ms": "18000"}
+    with KafkaCluster(settings=settings) as cluster:
+        yield cluster
 
 
 @pytest.fixture

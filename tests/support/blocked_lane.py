@@ -1,4 +1,4 @@
-"""A lane with 200,000 events behind a blocked key. Fixtures in here are for import."""
+"""A lane with 40,000 events behind a blocked key. Fixtures in here are for import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.settle.retries import FailurePolicy, Failures
 
-WAITING = 200_000
+WAITING = 40_000
+"""Eight windows of a sweep, and far more than a turn reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def _not_due() -> Failures:
 
 
 class Blocked:
-    """A lane whose first event is refused, with 200,000 later events of its key. Counts what turns read."""
+    """A lane whose first event is refused, with 40,000 later events of its key. Counts what turns read."""
 
     def __init__(self, database: Database) -> None:
         self.database = database

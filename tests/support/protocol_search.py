@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from array import array
 from collections.abc import Iterable
@@ -60,14 +61,21 @@ class _Progress:
         return next((state for state in states if state not in live), None)
 
 
-def explore(  # noqa: C901 - one loop, kept in one place for speed
-    world: World, keys: str = "", *, faults: int, progress: bool = True, most: float = math.inf
-) -> Search:
+def explore(world: World, keys: str = "", *, faults: int, progress: bool = True, most: float = math.inf) -> Search:
     """Try every order of actions with at most ``faults`` faults, breadth first, until a violation or the end.
 
     ``progress``: from every state, steps without faults must lead to all events being published and settled. A state is
     remembered by its hash.
     """
+    # None of the many tuples is rubbish before the end: Python's collector would look through them again and again.
+    gc.disable()
+    try:
+        return _explore(world, keys, faults, progress, most)
+    finally:
+        gc.enable()
+
+
+def _explore(world: World, keys: str, faults: int, progress: bool, most: float) -> Search:  # noqa: C901 - one loop, kept in one place for speed
     start = world.save()
     first = world.key(faults)
     parents: dict[int, tuple[int, Action] | None] = {first: None}
@@ -81,12 +89,15 @@ def explore(  # noqa: C901 - one loop, kept in one place for speed
             world.load(saved)
             if world.done(keys):
                 live.done(here)
+            untouched = True
             for action in list(world.possible(keys)):
                 fault = action.fault
                 if fault and not left:
                     continue
                 steps += 1
-                world.load(saved)
+                if not untouched:
+                    world.load(saved)
+                untouched = False
                 try:
                     world.apply(action)
                 except Violation as error:

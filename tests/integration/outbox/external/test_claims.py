@@ -1,4 +1,4 @@
-"""What a claim of reservations looks at where 100,000 wait behind one call, or behind many that are stuck."""
+"""What a claim of reservations looks at where 20,000 wait behind one call, or behind many that are stuck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outbox.external.state_machine import Answer
 
 __all__ = ["provider", "sink"]
 
-MANY = 100_000
+MANY = 20_000
 INSERT = """
 INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, order_key, request, state)
 SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n, CASE %(key)s WHEN 'own' THEN 'k' || n ELSE %(key)s END,
@@ -55,7 +55,7 @@ def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> t
 
 @pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])
 def behind_one(sink, request) -> External:
-    """One key with 100,000 calls, and ten of other keys that were reserved after them."""
+    """One key with 20,000 calls, and ten of other keys that were reserved after them."""
     with sink.connect() as connection:
         connection.execute("ALTER TABLE consumer.reservations SET (autovacuum_enabled = off)")
         if request.param == "analyzed when it was empty":
@@ -84,7 +84,7 @@ def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reser
     assert (change is not None and change.state, failed) == ("confirmed", None)
 
 
-def test_a_claim_looks_at_few_of_100_000_behind_one_key_and_parks_them(sink, behind_one):
+def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behind_one):
     book = Reservations("consumer", "orders", "payments", behind_one.rules)
     with sink.connect() as connection:
         # Before the first call is claimed, and while it is under way.
@@ -99,7 +99,7 @@ def test_a_claim_looks_at_few_of_100_000_behind_one_key_and_parks_them(sink, beh
         assert book.more_due
         count = "SELECT count(*) FROM consumer.reservations WHERE parked"
         assert sink.rows(count) == [(reservations._WINDOW,)]
-        connection.execute(PARK_ALL + " AND message_offset < 99000")
+        connection.execute(PARK_ALL + " AND message_offset < %(most)s", {"most": MANY - 1000})
         found = claim_all(book, connection)
         assert [claim.request["order"] for claim in found] == [f"free{n}" for n in range(1, 5)]
         assert len(claim_all(book, connection, 100)) == 6
@@ -110,7 +110,7 @@ def test_a_claim_looks_at_few_of_100_000_behind_one_key_and_parks_them(sink, beh
             assert max(rows.values()) <= 10, (query, rows)
 
 
-def test_the_next_of_100_000_is_released_when_the_one_before_is_settled(sink, behind_one):
+def test_the_next_of_20_000_is_released_when_the_one_before_is_settled(sink, behind_one):
     book = Reservations("consumer", "orders", "payments", behind_one.rules)
     with sink.connect() as connection:
         connection.execute(PARK_ALL)

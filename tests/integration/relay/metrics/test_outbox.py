@@ -15,7 +15,7 @@ from outbox.sandbox._ports import free_ports
 
 __all__ = ["order"]
 
-EVENTS = 25_000
+EVENTS = 6_000
 
 
 class Scraped:

@@ -44,7 +44,7 @@ def filled(outbox: Outbox, *large: int) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("place", "large"),
     [
-        ("reconcile.settling=kill@4", (80_000, 20_000)),
+        ("reconcile.settling=kill@3", (30_000, 10_000)),
         ("reconcile.marking=kill", (3_000, 1_000)),
         ("reconcile.marked=kill", (3_000, 1_000)),
     ],

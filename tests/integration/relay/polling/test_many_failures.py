@@ -1,4 +1,4 @@
-"""What a turn costs while much waits: 100,000 failures in a lane, and a dead letter among 300,000 dead rows."""
+"""What a turn costs while much waits: 20,000 failures in a lane, and a dead letter among 60,000 dead rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relay.polling.source import PollingSource
 
 __all__ = ["quick_marks", "workers"]
 
-MANY = 100_000
+MANY = 20_000
 
 
 def fail(worker: Worker, count: int) -> None:
@@ -48,7 +48,7 @@ def index_entries(source: PollingSource, worker: Worker, table: str) -> Callable
     return visited
 
 
-def test_turns_beside_100000_failures_do_not_read_them(workers, quick_marks):
+def test_turns_beside_20000_failures_do_not_read_them(workers, quick_marks):
     worker = workers(1)
     fail(worker, MANY)
     source = worker.source()
@@ -69,20 +69,20 @@ def test_turns_beside_100000_failures_do_not_read_them(workers, quick_marks):
     assert max(of_failures for of_failures, _ in cost) < 200, cost
     assert max(of_events for _, of_events in cost) < 500, cost
     # One that comes due among them costs no more.
-    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id = 50001")
+    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id = 10001")
     (due,) = source.fetch(worker.limits()).batches.values()
-    assert [claim.position for claim in due] == [50001]
+    assert [claim.position for claim in due] == [10001]
     source.settle({0: Receipt(refused=[(due[0], "bad")])})
     assert failures() < 200
     # One that an operator frees is found by the next event of its key, without loading the others anew.
-    (event_id,) = worker.admin.execute("SELECT event_id::text FROM outbox.failures WHERE id = 70001").fetchone()
+    (event_id,) = worker.admin.execute("SELECT event_id::text FROM outbox.failures WHERE id = 14001").fetchone()
     assert DeadLetters(worker.admin, "outbox").discard(Selection([event_id]), "test")
-    put(worker.admin, "outbox.events", aggregate_id="failed-70001")
+    put(worker.admin, "outbox.events", aggregate_id="failed-14001")
     failures()
     assert source.fetch(worker.limits()).batches == {}
     assert failures() < 200
     (freed,) = source.fetch(worker.limits()).batches.values()
-    assert [claim.aggregate_id for claim in freed] == ["failed-70001"]
+    assert [claim.aggregate_id for claim in freed] == ["failed-14001"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_due_failures_are_found_by_their_time(workers, statistics, plans):
     fail(worker, MANY)
     if statistics == "analyzed":
         worker.admin.execute("ANALYZE outbox.failures, outbox.events")
-    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id IN (7, 50001, 99999)")
+    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id IN (7, 10001, 19999)")
     values: dict[str, Any] = {"lane": 0, "pending": "{}", "due": 500}
     plan = explain(worker.admin, Queries("outbox").read_due, values, plans=plans, to_the_index=True)
     assert plan["Actual Rows"] == 3
@@ -104,7 +104,7 @@ def test_due_failures_are_found_by_their_time(workers, statistics, plans):
     assert blocks(plan) < 100, plan
 
 
-def test_a_dead_letter_costs_a_turn_nothing_while_an_old_snapshot_keeps_300000_dead_rows(workers, quick_marks):
+def test_a_dead_letter_costs_a_turn_nothing_while_an_old_snapshot_keeps_60000_dead_rows(workers, quick_marks):
     worker = workers(1)
     source = worker.source(attempts=1)
     worker.insert(1, keys=1)

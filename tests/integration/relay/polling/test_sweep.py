@@ -1,4 +1,4 @@
-"""Late events below the low-water mark, and marks over a new source, with 200,000 events behind a blocked key."""
+"""Late events below the low-water mark, and marks over a new source, with 40,000 events behind a blocked key."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_sweep_that_finds_no_connection_is_due_a_minute_later():
 def test_a_row_that_is_committed_at_any_moment_of_a_sweep_is_found(blocked, monkeypatch, moment, place):
     """And goes out before later events of its key."""
     monkeypatch.setattr(sweep, "_SWEEP_SECONDS", 0.0)
-    monkeypatch.setattr(sweep, "_WINDOW", 10_000)
+    monkeypatch.setattr(sweep, "_WINDOW", WAITING // 20)
     first = blocked.first + place
     if place > 0:
         blocked.make_room(first)
@@ -147,7 +147,7 @@ def test_a_late_event_that_is_not_published_is_read_again_before_later_ones_of_i
 
 def test_more_late_events_than_a_sweep_names_are_all_found_in_order(blocked, monkeypatch):
     monkeypatch.setattr(sweep, "_MOST", 50)
-    ids = [blocked.first + 1000 + 300 * number for number in range(500)]
+    ids = [blocked.first + 1000 + 180 * number for number in range(200)]
     for id_ in ids:
         blocked.make_room(id_)
         blocked.write("late", 1, first=id_)
@@ -163,7 +163,7 @@ def test_more_late_events_than_a_sweep_names_are_all_found_in_order(blocked, mon
 def test_a_key_that_is_freed_in_the_middle_of_a_sweep_goes_out_in_order(blocked, monkeypatch):
     """Windows from then on find its events free, while those of the windows before wait."""
     monkeypatch.setattr(reader, "_LOOK_SECONDS", 3600.0)
-    monkeypatch.setattr(sweep, "_WINDOW", 20_000)
+    monkeypatch.setattr(sweep, "_WINDOW", WAITING // 10)
     halted, go_on = threading.Event(), threading.Event()
 
     def halt(number: int) -> None:

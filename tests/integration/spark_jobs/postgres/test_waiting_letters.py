@@ -1,4 +1,4 @@
-"""What a consumer with ``keep_order`` asks of Postgres in each round and idle second, with 100,000 dead letters."""
+"""What a consumer with ``keep_order`` asks of Postgres in each round and idle second, with 20,000 dead letters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outbox._app import migrate
 from spark_jobs.postgres import group_store
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
-LETTERS = 100_000
+LETTERS = 20_000
 TOPIC = "orders"
 PLANS = ["force_custom_plan", "force_generic_plan"]
 FILL = """
@@ -27,7 +27,7 @@ SELECT %(grp)s, 'orders', 'id', 0, g, convert_to('k' || g %% %(keys)s, 'UTF8'), 
 
 @pytest.fixture(scope="module", params=["one key", "half of them", "nothing behind"])
 def waiting(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
-    """A group with 100,000 dead letters, another one with as many, and no statistics yet."""
+    """A group with 20,000 dead letters, another one with as many, and no statistics yet."""
     from outbox.testing.fixtures import token
 
     keys, causes = {
@@ -73,7 +73,7 @@ def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
 
 @pytest.fixture(scope="module")
 def retrying(outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
-    """Two groups with 100,000 dead letters each: all of the one are retried, and the last ten of the other."""
+    """Two groups with 20,000 dead letters each: all of the one are retried, and the last ten of the other."""
     from outbox.testing.fixtures import token
 
     name = f"letters_{token()}"
