@@ -12,6 +12,7 @@ import uvicorn
 
 from outbox.errors import ConfigurationError
 from relay.page.app import create_page
+from relay.page.connections import LimitedProtocol
 from relay.page.security import Access, from_proxy
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class PageServer:
                 server_header=False,
                 # Only we say where a request comes from; a header of the client's would be believed otherwise.
                 proxy_headers=False,
+                http=LimitedProtocol,
+                # A connection that becomes a WebSocket's would leave the limits.
+                ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
                 lifespan="on",
             )
