@@ -6,9 +6,14 @@ the page through an operator's browser (DNS rebinding). Then it has to come from
 | set-up                                   | who somebody is                                                        |
 |------------------------------------------|------------------------------------------------------------------------|
 | a loopback address (default)             | who has the link that is printed at the start: its token becomes a     |
-|                                          | cookie, as other users of the machine can reach the port too           |
+|                                          | cookie for a path that is drawn at random, see below                   |
 | a proxy that shares a secret with us     | whom the proxy names in a header, next to the secret in another        |
 | a host application mounts the page       | whoever the host says                                                  |
+
+Other users of the machine can reach a loopback port, and can serve sites at other ports. A cookie is sent to all ports
+of its host, and SameSite and HttpOnly do not keep ports apart either: any of those sites would get a cookie of the
+host. So the page lies below a path that they do not know, and the cookie is sent only with requests below it. The path
+alone gives no access, and no other site gets it in a Referer.
 
 An action is a POST by an admin, with our form's token and from our own origin: a form on another site can't send it.
 """
@@ -230,7 +235,7 @@ class Guard:
             found = access.authenticate(request)
             user = await found if inspect.isawaitable(found) else found
             return None if user is None else access.limited(user)
-        return access.by_cookie(request.cookies.get(_cookie_name(request)))
+        return access.by_cookie(request.cookies.get(_COOKIE))
 
     def _exchange(self, request: Request, shown: str) -> Response:
         assert self._access.token is not None
@@ -240,8 +245,9 @@ class Guard:
         # terminal in a browser) would not send the cookie along.
         answer = HTMLResponse(_ENTER.format(f"{request.scope.get('root_path', '')}/"))
         answer.set_cookie(
-            _cookie_name(request),
+            _COOKIE,
             self._access.cookie,
+            path=f"{request.scope.get('root_path', '')}/",
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",
@@ -250,7 +256,7 @@ class Guard:
 
     def _ask(self) -> Response:
         if self._access.token is not None:
-            return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
+            return ask_for_link()
         return PlainTextResponse("you may not see this page: sign in where it is linked from\n", 403)
 
     def _refused_action(self, request: Request, user: User, body: bytes) -> Response | None:
@@ -270,6 +276,11 @@ class Guard:
         return None
 
 
+def ask_for_link() -> Response:
+    """Return the answer to a request without the token or its cookie."""
+    return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
+
+
 def _add_headers(message: Message, *, secure: bool) -> None:
     headers = MutableHeaders(scope=message)
     for name, value in _HEADERS.items():
@@ -284,11 +295,6 @@ def fields_of(body: bytes) -> list[tuple[str, str]]:
         return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
         return []
-
-
-def _cookie_name(request: Request) -> str:
-    """Return the cookie's name: one for each port, which cookies themselves do not tell apart."""
-    return f"{_COOKIE}_{request.url.port or request.url.scheme}"
 
 
 def _has_nul(fields: Sequence[tuple[str, str]]) -> bool:

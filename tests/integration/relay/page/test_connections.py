@@ -44,14 +44,14 @@ def ended(connection: socket.socket) -> bool:
 def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch):
     monkeypatch.setattr("relay.page.connections._PATIENCE", 0.5)
     page = serve().sign_in()
-    cookie = f"Cookie: {page.cookie}\r\n".encode()
+    form = f"POST {page.base}/relays/change HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n".encode()
     halves = [
         send(page, b""),
         send(page, HEAD),
         # The body is missing; the next request is; and a user's body is waited for by the page.
         send(page, HEAD + b"Content-Length: 10\r\n\r\nx"),
         send(page, FIRST + HEAD),
-        send(page, HEAD.replace(b"localhost", page.address.encode()) + cookie + b"Content-Length: 10\r\n\r\nx"),
+        send(page, form + b"Content-Length: 10\r\n\r\nx"),
     ]
     dripping = send(page, HEAD + b"X: ")
     until = time.monotonic() + 20
@@ -66,7 +66,7 @@ def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
     """Charts wait for new figures as long as the page is open."""
     monkeypatch.setattr("relay.page.connections._PATIENCE", 0.2)
     page = serve().sign_in()
-    asked = f"GET /live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n"
+    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n"
     with send(page, asked.encode()) as live, live.makefile() as lines:
         until = time.monotonic() + 1
         while time.monotonic() < until:
