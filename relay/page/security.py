@@ -23,6 +23,7 @@ from __future__ import annotations
 import hmac
 import inspect
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -45,6 +46,8 @@ _ENTER: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>outbox</title><link rel="icon" href="{0}static/icon.svg">
 <meta http-equiv="refresh" content="0;url={0}"></head><body><p><a href="{0}">The operations page</a></p></body></html>
 """
+_ONCE_SECONDS: Final = 60
+"""A browser may have to be started first."""
 _MAX_BODY: Final = 256 << 10
 _MAX_FIELDS: Final = 5_000
 
@@ -106,7 +109,7 @@ def from_proxy(secret: str, user_header: str) -> Authenticate:
 class Access:
     """How the page knows its users: a token or ``authenticate``.
 
-    token          a secret: whoever opens ``/?token=…`` is an admin.
+    token          a secret: whoever opens ``/?token=…`` is an admin. So is the first with a ``one_time_token``.
     authenticate   a function of the host application, or ``from_proxy``.
     read_only      nobody is an admin.
     secret         signs the forms; a host application with several processes gives all of them the same.
@@ -116,6 +119,7 @@ class Access:
     authenticate: Authenticate | None = None
     read_only: bool = False
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _once: tuple[str, float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.token) == bool(self.authenticate):
@@ -124,6 +128,22 @@ class Access:
     def limited(self, user: User) -> User:
         """Return the user with the rights that the page gives."""
         return User(user.name, Role.READ_ONLY) if self.read_only else user
+
+    def one_time_token(self) -> str:
+        """Return a token that is taken once, within seconds: for a link that a browser keeps in its history."""
+        token = secrets.token_urlsafe(24)
+        self._once = token, time.monotonic() + _ONCE_SECONDS
+        return token
+
+    def takes(self, shown: str) -> bool:
+        """Return whether a token is valid. One that was for one time is not any more."""
+        if self.token is None:
+            return False
+        once = self._once
+        if once is not None and hmac.compare_digest(shown.encode(), once[0].encode()):
+            self._once = None
+            return time.monotonic() < once[1]
+        return hmac.compare_digest(shown.encode(), self.token.encode())
 
     def by_cookie(self, cookie: str | None) -> User | None:
         """Return the user of a cookie that the token was exchanged for, or None."""
@@ -238,8 +258,7 @@ class Guard:
         return access.by_cookie(request.cookies.get(_COOKIE))
 
     def _exchange(self, request: Request, shown: str) -> Response:
-        assert self._access.token is not None
-        if not hmac.compare_digest(shown.encode(), self._access.token.encode()):
+        if not self._access.takes(shown):
             return self._ask()
         # A page that leads on, and no redirect: with one, a browser that follows a link from another site (a chat, a
         # terminal in a browser) would not send the cookie along.

@@ -71,8 +71,12 @@ class PageServer:
             self._socket.close()
             raise
         self._server = _Server(config, page.state.page.sampler)
-        base = f"{web.origin or origins[0]}{path}/"
-        self.link = base if token is None else f"{base}?token={token}"
+        self._base = f"{web.origin or origins[0]}{path}/"
+        self.link = self._base if token is None else f"{self._base}?token={token}"
+
+    def link_to_open(self) -> str:
+        """Return a link for a browser, which keeps it in its history: its token is taken once, and soon."""
+        return self._base if self.access.token is None else f"{self._base}?token={self.access.one_time_token()}"
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer until SIGTERM, Ctrl-C or ``stop``. ``ready`` is called once requests are answered."""
