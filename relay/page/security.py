@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outbox.errors import ConfigurationError
@@ -205,7 +205,11 @@ class Guard:
         request = Request(scope, receive)
         refusal, body = self._refusal(request), None
         if refusal is None:
-            refusal, body = await self._known(request)
+            try:
+                refusal, body = await self._known(request)
+            except ClientDisconnect:
+                # Before its form was complete. No answer would arrive.
+                return
         receive = receive if body is None else _again(body)
         if refusal is not None:
             await refusal(scope, receive, guarded)

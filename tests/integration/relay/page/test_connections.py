@@ -41,7 +41,7 @@ def ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch):
+def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch, caplog):
     monkeypatch.setattr("relay.page.connections._PATIENCE", 0.5)
     page = serve().sign_in()
     form = f"POST {page.base}/relays/change HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n".encode()
@@ -60,6 +60,8 @@ def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch):
         dripping.sendall(b"x")
     assert all(ended(connection) for connection in [dripping, *halves])
     assert page.ask("/").status == 200
+    # It is no mistake of ours.
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
 def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
