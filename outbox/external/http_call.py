@@ -89,14 +89,17 @@ class HttpCall:
         # Without the query, which may contain a secret.
         about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
-        https = target.scheme == "https"
-        # Given a socket, neither of the two connects by itself.
-        connection = (http.client.HTTPSConnection if https else http.client.HTTPConnection)(host, target.port)
+        tls = (self.tls or ssl.create_default_context()) if target.scheme == "https" else None
+        connection: http.client.HTTPConnection
+        if tls is None:
+            connection = http.client.HTTPConnection(host, target.port)
+        else:
+            connection = http.client.HTTPSConnection(host, target.port, context=tls)
         try:
             try:
+                # With a socket of ours it does not connect by itself.
                 connection.sock = _connected(host, connection.port, deadline)
-                if https:
-                    tls = self.tls or ssl.create_default_context()
+                if tls is not None:
                     connection.sock = tls.wrap_socket(connection.sock, server_hostname=host)
             except OSError as error:
                 raise TryLater(f"{about}: nothing was sent: {shown(error)}") from error
