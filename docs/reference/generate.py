@@ -76,10 +76,11 @@ def settings_page() -> str:
         "Settings",
         """
         Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
-        The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Nested names take two
-        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. An
-        unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2) that
-        suggests the nearest one. All times are in seconds.
+        The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Settings run code: a file in
+        the working directory is refused unless it belongs to you or to root, and no other user can write it. Nested
+        names take two underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under
+        `[relay]`. An unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2)
+        that suggests the nearest one. All times are in seconds.
 
         `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
 

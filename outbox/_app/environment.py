@@ -26,7 +26,7 @@ _OF_FILE: Final = "_FILE"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "The directory for the sandbox's downloads. Default: $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
-    "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory, if it exists.",
+    "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory, if it is yours.",
     "OUTBOX_CONSUMER_TASKS": "Set by the consumer for Spark's Python workers that apply messages.",
     "OUTBOX_FAILPOINTS": "For tests: the steps at which a relay fails. See relay/failpoints.py.",
     "OUTBOX_MAVEN_REPOSITORY": "The Maven repository for jars. Default: the one that jgo is configured with.",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -19,6 +22,13 @@ from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
+
+    from _typeshed import WriteableBuffer
+
+_MOST_CONNECTIONS: Final = 16
+"""At the same time, with a thread each; further ones are closed. The process needs its descriptors for its work."""
+_PATIENCE: Final = 10.0
+"""Seconds for a whole request to arrive, and again for the client to take the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +85,65 @@ class _OfOutbox(Collector):
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
 
-class _Quiet(WSGIRequestHandler):
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or close the connection when there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            # No thread was started.
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and close the connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print mistakes of ours. A client that went away or was too slow is none."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _Request(io.RawIOBase):
+    """Reads from a connection until ``_PATIENCE`` is over, however often a byte arrives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until = time.monotonic() + _PATIENCE
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        """Read what there is. Raises TimeoutError."""
+        # 0 would mean: do not wait, and that is another error.
+        self._connection.settimeout(max(self._until - time.monotonic(), 0.001))
+        return self._connection.recv_into(buffer)
+
+
+class _Handler(WSGIRequestHandler):
+    def setup(self) -> None:
+        """Read from the connection with a deadline."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection))
+
+    def get_environ(self) -> WSGIEnvironment:
+        """Return the environment of a request that is complete. From now on the time-out is that of writing."""
+        self.connection.settimeout(_PATIENCE)
+        return super().get_environ()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  named so in the base class
         """Log nothing: a probe arrives every few seconds."""
 
@@ -91,7 +158,8 @@ def serve(
     """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``, and
     with ``?verbose`` a line for each of its checks. ``outbox`` is a label of all metrics.
 
-    ``/livez`` answers as long as the process does: whatever it waits for, a restart would not help.
+    ``/livez`` answers as long as the process does: whatever it waits for, a restart would not help. Connections are
+    limited in number, and in the time that a request may take to arrive.
 
     Raises ConfigurationError, naming the setting, when it can't listen there.
     """
@@ -120,7 +188,7 @@ def serve(
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
         server_class: type[WSGIServer] = type("Server", (_Server,), {"address_family": family})
-        server = make_server(str(sockaddr[0]), int(port), application, server_class, _Quiet)
+        server = make_server(str(sockaddr[0]), int(port), application, server_class, _Handler)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{setting}={address}: {error}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)

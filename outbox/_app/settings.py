@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -382,13 +383,34 @@ def config_file() -> Path | None:
 
 
 def _content(file: Path | None) -> dict[str, Any]:
-    """Return the parsed file. Raises ConfigurationError when it can't be read."""
+    """Return the parsed file. Raises ConfigurationError when it can't be read, or must not be."""
+    if file is None:
+        return {}
     try:
-        return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as opened:
+            if not os.environ.get("OUTBOX_CONFIG"):
+                # Of the file that was opened: its name may lead to another one by now.
+                _require_trusted(os.fstat(opened.fileno()))
+            return tomllib.load(opened)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problem = f"{file} can't be read: {error}"
     # Not raised in a handler: the errors of the parsers have the content.
     raise ConfigurationError(problem)
+
+
+def _require_trusted(status: os.stat_result) -> None:
+    """Raise ConfigurationError for a file that another user wrote: commands run in shared directories, too."""
+    # Root can do everything anyway, and owns the files of an image.
+    if status.st_uid not in {os.geteuid(), 0}:
+        problem = "it belongs to another user"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "others may change it"
+    else:
+        return
+    raise ConfigurationError(
+        f"outbox.toml in the working directory is not read, as {problem}, and settings run code: chown it to yourself "
+        "and chmod go-w, or name it in OUTBOX_CONFIG if you trust it"
+    )
 
 
 # Without enable.ssl.certificate.verification a client would not refuse what another one refuses.

@@ -50,8 +50,9 @@ class HttpCall:
     hosts        with a function as ``url``: the hosts that it may lead to, with a port where only that one is meant. A
                  request to any other is not made: a message must not choose who gets the headers.
 
-    The whole request takes ``call.timeout`` seconds at most. The response is stored as JSON, or as ``{"text": …}`` if
-    it is not JSON; at most one mebibyte of it.
+    The whole request takes ``call.timeout`` seconds at most, with connecting and TLS; the resolver of names has a
+    time-out of its own. The response is stored as JSON, or as ``{"text": …}`` if it is not JSON; at most one mebibyte
+    of it.
     """
 
     url: str | Callable[[Call], str]
@@ -88,15 +89,18 @@ class HttpCall:
         # Without the query, which may contain a secret.
         about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
+        tls = (self.tls or ssl.create_default_context()) if target.scheme == "https" else None
         connection: http.client.HTTPConnection
-        if target.scheme == "https":
-            tls = self.tls or ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, target.port, timeout=call.timeout, context=tls)
+        if tls is None:
+            connection = http.client.HTTPConnection(host, target.port)
         else:
-            connection = http.client.HTTPConnection(host, target.port, timeout=call.timeout)
+            connection = http.client.HTTPSConnection(host, target.port, context=tls)
         try:
             try:
-                connection.connect()
+                # With a socket of ours it does not connect by itself.
+                connection.sock = _connected(host, connection.port, deadline)
+                if tls is not None:
+                    connection.sock = tls.wrap_socket(connection.sock, server_hostname=host)
             except OSError as error:
                 raise TryLater(f"{about}: nothing was sent: {shown(error)}") from error
             with _ended_at(connection.sock, deadline) as ended:
@@ -194,6 +198,31 @@ def _target(url: str) -> SplitResult:
     return parts
 
 
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """Connect to the first of a host's addresses that answers; each gets its share of the time. Raises OSError."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_until(deadline) / left)
+            sock.connect(address)
+            sock.settimeout(_until(deadline))
+            # Head and body are sent one after the other; the second would wait for the first to be acknowledged.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            sock.close()
+            if left == 1:
+                raise
+        else:
+            return sock
+    raise OSError(f"{host} has no address")
+
+
+def _until(deadline: float) -> float:
+    """Return the seconds until a deadline, at least a moment: 0 has another meaning for a socket."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
 @contextmanager
 def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
     """End the connection at the deadline: a socket's own timeout starts over with every byte that comes."""
@@ -207,7 +236,7 @@ def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]
             # The connection has already ended.
             return
 
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
+    timer = threading.Timer(_until(deadline), end)
     timer.daemon = True
     timer.start()
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox._app.console import AsJson, failing_clearly, print_json
+from outbox.urls import display_url
 
 if TYPE_CHECKING:
     from outbox.sandbox.sandbox import Sandbox, SandboxState
@@ -93,7 +94,8 @@ def _show(state: SandboxState) -> None:
         typer.echo(f"There is no sandbox in {state.directory}. Start one: outbox sandbox up")
         return
     postgres = "running" if state.postgres_running else "stopped"
-    typer.echo(f"Postgres  {postgres:<12} {state.database_url}")
+    # Without the password: screens are shared.
+    typer.echo(f"Postgres  {postgres:<12} {display_url(state.database_url) if state.database_url else ''}")
     kafka = "running" if state.brokers_running == state.brokers else f"{state.brokers_running} of {state.brokers} run"
     typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.bootstrap_servers}")
     typer.echo(f"Home      {state.directory}")

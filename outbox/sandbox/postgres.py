@@ -2,7 +2,7 @@
 
 ``with PostgresServer() as server:`` and then ``url = server.create_database("shop")``.
 
-Every local user can connect without a password. For tests, demonstrations and development.
+Every local user can connect unless there is a password. For tests, demonstrations and development.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class PostgresServer:
                process, and ``start`` finds one that runs already.
     port       on 127.0.0.1; None: a free one, kept across restarts.
     settings   for postgresql.conf; they override ours: wal_level=logical, max_connections=200. fsync is on by default.
+    password   of the superuser, by SCRAM, for new data and in ``url``; None: every local user can connect.
 
     If we run as root, the server runs as the user ``postgres`` or ``nobody``.
     """
@@ -65,6 +66,7 @@ class PostgresServer:
         *,
         port: int | None = None,
         settings: Mapping[str, str] | None = None,
+        password: str | None = None,
     ) -> None:
         self._user = unprivileged_user()
         self._temporary = data_dir is None
@@ -74,6 +76,7 @@ class PostgresServer:
         self.data_dir = data_dir.absolute()
         self._wanted_port = port
         self._port: int | None = port
+        self._password = password
         self._settings = dict(settings or {})
         for name, value in self._settings.items():
             if not _SETTING_NAME.fullmatch(name) or "\n" in value:
@@ -104,7 +107,11 @@ class PostgresServer:
 
     def url(self, database: str = "postgres") -> str:
         """Return a database's URL for libpq."""
-        return f"postgresql://{USER}@127.0.0.1:{self.port}/{quote(database, safe='')}"
+        return self._url(self.port, database)
+
+    def _url(self, port: int, database: str) -> str:
+        password = "" if self._password is None else f":{quote(self._password, safe='')}"
+        return f"postgresql://{USER}{password}@127.0.0.1:{port}/{quote(database, safe='')}"
 
     def start(self) -> Self:
         """Start the server and wait until it accepts connections. Does nothing if it runs.
@@ -242,9 +249,18 @@ class PostgresServer:
             if major_version(folder / "postgres") >= 17
             else ()
         )
+        access: list[str | Path] = ["-A", "trust"]
+        if self._password is not None:
+            # Beside the data only until the database is renamed. As an argument, every user could read it.
+            file = target.with_name("password")
+            file.touch(0o600)
+            file.write_text(self._password)
+            if self._user is not None:
+                shutil.chown(file, self._user.uid, self._user.gid)
+            access = ["-A", "scram-sha-256", "--pwfile", file]
         arguments: list[str | Path] = [
             folder / "initdb",
-            *("-D", target, "-U", USER, "-A", "trust", "-E", "UTF8", "--no-instructions"),
+            *("-D", target, "-U", USER, *access, "-E", "UTF8", "--no-instructions"),
             *("--locale", "C", "--lc-ctype", "C", *builtin),
         ]
         if self._temporary or self._settings.get("fsync") == "off":
@@ -311,9 +327,8 @@ class PostgresServer:
             return False
         if lines[7].strip() != "ready":
             return False
-        address = f"postgresql://{USER}@127.0.0.1:{port}/postgres"
         try:
-            with psycopg.connect(address, connect_timeout=5) as connection:
+            with psycopg.connect(self._url(port, "postgres"), connect_timeout=5) as connection:
                 row = connection.execute("SELECT current_setting('data_directory')").fetchone()
         except psycopg.OperationalError:
             return False

@@ -1,16 +1,18 @@
 """A Postgres and a Kafka for interactive use: they keep running after the command that started them.
 
-fsync is on, so a restart of the machine loses no committed data; ``up`` starts them again.
+fsync is on, so a restart of the machine loses no committed data; ``up`` starts them again. Postgres asks for a
+password, which is kept in the sandbox's directory; Kafka lets every local user in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +31,7 @@ class SandboxState:
     """The sandbox's servers, with their addresses, which are empty before the first ``up``."""
 
     directory: Path
-    database_url: str
+    database_url: str = field(repr=False)
     postgres_running: bool
     postgres_log: Path
     bootstrap_servers: str
@@ -61,6 +63,9 @@ class Sandbox:
                   PortTaken when another process has one of the ports.
         """
         with self._alone():
+            if not self._password():
+                self._password_file.touch(0o600)
+                self._password_file.write_text(secrets.token_urlsafe(24))
             server, cluster = self._postgres(), self._kafka(brokers)
             try:
                 if not server.attach():
@@ -98,6 +103,7 @@ class Sandbox:
                 for directory in {self._postgres_dir(), self.directory / "postgres", self.directory / "kafka"}:
                     shutil.rmtree(directory, ignore_errors=True)
                 self._port_file.unlink(missing_ok=True)
+                self._password_file.unlink(missing_ok=True)
                 server, cluster = self._found()
             return self._state(server, cluster)
 
@@ -120,7 +126,7 @@ class Sandbox:
             port: int | None = int(self._port_file.read_text())
         except (FileNotFoundError, ValueError):
             port = None
-        return PostgresServer(self._postgres_dir(), port=port)
+        return PostgresServer(self._postgres_dir(), port=port, password=self._password())
 
     def _kafka(self, brokers: int | None) -> KafkaCluster:
         return KafkaCluster(self.directory / "kafka", brokers=brokers)
@@ -137,6 +143,14 @@ class Sandbox:
     @property
     def _port_file(self) -> Path:
         return self.directory / "postgres.port"
+
+    @property
+    def _password_file(self) -> Path:
+        return self.directory / "postgres.password"
+
+    def _password(self) -> str | None:
+        """Return Postgres's password; None before the first ``up``."""
+        return self._password_file.read_text() or None if self._password_file.exists() else None
 
     def _state(self, server: PostgresServer, cluster: KafkaCluster) -> SandboxState:
         return SandboxState(

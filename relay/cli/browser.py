@@ -12,8 +12,8 @@ from pathlib import Path
 def open_in_browser(link: str) -> bool:
     """Open a link in a browser with windows, if there is one. Returns whether there is.
 
-    The link has a token in it, and every user of a machine can read the arguments of a process: the browser is given a
-    file that leads on, which only this user can read.
+    The link has a token in it, and every user of a machine can read the arguments of a process, and be faster than the
+    browser: the browser is given a file that leads on, which only this user can read.
     """
     import webbrowser
 

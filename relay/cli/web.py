@@ -43,7 +43,7 @@ def web(
         if open_browser:
             from relay.cli.browser import open_in_browser
 
-            if not open_in_browser(server.link):
+            if not open_in_browser(server.link_to_open()):
                 typer.echo("no graphical browser was found: open the link by hand", err=True)
 
     server.run(announce)

@@ -6,9 +6,14 @@ the page through an operator's browser (DNS rebinding). Then it has to come from
 | set-up                                   | who somebody is                                                        |
 |------------------------------------------|------------------------------------------------------------------------|
 | a loopback address (default)             | who has the link that is printed at the start: its token becomes a     |
-|                                          | cookie, as other users of the machine can reach the port too           |
+|                                          | cookie for a path that is drawn at random, see below                   |
 | a proxy that shares a secret with us     | whom the proxy names in a header, next to the secret in another        |
 | a host application mounts the page       | whoever the host says                                                  |
+
+Other users of the machine can reach a loopback port, and can serve sites at other ports. A cookie is sent to all ports
+of its host, and SameSite and HttpOnly do not keep ports apart either: any of those sites would get a cookie of the
+host. So the page lies below a path that they do not know, and the cookie is sent only with requests below it. The path
+alone gives no access, and no other site gets it in a Referer.
 
 An action is a POST by an admin, with our form's token and from our own origin: a form on another site can't send it.
 """
@@ -18,6 +23,7 @@ from __future__ import annotations
 import hmac
 import inspect
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +31,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outbox.errors import ConfigurationError
@@ -40,6 +46,8 @@ _ENTER: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>outbox</title><link rel="icon" href="{0}static/icon.svg">
 <meta http-equiv="refresh" content="0;url={0}"></head><body><p><a href="{0}">The operations page</a></p></body></html>
 """
+_ONCE_SECONDS: Final = 60
+"""A browser may have to be started first."""
 _MAX_BODY: Final = 256 << 10
 _MAX_FIELDS: Final = 5_000
 
@@ -101,7 +109,7 @@ def from_proxy(secret: str, user_header: str) -> Authenticate:
 class Access:
     """How the page knows its users: a token or ``authenticate``.
 
-    token          a secret: whoever opens ``/?token=…`` is an admin.
+    token          a secret: whoever opens ``/?token=…`` is an admin. So is the first with a ``one_time_token``.
     authenticate   a function of the host application, or ``from_proxy``.
     read_only      nobody is an admin.
     secret         signs the forms; a host application with several processes gives all of them the same.
@@ -111,6 +119,7 @@ class Access:
     authenticate: Authenticate | None = None
     read_only: bool = False
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    _once: tuple[str, float] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if bool(self.token) == bool(self.authenticate):
@@ -119,6 +128,22 @@ class Access:
     def limited(self, user: User) -> User:
         """Return the user with the rights that the page gives."""
         return User(user.name, Role.READ_ONLY) if self.read_only else user
+
+    def one_time_token(self) -> str:
+        """Return a token that is taken once, within seconds: for a link that a browser keeps in its history."""
+        token = secrets.token_urlsafe(24)
+        self._once = token, time.monotonic() + _ONCE_SECONDS
+        return token
+
+    def takes(self, shown: str) -> bool:
+        """Return whether a token is valid. One that was for one time is not any more."""
+        if self.token is None:
+            return False
+        once = self._once
+        if once is not None and hmac.compare_digest(shown.encode(), once[0].encode()):
+            self._once = None
+            return time.monotonic() < once[1]
+        return hmac.compare_digest(shown.encode(), self.token.encode())
 
     def by_cookie(self, cookie: str | None) -> User | None:
         """Return the user of a cookie that the token was exchanged for, or None."""
@@ -180,7 +205,11 @@ class Guard:
         request = Request(scope, receive)
         refusal, body = self._refusal(request), None
         if refusal is None:
-            refusal, body = await self._known(request)
+            try:
+                refusal, body = await self._known(request)
+            except ClientDisconnect:
+                # Before its form was complete. No answer would arrive.
+                return
         receive = receive if body is None else _again(body)
         if refusal is not None:
             await refusal(scope, receive, guarded)
@@ -230,18 +259,18 @@ class Guard:
             found = access.authenticate(request)
             user = await found if inspect.isawaitable(found) else found
             return None if user is None else access.limited(user)
-        return access.by_cookie(request.cookies.get(_cookie_name(request)))
+        return access.by_cookie(request.cookies.get(_COOKIE))
 
     def _exchange(self, request: Request, shown: str) -> Response:
-        assert self._access.token is not None
-        if not hmac.compare_digest(shown.encode(), self._access.token.encode()):
+        if not self._access.takes(shown):
             return self._ask()
         # A page that leads on, and no redirect: with one, a browser that follows a link from another site (a chat, a
         # terminal in a browser) would not send the cookie along.
         answer = HTMLResponse(_ENTER.format(f"{request.scope.get('root_path', '')}/"))
         answer.set_cookie(
-            _cookie_name(request),
+            _COOKIE,
             self._access.cookie,
+            path=f"{request.scope.get('root_path', '')}/",
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",
@@ -250,7 +279,7 @@ class Guard:
 
     def _ask(self) -> Response:
         if self._access.token is not None:
-            return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
+            return ask_for_link()
         return PlainTextResponse("you may not see this page: sign in where it is linked from\n", 403)
 
     def _refused_action(self, request: Request, user: User, body: bytes) -> Response | None:
@@ -270,6 +299,11 @@ class Guard:
         return None
 
 
+def ask_for_link() -> Response:
+    """Return the answer to a request without the token or its cookie."""
+    return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
+
+
 def _add_headers(message: Message, *, secure: bool) -> None:
     headers = MutableHeaders(scope=message)
     for name, value in _HEADERS.items():
@@ -284,11 +318,6 @@ def fields_of(body: bytes) -> list[tuple[str, str]]:
         return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
         return []
-
-
-def _cookie_name(request: Request) -> str:
-    """Return the cookie's name: one for each port, which cookies themselves do not tell apart."""
-    return f"{_COOKIE}_{request.url.port or request.url.scheme}"
 
 
 def _has_nul(fields: Sequence[tuple[str, str]]) -> bool:

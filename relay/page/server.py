@@ -9,10 +9,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
 
 from outbox.errors import ConfigurationError
 from relay.page.app import create_page
-from relay.page.security import Access, from_proxy
+from relay.page.connections import LimitedProtocol
+from relay.page.security import Access, ask_for_link, from_proxy
 
 if TYPE_CHECKING:
     from relay.config import Settings
@@ -39,7 +44,14 @@ class PageServer:
         self.port: int = self._socket.getsockname()[1]
         try:
             origins = _origins(settings, self.port)
-            app = create_page(self.access, settings, sink_url=sink_url, origins=origins)
+            page = create_page(self.access, settings, sink_url=sink_url, origins=origins)
+            # Keeps the cookie from other ports: see relay.page.security.
+            path = "" if token is None else f"/{secrets.token_urlsafe(16)}"
+            app = Starlette(
+                routes=[Mount(path, page)],
+                exception_handlers={404: _elsewhere},
+                lifespan=page.router.lifespan_context,
+            )
             config = uvicorn.Config(
                 app,
                 log_config=None,
@@ -48,6 +60,9 @@ class PageServer:
                 server_header=False,
                 # Only we say where a request comes from; a header of the client's would be believed otherwise.
                 proxy_headers=False,
+                http=LimitedProtocol,
+                # A connection that becomes a WebSocket's would leave the limits.
+                ws="none",
                 timeout_graceful_shutdown=_GRACE_SECONDS,
                 lifespan="on",
             )
@@ -55,9 +70,13 @@ class PageServer:
         except BaseException:
             self._socket.close()
             raise
-        self._server = _Server(config, app.state.page.sampler)
-        base = web.origin or origins[0]
-        self.link = f"{base}/" if token is None else f"{base}/?token={token}"
+        self._server = _Server(config, page.state.page.sampler)
+        self._base = f"{web.origin or origins[0]}{path}/"
+        self.link = self._base if token is None else f"{self._base}?token={token}"
+
+    def link_to_open(self) -> str:
+        """Return a link for a browser, which keeps it in its history: its token is taken once, and soon."""
+        return self._base if self.access.token is None else f"{self._base}?token={self.access.one_time_token()}"
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Answer until SIGTERM, Ctrl-C or ``stop``. ``ready`` is called once requests are answered."""
@@ -89,6 +108,10 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         self._sampler.end()
         self.should_exit = True
+
+
+async def _elsewhere(_: Request, __: Exception) -> Response:
+    return ask_for_link()
 
 
 def _origins(settings: Settings, port: int) -> list[str]:

@@ -44,10 +44,10 @@ class Seen:
         self.tab.on("pageerror", lambda error: self.said.append(str(error)))
         self.tab.goto(page.link)
         # The token does not stay in the address.
-        self.tab.wait_for_url(f"http://{page.address}/")
+        self.tab.wait_for_url(f"http://{page.address}{page.base}/")
 
     def open(self, path: str, status: int = 200) -> Any:
-        answer = self.tab.goto(f"http://{self.page.address}{path}")
+        answer = self.tab.goto(f"http://{self.page.address}{self.page.base}{path}")
         assert answer.status == status, path
         self.check()
         return self.tab
@@ -177,7 +177,7 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     seen.picture("dead-letters")
     seen.open(f"/dead-letters/relay/{photos[0]}")
     assert "0 later events of its key" in seen.text(".pairs")
-    tab.goto(f"http://{page.address}/dead-letters")
+    tab.goto(f"http://{page.address}{page.base}/dead-letters")
     tab.get_by_role("link", name="field order_id: is not a text").click()
     tab.get_by_role("link", name="1", exact=True).click()
     assert "order-totals" in seen.text(".pairs")
@@ -241,7 +241,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     tab.get_by_text("1 events will be retried").wait_for()
     wait_until(lambda: failed(shop.url) == LARGE, what="the photo to fail again")
     # All of a group are discarded: first what that would do, with the reason, and nothing is changed.
-    tab.goto(f"http://{page.address}/dead-letters")
+    tab.goto(f"http://{page.address}{page.base}/dead-letters")
     tab.get_by_role("link", name="the broker takes no message of this size").focus()
     keys.press("Enter")
     tab.get_by_label("Reason").focus()

@@ -45,6 +45,7 @@ class PageRun:
         self.server = PageServer(settings, sink_url)
         self.link = self.server.link
         self.port = self.server.port
+        self.base = urlsplit(self.link).path.removesuffix("/")
         self.address = f"127.0.0.1:{self.port}"
         ready = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(ready.set,))
@@ -60,7 +61,12 @@ class PageRun:
         method: str | None = None,
         body: bytes | None = None,
     ) -> Answer:
-        """Send one request, with the cookie once there is one. ``fields``: a form, from our own origin."""
+        """Send one request, with the cookie once there is one. ``fields``: a form, from our own origin.
+
+        ``path`` is one below the page's, or what the page leads to.
+        """
+        if not path.startswith(f"{self.base}/"):
+            path = f"{self.base}{path}"
         sent = {"Host": self.address}
         if self.cookie is not None:
             sent["Cookie"] = self.cookie
@@ -85,7 +91,7 @@ class PageRun:
     def sign_in(self) -> Self:
         """Exchange the link's token for the cookie."""
         found = self.ask("/?" + urlsplit(self.link).query)
-        assert 'content="0;url=/"' in found.text, found
+        assert f'content="0;url={self.base}/"' in found.text, found
         self.cookie = found.headers["set-cookie"].partition(";")[0]
         return self
 

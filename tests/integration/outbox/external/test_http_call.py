@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import socket
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -148,3 +150,52 @@ def test_retry_after_as_a_date_is_measured_by_the_servers_clock():
     assert _retry_after(headers(Retry_After="-5")) is None
     assert _retry_after(headers(Retry_After="Wed, 99 Foo")) is None
     assert _retry_after(headers()) is None
+
+
+@pytest.fixture
+def silent() -> Iterator[Callable[[str], int]]:
+    """Return a function that makes an address not answer a SYN, as behind a firewall, and returns its port."""
+    with contextlib.ExitStack() as sockets:
+
+        def start(host: str) -> int:
+            listening = sockets.enter_context(socket.socket())
+            listening.bind((host, 0))
+            listening.listen(0)
+            port: int = listening.getsockname()[1]
+            # The queue takes one more than its length; the kernel drops what comes then.
+            for _ in range(3):
+                waiting = sockets.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex((host, port))
+            return port
+
+        yield start
+
+
+def lead_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    """Make a name have these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda host, *rest, **more: found if host == "p.example" else resolve(host, *rest, **more),
+    )
+
+
+def test_connecting_counts_too(silent, monkeypatch):
+    """To several addresses, of which the last answers no TLS."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        lead_to(monkeypatch, *(("127.0.0.1", silent("127.0.0.1")) for _ in range(4)), mute.getsockname())
+        for url in ("https://p.example/", "https://p.example:444/"):
+            began = time.monotonic()
+            with pytest.raises(TryLater, match="nothing was sent"):
+                HttpCall(url)(call("o", timeout=1.0))
+            assert 0.9 <= time.monotonic() - began < 3.0
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(provider, silent, monkeypatch):
+    lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", int(provider.url.rpartition(":")[2])))
+    assert HttpCall("http://p.example/charges")(call("o", timeout=6.0)) == {"charge": 1}

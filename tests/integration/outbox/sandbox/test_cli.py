@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from outbox.sandbox._process import alive, psutil_process, send, wait_for
 from outbox.sandbox.sandbox import Sandbox
 from outbox.testing.fixtures import Topics
+from outbox.urls import display_url
 from relay.cli.app import app
 
 COMMAND = [sys.executable, "-m", "relay.cli", "sandbox"]
@@ -76,11 +77,31 @@ def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) ->
     assert topics.consume(topics.create_topic("kept", partitions=3)) == []
     shown = run("status").stdout
     assert f"Home      {directory}\n" in shown
-    assert first["database_url"] in shown
+    assert display_url(first["database_url"]) in shown
     assert first["bootstrap_servers"] in shown
     for log in first["logs"]:
         assert log in shown
         assert Path(log).stat().st_size > 0
+
+
+def test_other_users_of_the_machine_do_not_get_in(directory: Path) -> None:
+    url = urlsplit(facts(run("status", "--json"))["database_url"])
+    assert url.password
+    for userinfo in ("postgres", "postgres:wrong"):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(url._replace(netloc=f"{userinfo}@{url.hostname}:{url.port}").geturl())
+    with psycopg.connect(url.geturl()) as connection:
+        (stored,) = connection.execute("SELECT rolpassword FROM pg_authid WHERE rolname = 'postgres'").fetchone() or ()
+        assert stored.startswith("SCRAM-SHA-256$")
+        rules = connection.execute("SELECT DISTINCT auth_method FROM pg_hba_file_rules").fetchall()
+        assert rules == [("scram-sha-256",)]
+    file = directory / "postgres.password"
+    assert (file.read_text(), file.stat().st_mode & 0o777) == (url.password, 0o600)
+    # It is for programs and shells, not for screens and lists of processes.
+    assert url.password not in run("status").stdout + run("up").stdout
+    assert not any(url.password in " ".join(process.cmdline()) for process in sandbox_processes())
+    log = Sandbox().status().postgres_log.read_text()
+    assert url.password not in log
 
 
 def test_export_lines_work_in_a_shell() -> None:

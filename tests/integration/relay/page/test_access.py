@@ -26,18 +26,26 @@ __all__ = ["environment", "serve"]
 
 def test_only_who_has_the_link_sees_the_page(serve, environment):
     page = serve()
+    assert len(page.base) > 20
     for path in ("/", "/events", "/live", "/static/page.js", "/nothing"):
         found = page.ask(path)
         assert (found.status, "open the link" in found.text) == (403, True), path
     assert page.ask("/?token=wrong").status == 403
-    assert page.ask("/", headers={"Cookie": f"outbox_page_{page.port}=" + "0" * 64}).status == 403
-    assert page.ask("/", headers={"Cookie": f"outbox_page_{page.port}=ü"}).status == 403
+    assert page.ask("/", headers={"Cookie": "outbox_page=" + "0" * 64}).status == 403
+    assert page.ask("/", headers={"Cookie": "outbox_page=ü"}).status == 403
     page.sign_in()
     found = page.ask("/")
     assert found.status == 200
+    # The cookie is for the page's path, and below no other one the token is exchanged for it.
+    base, page.base = page.base, ""
+    for path in ("/", "/events", "/?" + page.link.partition("?")[2]):
+        found_elsewhere = page.ask(path)
+        assert (found_elsewhere.status, "open the link" in found_elsewhere.text) == (403, True), path
+        assert "set-cookie" not in found_elsewhere.headers
+    page.base = base
     cookie = page.ask("/?" + page.link.partition("?")[2]).headers
-    assert cookie["set-cookie"].startswith(f"outbox_page_{page.port}=")
-    assert all(part in cookie["set-cookie"] for part in ("HttpOnly", "SameSite=strict"))
+    assert cookie["set-cookie"].startswith("outbox_page=")
+    assert all(part in cookie["set-cookie"] for part in ("HttpOnly", "SameSite=strict", f"Path={base}/;"))
     headers = found.headers
     policy = headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -54,7 +62,7 @@ def test_only_who_has_the_link_sees_the_page(serve, environment):
     assert page.ask("/", headers={"Cookie": ""}).headers["x-frame-options"] == "DENY"
     # What is behind a double slash is no other site.
     token = page.link.partition("?")[2]
-    assert 'content="0;url=/"' in page.ask(f"//evil.example/?{token}").text
+    assert f'content="0;url={page.base}/"' in page.ask(f"//evil.example/?{token}").text
 
 
 def test_only_the_hosts_that_it_is_known_by_are_answered(serve):
@@ -126,7 +134,7 @@ def test_behind_a_proxy_only_its_requests_are_answered(serve, environment):
         {"X-Outbox-Proxy-Secret": "s3cret"},
         {"X-Outbox-Proxy-Secret": "s3cret-of-the-prüxy"},
         {"X-Forwarded-User": ""},
-        {"X-Outbox-Proxy-Secret": "", "Cookie": f"outbox_page_{page.port}=" + "0" * 64},
+        {"X-Outbox-Proxy-Secret": "", "Cookie": "outbox_page=" + "0" * 64},
     ):
         assert page.ask("/", headers=ann | wrong).status == 403, wrong
     # There is no token.
@@ -234,7 +242,7 @@ def test_mounted_in_an_application_that_knows_its_users(environment, serve):
     mounted = create_page(Access(authenticate=authenticate), load(database_url=environment))
     with Host(Starlette(routes=[Mount("/ops", mounted)]), mounted) as host:
         page = serve()
-        page.address, page.port = f"127.0.0.1:{host.port}", host.port
+        page.address, page.port, page.base = f"127.0.0.1:{host.port}", host.port, ""
         assert page.ask("/ops/").status == 403
         found = page.ask("/ops/", headers={"X-User": "eve"})
         assert (found.status, "eve · read-only" in found.text) == (200, True)
@@ -257,6 +265,6 @@ def test_the_application_of_the_docs(environment, serve):
     exec(compile(block.text, block.page, "exec"), names)
     with Host(names["app"], names["page"]) as host:
         page = serve()
-        page.address, page.port = f"127.0.0.1:{host.port}", host.port
+        page.address, page.port, page.base = f"127.0.0.1:{host.port}", host.port, ""
         assert page.ask("/outbox/").status == 403
         assert "ann · read-only" in page.ask("/outbox/", headers={"X-Forwarded-User": "ann"}).text

@@ -166,3 +166,41 @@ def test_a_provider_that_is_refused_leaves_the_former_one():
     with pytest.raises(ConfigurationError, match="nowhere"):
         credentials.use("nowhere:function")
     assert credentials.chosen() == former
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "problem"),
+    [
+        (0o646, None, "others may change it"),
+        (0o664, None, "others may change it"),
+        (0o644, 12_345, "it belongs to another user"),
+        (0o600, None, None),
+        (0o644, 0, None),
+    ],
+)
+def test_a_file_of_the_working_directory_is_read_only_when_it_can_be_trusted(
+    monkeypatch, tmp_path, mode, owner, problem
+):
+    """Its ``credentials`` names a module: who writes it runs code."""
+    (tmp_path / "planted.py").write_text("raise SystemExit('planted code was run')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "outbox.toml"
+    file.write_text('schema = "planted"\n' if problem is None else 'credentials = "planted:run"\n')
+    file.chmod(mode)
+    if owner is not None:
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(file, owner, -1)
+    if problem is None:
+        assert load().db_schema == "planted"
+        return
+    with pytest.raises(ConfigurationError, match=problem) as caught:
+        load()
+    assert str(caught.value) == (
+        f"outbox.toml in the working directory is not read, as {problem}, and settings run code: chown it to yourself "
+        "and chmod go-w, or name it in OUTBOX_CONFIG if you trust it"
+    )
+    # A file that is named is trusted.
+    file.write_text('schema = "named"\n')
+    monkeypatch.setenv("OUTBOX_CONFIG", "outbox.toml")
+    assert load().db_schema == "named"

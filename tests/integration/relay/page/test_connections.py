@@ -1,0 +1,92 @@
+"""What slow and many clients get from the operations page, without knowing its token."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from page_access import environment, serve
+from support import wait_until
+
+__all__ = ["environment", "serve"]
+
+HEAD = b"POST /relays/change HTTP/1.1\r\nHost: localhost\r\n"
+FIRST = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def send() -> Iterator[Any]:
+    with ExitStack() as connections:
+
+        def start(page: Any, sent: bytes) -> socket.socket:
+            connection = connections.enter_context(socket.create_connection(("127.0.0.1", page.port), 20))
+            connection.sendall(sent)
+            return connection
+
+        yield start
+
+
+def ended(connection: socket.socket) -> bool:
+    """Wait until the other side ends a connection."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch, caplog):
+    monkeypatch.setattr("relay.page.connections._PATIENCE", 0.5)
+    page = serve().sign_in()
+    form = f"POST {page.base}/relays/change HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n".encode()
+    halves = [
+        send(page, b""),
+        send(page, HEAD),
+        # The body is missing; the next request is; and a user's body is waited for by the page.
+        send(page, HEAD + b"Content-Length: 10\r\n\r\nx"),
+        send(page, FIRST + HEAD),
+        send(page, form + b"Content-Length: 10\r\n\r\nx"),
+    ]
+    dripping = send(page, HEAD + b"X: ")
+    until = time.monotonic() + 20
+    while not select.select([dripping], [], [], 0.05)[0]:
+        assert time.monotonic() < until
+        dripping.sendall(b"x")
+    assert all(ended(connection) for connection in [dripping, *halves])
+    assert page.ask("/").status == 200
+    # It is no mistake of ours.
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
+    """Charts wait for new figures as long as the page is open."""
+    monkeypatch.setattr("relay.page.connections._PATIENCE", 0.2)
+    page = serve().sign_in()
+    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n"
+    with send(page, asked.encode()) as live, live.makefile() as lines:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            assert lines.readline() != ""
+
+
+def test_no_more_connections_than_some(serve, send, monkeypatch):
+    monkeypatch.setattr("relay.page.connections._MOST_CONNECTIONS", 8)
+    page = serve().sign_in()
+    held = [send(page, HEAD) for _ in range(8)]
+
+    def answers() -> bool:
+        try:
+            return page.ask("/").status == 200
+        except ConnectionError:
+            return False
+
+    # Connections are accepted in order. These are closed at once, long before the patience with the others ends.
+    assert not any(answers() for _ in range(20))
+    held.pop().close()
+    wait_until(answers, what="the place of a connection that ended")
