@@ -82,7 +82,7 @@ class TopicAges:
         # By lane, an id up to which there were only events of paused topics: the next look begins there.
         self._above: dict[int, int] = {}
         self._began = 0.0
-        self._reached_all = True
+        self._met_all = True
 
     def look(self, connection: psycopg.Connection[Any], state: OutboxState) -> Mapping[str, float] | None:
         """Return the age of the first event of each topic in seconds; None if that takes too long.
@@ -102,14 +102,14 @@ class TopicAges:
             walks = self._step(rows, walks, ages)
             if time.monotonic() > deadline:
                 break
-        self._reached_all = not walks
+        self._met_all = all(walk.events for walk in walks.values())
         oldest = sorted(ages.items(), key=lambda one: one[1], reverse=True)
         return dict(oldest[:MOST_TOPICS])
 
     def _begin(self, paused: frozenset[str]) -> None:
-        """Begin the walk anew, if it is time to and the last one was not cut short."""
+        """Begin the walk anew, if it is time to and the last one met an event, or the end, of each lane."""
         now = time.monotonic()
-        if paused != self._paused or (self._reached_all and now - self._began >= _ANEW_SECONDS):
+        if paused != self._paused or (self._met_all and now - self._began >= _ANEW_SECONDS):
             self._paused, self._began = paused, now
             self._above.clear()
 

@@ -128,6 +128,23 @@ def test_a_walk_that_has_not_ended_does_not_begin_anew(waiting, monkeypatch):
     assert [waiting.look() for _ in range(3)] == [{}, {}, {"bills": 5}]
 
 
+def test_an_event_in_front_of_many_paused_ones_does_not_keep_a_walk_from_beginning_anew(waiting, monkeypatch):
+    waiting.add("Order", 500, 10)
+    key = waiting.key_beside("Bill", waiting.lane("Order"))
+    waiting.add("Bill", 55, key=key)
+    waiting.add("Order", 500, COUNTED + 500)
+    waiting.pause("topic", "orders")
+    monkeypatch.setattr(topics, "_WALK_SECONDS", 0.0)
+    assert waiting.look() == {"bills": 5}
+    waiting.connection.execute(
+        "INSERT INTO outbox.events (id, aggregate_type, aggregate_id, event_type, created_at) OVERRIDING SYSTEM VALUE"
+        " VALUES (-1, 'Bill', %s, 'T', now() - interval '95 seconds')",
+        (key,),
+    )
+    monkeypatch.setattr(topics, "_ANEW_SECONDS", 0.0)
+    assert waiting.look() == {"bills": 9}
+
+
 def test_a_look_that_takes_too_long_shows_nothing(waiting, monkeypatch):
     waiting.add("Order", 125)
     state = look_at_tables(waiting.connection, "outbox")
