@@ -207,7 +207,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-# --- Kafka is away ---------------------------------------------------------------------------------------------------
+# --- servers are away, or killed -------------------------------------------------------------------------------------
 
 
 def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, mortal_kafka, outbox_relay, wal):
@@ -252,3 +252,39 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, m
         used_up(url, settings)
     assert check(url, topics.consume(topic)) == 0
     assert relay.running
+
+
+def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
+    """Postgres with asynchronous writers, the broker, and the walsender alone."""
+    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
+    url = private_postgres.database(server).url
+    cluster, topics = mortal_kafka
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 3)
+    settings = wal | {
+        "delivery": "exactly-once",
+        "relay__lease_seconds": 3,
+        "relay__max_backoff_seconds": 0.5,
+        "kafka__reconnect_backoff_max_ms": 500,
+    }
+    to_wal(url, settings)
+    with Load(url, kind) as load:
+        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        for strike in ("walsender", "broker", "postgres"):
+            load.more(80)
+            if strike == "walsender":
+                with psycopg.connect(url, autocommit=True) as connection:
+                    connection.execute(
+                        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL"
+                    )
+            elif strike == "broker":
+                cluster.kill()
+                cluster.start()
+            else:
+                server.kill()
+                server.start()
+        load.more(80)
+        load.drain(90)
+        assert relay.running
+    assert check(url, topics.consume(topic, timeout=60)) == 0

@@ -1,5 +1,5 @@
-"""Several relays and the WAL: standbys, switches between the sources under load, servers that are killed, large and
-long transactions, an outbox at rest. Judged by a read_committed reader and the business rows.
+"""Several relays and the WAL: standbys, switches between the sources under load, large and long transactions, an outbox
+at rest. Judged by a read_committed reader and the business rows.
 """
 
 from __future__ import annotations
@@ -95,42 +95,6 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
         load.drain()
         assert psutil.pid_exists(sleeper.pid)
     assert check(url, outbox_kafka.consume(topic)) == 0
-
-
-def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
-    """Postgres with asynchronous writers, the broker, and the walsender alone."""
-    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
-    url = private_postgres.database(server).url
-    cluster, topics = mortal_kafka
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    settings = wal | {
-        "delivery": "exactly-once",
-        "relay__lease_seconds": 3,
-        "relay__max_backoff_seconds": 0.5,
-        "kafka__reconnect_backoff_max_ms": 500,
-    }
-    to_wal(url, settings)
-    with Load(url, kind) as load:
-        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        for strike in ("walsender", "broker", "postgres"):
-            load.more(80)
-            if strike == "walsender":
-                with psycopg.connect(url, autocommit=True) as connection:
-                    connection.execute(
-                        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL"
-                    )
-            elif strike == "broker":
-                cluster.kill()
-                cluster.start()
-            else:
-                server.kill()
-                server.start()
-        load.more(80)
-        load.drain(90)
-        assert relay.running
-    assert check(url, topics.consume(topic, timeout=60)) == 0
 
 
 def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, outbox_relay, wal):

@@ -8,7 +8,8 @@ from contextlib import closing
 from typing import Any, Self
 
 import psycopg
-from confluent_kafka import Message
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message
+from confluent_kafka.cimpl import TopicPartition
 from support import Load, wait_until
 
 from outbox import Event, Outbox
@@ -53,17 +54,42 @@ class TwoKinds(Load):
 
 
 class Published:
-    """What readers see of a load's two topics."""
+    """What readers see of a load's two topics. Tests ask again and again: each time it reads on from where it was."""
 
     def __init__(self, kafka: Any, load: TwoKinds, topics: Sequence[str], lanes: int = 4) -> None:
         self._kafka = kafka
         self._load = load
         self._lanes = lanes
         self.topics = topics
+        self._found: list[Message] = []
+        settings = {"bootstrap.servers": kafka.bootstrap_servers, "group.id": kafka.name("published")}
+        more = {"isolation.level": "read_committed", "enable.auto.commit": False, "enable.partition.eof": True}
+        self._reader = Consumer({**settings, **more, "fetch.wait.max.ms": 20, "log_level": 0})
+        known = [self._reader.list_topics(topic, 30).topics[topic] for topic in topics]
+        self._at = {(topic.topic, number): 0 for topic in known for number in topic.partitions}
+        self._reader.assign([TopicPartition(topic, number, 0) for topic, number in self._at])
 
     def messages(self) -> list[Message]:
         """Return all messages."""
-        return self._kafka.consume(self.topics)
+        self._kafka.await_transactions(self.topics)
+        for topic, number in self._at:
+            _, end = self._reader.get_watermark_offsets(TopicPartition(topic, number), 30)
+            wait_until(lambda at=(topic, number), end=end: self._read_to(at, end), what=f"{topic}-{number} to be read")
+        return list(self._found)
+
+    def _read_to(self, partition: tuple[str, int], end: int) -> bool:
+        """Read what there is for a moment, of whichever partition. Return whether all up to ``end`` has been read."""
+        while self._at[partition] < end and (message := self._reader.poll(0.1)) is not None:
+            error = message.error()
+            if error is None:
+                self._found.append(message)
+                self._at[message.topic(), message.partition()] = message.offset() + 1
+            elif error.code() == KafkaError._PARTITION_EOF:
+                # Behind the markers of transactions.
+                self._at[message.topic(), message.partition()] = message.offset()
+            else:
+                raise KafkaException(error)
+        return self._at[partition] >= end
 
     def of(self, scope: Scope) -> int:
         """Return how many messages belong to a scope."""
