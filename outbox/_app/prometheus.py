@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _MOST_CONNECTIONS: Final = 16
-"""At the same time, with a thread each; further ones are closed. The process needs its descriptors for its work."""
+"""At the same time, with a thread each: the process needs its descriptors for its work. A further one takes the place
+of the one that has waited longest with its request, so that a probe gets through; without such, it is closed."""
 _PATIENCE: Final = 10.0
 """Seconds for a whole request to arrive, and again for the client to take the answer."""
+_PLACE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +91,44 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._silent: dict[socket.socket, None] = {}
+        """The connections whose request has not arrived, the oldest first."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, or close the connection when there are too many."""
-        if not self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False) and not (
+            self._end_a_silent_one() and self._free.acquire(timeout=_PLACE_SECONDS)
+        ):
             self.shutdown_request(request)
             return
+        self._silent[request] = None
         try:
             super().process_request(request, client_address)
         except BaseException:
             # No thread was started.
+            self.note_request(request)
             self._free.release()
             raise
+
+    def _end_a_silent_one(self) -> bool:
+        with contextlib.suppress(StopIteration, RuntimeError, OSError):
+            oldest = next(iter(self._silent))
+            self.note_request(oldest)
+            # Its thread reads the end, and frees the place.
+            oldest.shutdown(socket.SHUT_RDWR)
+            return True
+        return False
+
+    def note_request(self, connection: socket.socket) -> None:
+        """Record that a connection's request has arrived, or that it has ended."""
+        self._silent.pop(connection, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and close the connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.note_request(request)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -142,6 +165,7 @@ class _Handler(WSGIRequestHandler):
     def get_environ(self) -> WSGIEnvironment:
         """Return the environment of a request that is complete. From now on the time-out is that of writing."""
         self.connection.settimeout(_PATIENCE)
+        cast("_Server", self.server).note_request(self.connection)
         return super().get_environ()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  named so in the base class

@@ -7,8 +7,10 @@ file: a misspelt setting must not be ignored. What the relay derives from its se
 
 from __future__ import annotations
 
+import grp
 import ipaddress
 import os
+import pwd
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -398,12 +400,21 @@ def _content(file: Path | None) -> dict[str, Any]:
     raise ConfigurationError(problem)
 
 
+def _own_group(number: int) -> bool:
+    """Return whether this is the group that a user has alone: it bears the user's name. Editors then let it write."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
 def _require_trusted(status: os.stat_result) -> None:
     """Raise ConfigurationError for a file that another user wrote: commands run in shared directories, too."""
     # Root can do everything anyway, and owns the files of an image.
     if status.st_uid not in {os.geteuid(), 0}:
         problem = "it belongs to another user"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    elif status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _own_group(status.st_gid)):
         problem = "others may change it"
     else:
         return

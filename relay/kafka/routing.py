@@ -87,12 +87,16 @@ class Router:
 
     def topic(self, claim: Claim) -> str:
         """Return the topic of an event. Raises NoRoute."""
-        route = self.route(claim.aggregate_type)
-        if claim.headers is not None and DEAD_LETTER in claim.headers:
-            if route.dead_letter_topic is None:
-                raise NoRoute(f"aggregate type {claim.aggregate_type!r} has no dead-letter topic any more")
-            return route.dead_letter_topic
-        return route.topic
+        return self.topic_of(claim.aggregate_type, copy=claim.headers is not None and DEAD_LETTER in claim.headers)
+
+    def topic_of(self, aggregate_type: str, *, copy: bool) -> str:
+        """Return the topic of events, or of copies for the dead-letter topic. Raises NoRoute."""
+        route = self.route(aggregate_type)
+        if not copy:
+            return route.topic
+        if route.dead_letter_topic is None:
+            raise NoRoute(f"aggregate type {aggregate_type!r} has no dead-letter topic any more")
+        return route.dead_letter_topic
 
     def on_failure(self, claim: Claim) -> OnFailure:
         """Return what happens to the key of a failed event. Copies for a dead-letter topic never block a key."""

@@ -155,7 +155,6 @@ class TopicAges:
 
     def _topic(self, aggregate_type: str, *, copy: bool) -> str:
         try:
-            route = self._router.route(aggregate_type)
+            return self._router.topic_of(aggregate_type, copy=copy)
         except NoRoute:
             return ""
-        return (route.dead_letter_topic or "") if copy else route.topic

@@ -14,6 +14,7 @@ from confluent_kafka import IsolationLevel, KafkaException
 
 from outbox._app.settings import client_options
 from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
+from outbox.event import DEAD_LETTER
 from relay.config import Settings
 from relay.core.ports import BrokerUnavailable
 from relay.insights import read_rows
@@ -27,9 +28,9 @@ _SECONDS: Final = 5.0
 _MOST_LOOKED_AT: Final = 100
 """Events of a lane that are looked at: those of a missing topic are passed by the others, and come first."""
 
-_FIRST_TYPES: Final = """
-SELECT DISTINCT e.aggregate_type FROM {lanes} AS l
- CROSS JOIN LATERAL (SELECT aggregate_type FROM {events} AS e
+_FIRST_KINDS: Final = """
+SELECT DISTINCT e.aggregate_type, coalesce(e.headers ? %(copy)s, false) AS copy FROM {lanes} AS l
+ CROSS JOIN LATERAL (SELECT aggregate_type, headers FROM {events} AS e
                       WHERE e.lane = l.lane ORDER BY e.id LIMIT %(most)s) AS e"""
 
 
@@ -124,10 +125,10 @@ class MissingTopics:
         Raises BrokerUnavailable when no broker answers, and what ``read_rows`` raises.
         """
         wanted: set[str] = set()
-        names, bound = names_of(self._schema), {"most": _MOST_LOOKED_AT}
-        for row in read_rows(connection, "looking at the first events", _FIRST_TYPES, names, bound):
+        names, bound = names_of(self._schema), {"most": _MOST_LOOKED_AT, "copy": DEAD_LETTER}
+        for row in read_rows(connection, "looking at the first events", _FIRST_KINDS, names, bound):
             with suppress(NoRoute):
-                wanted.add(self._router.route(row["aggregate_type"]).topic)
+                wanted.add(self._router.topic_of(row["aggregate_type"], copy=row["copy"]))
         try:
             return sorted(wanted - self._metadata.topics(_SECONDS).topics.keys())
         except KafkaException as error:

@@ -1,4 +1,4 @@
-"""A relay in this process over 64 lanes, with events that the broker refuses among many others; and what it costs.
+"""A relay in this process over 256 lanes, with events that the broker refuses among many others; and what it costs.
 
 What is counted are turns, transactions, producers and joins, and never the clock.
 """
@@ -27,7 +27,7 @@ from relay.core.ports import Batches, BatchRefused, Completed, Confirm, Failed, 
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher
 
-LANES: Final = 64
+LANES: Final = 256
 LIMIT: Final = 20_000
 """The most bytes of a message in the topic of ``strict`` events."""
 ATTEMPTS: Final = 3
@@ -96,7 +96,7 @@ class _Counted(confluent_kafka.Producer):
 
 
 class Outboxed:
-    """An outbox with 64 lanes, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
+    """An outbox with 256 lanes, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
 
     def __init__(self, url: str, kafka: Any) -> None:
         self.url = url

@@ -286,8 +286,10 @@ def test_the_page(installed, outbox_postgres, tmp_path):
     with installed.running("web", *command, errors=tmp_path / "errors", status=ended, **variables) as process:
         link = process.stdout.readline().split()[-1]
         with opener.open(link, timeout=60) as answer:
-            assert "<title>" in answer.read().decode()
-        with opener.open(urljoin(link, "/static/page.css"), timeout=60) as answer:
+            shown = answer.read().decode()
+            assert "<title>" in shown
+            style = urljoin(answer.url, re.search(r'rel="stylesheet" href="([^"]+)"', shown)[1])
+        with opener.open(style, timeout=60) as answer:
             assert answer.headers["Content-Type"].startswith("text/css")
 
 

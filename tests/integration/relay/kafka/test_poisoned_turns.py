@@ -1,4 +1,4 @@
-"""What an event costs that the broker refuses, exactly-once with 64 lanes: counted, never by the clock."""
+"""What an event costs that the broker refuses, exactly-once with 256 lanes: counted, never by the clock."""
 
 from __future__ import annotations
 

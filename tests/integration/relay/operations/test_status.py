@@ -21,6 +21,7 @@ from support import drained, look_up, order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox.event import DEAD_LETTER
 from outbox.testing.fixtures import Topics
 from relay import insights
 from relay.cli.app import app
@@ -132,6 +133,18 @@ def test_a_missing_topic_that_events_wait_for(status, outbox_postgres, outbox_ka
     outbox_kafka.create_topic(topic)
     drained(url)
     assert status.look()["problems"] == []
+
+
+def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgres, outbox_kafka, monkeypatch):
+    url, kind, dead = outbox_postgres.url, outbox_kafka.name("Basket"), outbox_kafka.name("dead")
+    outbox_kafka.create_topic(f"{kind.lower()}-events")
+    monkeypatch.setenv("OUTBOX_FAILURES__DEAD_LETTER_TOPIC", dead)
+    execute(url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
+    add(url, kind, 1)
+    execute(url, "UPDATE outbox.events SET created_at = now() - interval '3 s'")
+    assert not any("does not exist" in problem for problem in status.look()["problems"])
+    execute(url, f"UPDATE outbox.events SET headers = jsonb_build_object('{DEAD_LETTER}', 'too large')")
+    assert any(problem.startswith(f"topic {dead!r} does not exist") for problem in status.look()["problems"])
 
 
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):

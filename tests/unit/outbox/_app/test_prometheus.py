@@ -87,13 +87,37 @@ def test_a_request_that_never_ends_is_ended(served):
 def test_no_more_connections_than_a_few(served):
     send = served(10.0)
     before = threading.active_count()
-    held = [send(HALF) for _ in range(16)]
-    # Connections are accepted in order. These are closed at once, long before the patience with the others ends.
-    for _ in range(40):
-        assert answer(send) == ""
+    held = [send(HALF) for _ in range(40)]
+    # Connections are accepted in order. The first ones are ended at once, long before the patience with them ends.
+    assert all(ended(connection) for connection in held[:24])
     assert threading.active_count() - before <= 16
-    held.pop().close()
-    wait_until(lambda: answer(send) == "HTTP/1.0 200 OK", what="the place of a connection that ended")
+
+
+def test_a_probe_gets_through_whoever_holds_connections(served):
+    send = served(10.0)
+    held = [send(HALF) for _ in range(16)]
+    for number in range(20):
+        assert answer(send) == "HTTP/1.0 200 OK"
+        held.append(send(HALF if number % 2 else b""))
+    assert ended(held[0])
+
+
+def test_while_all_are_answered_a_further_connection_is_closed(served, monkeypatch):
+    monkeypatch.setattr(prometheus, "_MOST_CONNECTIONS", 1, raising=False)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def health() -> Ready:
+        asked.set()
+        assert may_answer.wait(20)
+        return Ready()
+
+    send = served(10.0, health=health)
+    first = send(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert asked.wait(20)
+    assert answer(send) == ""
+    may_answer.set()
+    assert first.makefile().readline().strip() == "HTTP/1.0 200 OK"
+    wait_until(lambda: answer(send) == "HTTP/1.0 200 OK", what="the place of the connection that was answered")
 
 
 def test_an_answer_may_take_longer_than_a_request(served):

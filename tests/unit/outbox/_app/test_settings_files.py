@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import string
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import pytest
@@ -169,19 +171,25 @@ def test_a_provider_that_is_refused_leaves_the_former_one():
 
 
 @pytest.mark.parametrize(
-    ("mode", "owner", "problem"),
+    ("mode", "owner", "members", "problem"),
     [
-        (0o646, None, "others may change it"),
-        (0o664, None, "others may change it"),
-        (0o644, 12_345, "it belongs to another user"),
-        (0o600, None, None),
-        (0o644, 0, None),
+        (0o646, None, [], "others may change it"),
+        (0o664, None, ["neighbour"], "others may change it"),
+        (0o664, None, None, "others may change it"),
+        (0o664, None, [], None),
+        (0o644, 12_345, [], "it belongs to another user"),
+        (0o600, None, [], None),
+        (0o644, 0, [], None),
     ],
 )
 def test_a_file_of_the_working_directory_is_read_only_when_it_can_be_trusted(
-    monkeypatch, tmp_path, mode, owner, problem
+    monkeypatch, tmp_path, mode, owner, members, problem
 ):
     """Its ``credentials`` names a module: who writes it runs code."""
+    # The group of the user's name has these members; None: the file's group is another one.
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    group = SimpleNamespace(gr_name="staff" if members is None else me, gr_mem=members or [])
+    monkeypatch.setattr("grp.getgrgid", lambda _number: group)
     (tmp_path / "planted.py").write_text("raise SystemExit('planted code was run')\n")
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "outbox.toml"
