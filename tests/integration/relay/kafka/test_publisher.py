@@ -105,4 +105,5 @@ def test_librdkafka_says_nothing_on_stderr_by_itself(outbox_kafka, capfd):
     sender = publisher(outbox_kafka)
     sender.publish({0: [claim(1, kind)]})
     sender.close()
-    assert capfd.readouterr().err == ""
+    # A consumer of another test may have lost its broker.
+    assert [line for line in capfd.readouterr().err.splitlines() if "rdkafka#consumer" not in line] == []

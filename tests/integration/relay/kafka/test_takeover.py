@@ -30,6 +30,8 @@ def fenced(worker: Worker, sent: Sent) -> bool:
     """Return whether a publisher failed because it was shut out; librdkafka may name the reason a moment later."""
     if not isinstance(sent, Failed):
         return False
+    if "another relay has taken a lane over" in str(sent.error):
+        return True
     assert isinstance(worker.publisher, TransactionalPublisher)
     senders = worker.publisher._senders
 
@@ -39,7 +41,7 @@ def fenced(worker: Worker, sent: Sent) -> bool:
                 sender.producer.poll(0)
         return any(sender.fatal is not None for sender in senders)
 
-    wait_until(named, what="the reason")
+    wait_until(named, what=f"the reason of {sent.error}")
     return {sender.fatal.code() for sender in senders if sender.fatal is not None} == {KafkaError._FENCED}
 
 
