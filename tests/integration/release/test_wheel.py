@@ -286,9 +286,9 @@ def test_the_page(installed, outbox_postgres, tmp_path):
     with installed.running("web", *command, errors=tmp_path / "errors", status=ended, **variables) as process:
         link = process.stdout.readline().split()[-1]
         with opener.open(link, timeout=60) as answer:
-            shown = answer.read().decode()
-            assert "<title>" in shown
-            style = urljoin(answer.url, re.search(r'rel="stylesheet" href="([^"]+)"', shown)[1])
+            page = urljoin(answer.url, re.search(r'url=([^"]+)"', answer.read().decode())[1])
+        with opener.open(page, timeout=60) as answer:
+            style = urljoin(page, re.search(r'rel="stylesheet" href="([^"]+)"', answer.read().decode())[1])
         with opener.open(style, timeout=60) as answer:
             assert answer.headers["Content-Type"].startswith("text/css")
 
