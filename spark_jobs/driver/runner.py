@@ -78,9 +78,10 @@ _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
 
 
 class Runner:
-    """Runs one job in one Spark session. The first thing it does is to take the group over.
+    """Runs one job in one Spark session, after it has taken the group over.
 
-    session    or a function that starts it, which is called once there are messages to apply.
+    session    or a function that starts it, for ``once``: called when there is something to apply, and before the group
+               is taken over. If Spark can't start, the driver that has the group goes on.
     report     called with what happens.
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
@@ -158,6 +159,9 @@ class Runner:
         def step() -> bool:
             nonlocal targets
             if targets is None:
+                if callable(self._session) and self._something_waits() and self._start_spark():
+                    # That took a while: look again, and whether to stop.
+                    return False
                 targets = self._look(self._begin())[1]
                 self._announce(targets)
             return not self._round(targets)
@@ -220,6 +224,32 @@ class Runner:
             self._day_made_at = time.monotonic()
         return self._generation
 
+    def _something_waits(self) -> bool:
+        """Return whether there is something to apply, from a look before the group is taken over.
+
+        False also for what ends the run without Spark: it is found again, and recorded, once the group is taken over.
+        """
+        try:
+            state = self._store.state(self._job.topics, None, keep_order=self._job.keep_order)
+            stored = state.stored
+            ids, bounds = self._kafka.look(self._job.topics)
+            halt(find_regrown(stored, self._kafka.cut(stored, bounds)), self._job.group)
+            at_end = self._begins_at_end(stored)
+            new = new_partitions(stored, bounds, ids, self._job.group, at_end=at_end)
+        except (TopicMissing, DataLost, psycopg.ProgrammingError):
+            return False
+        begins = {} if at_end else dict.fromkeys(new, 0)
+        begins |= {partition: here.next_offset for partition, here in stored.items() if partition in bounds}
+        return state.retry_waits or any(bounds[partition].end > offset for partition, offset in begins.items())
+
+    def _start_spark(self) -> bool:
+        """Start Spark, if it has not been; the time is no part of the figures. Returns whether it has started now."""
+        began = time.monotonic()
+        started = self._context.start_spark()
+        if started:
+            self._started += time.monotonic() - began
+        return started
+
     def _announce(self, targets: Mapping[Partition, OffsetBounds]) -> None:
         """Report how many offsets there are to read, transaction markers included."""
         stored = self._store.stored(self._job.topics)
@@ -270,11 +300,10 @@ class Runner:
             )
             at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
             self._behind({partition: next_ for partition, next_ in at.items() if next_ < known[partition].end}, ranges)
-        began = time.monotonic()
-        if (ranges or state.retry_waits) and self._context.start_spark():
-            # That took a while, which is no part of the figures: look again at what there is, and whether to stop.
-            self._started += time.monotonic() - began
+        if (ranges or state.retry_waits) and self._start_spark():
+            # This came after the look before the take-over.
             return True
+        began = time.monotonic()
         retried = Counts()
         if state.retry_waits:
             try:

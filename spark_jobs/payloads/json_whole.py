@@ -51,8 +51,14 @@ _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:
 # The decimals that json_text accepts as texts; Arrow also accepts a plus sign, an exponent, and nothing before or after
 # the point.
 _DECIMAL: Final = r"^-?\d{1,60}(\.\d{1,60})?$"
-# The most digits of a decimal of 256 bits.
+# The most digits of a decimal of 256 bits, and how many of them a number here may have.
 _MOST_DIGITS: Final = 76
+_NUMBER_DIGITS: Final = 56
+# A number with 77 digits too many after the point makes Arrow read beyond its table of powers of ten: the process dies,
+# or another value comes out. With _NUMBER_DIGITS digits a number has so many only if it is smaller than this, or 0; and
+# then its exponent is -20 or less. No UUID matches: what follows the digits must end the number.
+_SMALL: Final = 1e-16
+_TINY: Final = r"[:\[,\s]-?\d[\d.]*[eE]-0*([2-9]|1\d)\d+[\s,\]}]"
 # Arrow's offsets have 32 bits.
 _MOST_BYTES: Final = 2**28
 _TRIES: Final = 40
@@ -158,27 +164,32 @@ class WholeReader:
         if not pc.all(pc.and_(pc.starts_with(values, "{"), pc.ends_with(values, "}"))).as_py():
             raise pa.ArrowInvalid("not all of them are objects and nothing else")
         # The cast checks that it is UTF-8; the parser does not.
-        values.cast(pa.string())
+        texts = values.cast(pa.string())
         whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
+        if self._numbers:
+            # Before they are parsed as decimals, which a tiny number does not survive.
+            self._check_decimals(buffer, texts)
         table = _parsed(buffer, self._schema, "error")
         if table.num_rows != len(values):
             raise pa.ArrowInvalid("not a row for each payload")
-        if self._numbers:
-            self._check_decimals(buffer)
         return {
             one.name: _finished(table.column(one.name).combine_chunks(), one.dataType, inside=False)
             for one in self._declared.fields
         }
 
-    def _check_decimals(self, buffer: pa.Buffer) -> None:
-        """Raise pa.ArrowInvalid unless all decimals are numbers, or all are texts in the form of json_text."""
+    def _check_decimals(self, buffer: pa.Buffer, payloads: pa.Array) -> None:
+        """Raise pa.ArrowInvalid unless all decimals are numbers, none tiny, or all are texts in json_text's form."""
         try:
-            _parsed(buffer, self._numbers, "ignore")
+            numbers = _parsed(buffer, self._numbers, "ignore")
         except pa.ArrowInvalid:
-            for column in _parsed(buffer, self._texts, "ignore").columns:
-                for texts in _leaves(column.combine_chunks()):
-                    _of_the_form(texts, _DECIMAL)
+            for texts in _all_leaves(_parsed(buffer, self._texts, "ignore")):
+                _of_the_form(texts, _DECIMAL)
+            return
+        # Most batches have no such value, and looking through the payloads takes longer.
+        small = any(pc.any(pc.less(pc.abs(leaf), _SMALL)).as_py() for leaf in _all_leaves(numbers))
+        if small and pc.any(pc.match_substring_regex(payloads, _TINY)).as_py():
+            raise pa.ArrowInvalid("a number with a large negative exponent")
 
 
 def _joined(pieces: Sequence[_Piece]) -> dict[str, pa.Array]:
@@ -218,6 +229,11 @@ def _decimals_as(kind: pa.DataType, fields: Iterable[pa.Field]) -> pa.Schema:
     return pa.schema([(name, found) for name, found in made if found is not None])
 
 
+def _all_leaves(table: pa.Table) -> Iterator[pa.Array]:
+    for column in table.columns:
+        yield from _leaves(column.combine_chunks())
+
+
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
     if pa.types.is_struct(column.type):
         for inner in column.flatten():
@@ -242,7 +258,7 @@ def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
         return pa.struct(fields) if loose and all(inner is not None for _, inner in fields) else None
     if isinstance(kind, t.DecimalType):
         # Arrow limits a number's digits before it adds zeros up to the scale, and does not notice that it overflows.
-        return pa.decimal256(_MOST_DIGITS - kind.scale, kind.scale)
+        return pa.decimal256(min(_NUMBER_DIGITS, _MOST_DIGITS - kind.scale), kind.scale)
     return _KINDS.get(type(kind))
 
 

@@ -247,19 +247,20 @@ class PostgresGroupStore:
         with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 
-    def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> StoredGroup:
+    def state(self, topics: Iterable[str], generation: int | None, *, keep_order: bool) -> StoredGroup:
         """Return the stored offsets and whether there are dead letters to retry, in one statement.
 
-        Raises Fenced unless the group is still in this generation.
+        Raises Fenced unless the group is still in this generation. None: before the group is taken over.
         """
         rows = connections.read(
             self._url, self._name, self._state_query(keep_order), {"grp": self._group, "topics": list(topics)}
         )
-        self.rows.require_row(rows[0][:2] if rows else None, generation)
-        self._released = False
-        self._below = rows[0][3]
+        if generation is not None:
+            self.rows.require_row(rows[0][:2] if rows else None, generation)
+            self._released = False
+            self._below = rows[0][3]
         stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
-        return StoredGroup(stored, retry_waits=rows[0][2])
+        return StoredGroup(stored, retry_waits=bool(rows) and rows[0][2])
 
     def _state_query(self, keep_order: bool) -> sql.Composed:
         """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""

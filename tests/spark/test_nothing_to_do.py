@@ -34,6 +34,10 @@ class Java:
         program.write_text(f'#!/bin/sh\ntouch "{self.started}"\n{held}\nexec "{own}" "$@"\n')
         program.chmod(0o755)
 
+    def break_down(self) -> None:
+        """Let Spark fail to start."""
+        (self.home / "bin" / "java").write_text(f'#!/bin/sh\ntouch "{self.started}"\nexit 1\n')
+
     def hold(self) -> None:
         os.mkfifo(self._gate)
 
@@ -94,3 +98,33 @@ def test_spark_is_started_only_for_what_is_there(bench: Bench, consumer: Consume
     once(1, f"outbox: {bench.topic}-0: ", "--to loss --reason")
     assert not java.was_started()
     assert bench.rows("SELECT count(*)::int FROM consumer.losses") == [(1,)]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_spark_does_not_start_leaves_the_group_to_its_driver(
+    bench: Bench, consumer: Consumer, tmp_path: Path
+):
+    java = Java(tmp_path / "java")
+    java.break_down()
+
+    def started() -> tuple[bool, int]:
+        consumer.start("--once", JAVA_HOME=str(java.home))
+        assert consumer.process is not None
+        failed = consumer.process.wait(240) != 0
+        assert failed == java.was_started(), consumer.log()
+        return failed, bench.rows("SELECT coalesce(max(generation), 0)::int FROM consumer.groups")[0][0]
+
+    bench.send_raw(b"no JSON", [("ce_id", b"x")])
+    assert started() == (True, 0)
+
+    consumer.start("--once")
+    consumer.ended(0, "order-totals: read 1, applied 0, duplicates 0, dead letters 1 in ")
+    assert started() == (False, 2)
+
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "order-totals")
+    assert started() == (True, 2)
+
+    bench.run("UPDATE consumer.dead_letters SET state = 'dead'")
+    bench.send("a", 1)
+    assert started() == (True, 2)
+    assert bench.positions() == {0: 1}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -330,6 +332,71 @@ def test_decimals_are_read_whole_as_numbers_or_as_texts(values, whole, form):
     payloads = [f'{{"f":{form.format(value)},"g":"1.5"}}'.encode() for value in values]
     assert (WholeReader.of(fields, Policy()).read(pa.array(payloads)) is not None) == whole
     read_both_ways(fields, payloads, Policy())
+
+
+# In a process of its own, because Arrow may crash. It prints payloads that are read in another way than one by one.
+READ_TINY = """
+import json, sys
+import pyarrow as pa
+from pyspark.sql import types as t
+from spark_jobs.payloads import json_text
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type
+from spark_jobs.payloads.json_whole import JsonReader
+from spark_jobs.payloads.reading import Policy, columns
+
+for precision, scale in (12, 2), (38, 0), (38, 18), (38, 37):
+    kind = t.DecimalType(precision, scale)
+    fields = t.StructType().add("f", kind).add("g", t.ArrayType(kind))
+    arrow = arrow_type(t.StructType([*fields.fields]).add(PROBLEM, t.StringType()))
+    for text in json.load(open(sys.argv[1])):
+        payloads = pa.array([text.encode()])
+        readers = JsonReader(fields, Policy()), json_text.reader(fields, Policy())
+        many, one = (columns(reader, payloads, pa.nulls(1, pa.binary()), arrow).to_pylist() for reader in readers)
+        if many != one:
+            print(kind, text, many, one)
+"""
+
+
+def test_tiny_decimals_are_left_to_the_exact_reader(tmp_path):
+    exponents = [15, 16, 19, 20, 55, *range(76, 82), 99, 120, 99999999, 2000000000, *range(2**31 - 1, 2**31 + 2)]
+    numbers = [f"{digits}e{sign}{one}" for digits in ("1", "-5.0", "0") for sign in "-+" for one in exponents]
+    numbers += [
+        f"1E-{'0' * 9}80",
+        "0." + "0" * 80 + "1",
+        "1." + "0" * 75 + "e-9",
+        "1" * 56 + "e-19",
+        "1" + "0" * 55 + "e-56",
+    ]
+    forms = [
+        '{"f":%s}',
+        '{"f":"%s"}',
+        '{"g":[1, %s ]}',
+        '{"f":\t%s\t,"g":null}',
+        '{"f":1,"f":"%s"}',
+        '{"f":"%s","f":1}',
+    ]
+    texts = [form % number for form in forms for number in numbers]
+    texts += ['{"f":"\\u0031e-99999999"}', '{"f":"1\\u0065-99999999"}']
+    given = tmp_path / "payloads"
+    given.write_text(json.dumps(texts))
+    done = subprocess.run(
+        [sys.executable, "-c", READ_TINY, given], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("payload", "whole"),
+    [
+        ('{"f":0.00,"d":1e-05,"g":"12345678e-1234"}', True),
+        ('{"f":0.00,"d":1.5,"g":"1234567e-1234-4e-99"}', True),
+        ('{"f":2.5,"d":1e-300,"g":""}', True),
+        ('{"f":0.00,"d":1e-300,"g":""}', False),
+    ],
+)
+def test_other_tiny_numbers_beside_decimals_are_read_whole(payload, whole):
+    fields = t.StructType().add("f", t.DecimalType(12, 2)).add("d", t.DoubleType()).add("g", t.StringType())
+    assert (WholeReader.of(fields, Policy()).read(pa.array([payload.encode()])) is not None) == whole
 
 
 ORDER = t.StructType().add("f", t.DecimalType(12, 2)).add("g", t.TimestampType()).add("h", t.ArrayType(t.StringType()))
