@@ -118,8 +118,9 @@ def find_event(
             if sink_url is None and not has_tables(connection, schema):
                 search_kafka(topics)
                 return found
-            # The topic of an event that left no row is unknown, so the topics that groups read are searched.
-            topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
+            if event.aggregate_type is None and not named:
+                # The topic of an event that left no row is unknown, so the topics that groups read are searched too.
+                topics = sorted({*topics, *consumers.topics(connection, schema)})
             search_kafka(topics)
             refs = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
@@ -143,7 +144,8 @@ def _search(
 ) -> None:
     """Search Kafka for the event where no table names its message, or where topics are named.
 
-    topics  where to search. If nothing names any, all are searched to which relays with these settings may write.
+    topics  where to search; for an event that left no row, and if there are none, also in all topics to which relays
+            with these settings may write.
     named   whether the caller has named the topics: they are read even if one message of the event is known, because
             there may be repeats.
     """
@@ -157,7 +159,8 @@ def _search(
         written = dt.datetime.fromtimestamp(0, dt.UTC)
     try:
         options = client_options(settings)
-        topics = topics or topics_of(options, build_router(settings).may_write)
+        if not topics or (event.aggregate_type is None and not named):
+            topics = sorted({*topics, *topics_of(options, build_router(settings).may_write)})
         if not topics:
             found.whole = False
             found.unseen.append(

@@ -34,6 +34,11 @@ def test_an_event_is_found_in_a_topic_that_relays_may_write(event_id, outbox_pos
         return done.exit_code, places, found["searched_to_the_end"], found["unseen"]
 
     assert trace() == (0, [f"{topic}-1"], True, [])
+    # A group of other topics says nothing of this one.
+    with outbox_postgres.connect() as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('sums', 'me')")
+        connection.execute("INSERT INTO consumer.offsets VALUES ('sums', 'others', 0, 'id', 0, 1)")
+    assert trace() == (0, [f"{topic}-1"], True, [])
     hour = dt.timedelta(hours=1)
     for since, found in ((-hour, [f"{topic}-1"]), (hour, [])):
         time = f"{dt.datetime.now(dt.UTC) + since:%Y-%m-%dT%H:%M:%S}"
