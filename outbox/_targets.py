@@ -155,7 +155,7 @@ def execute(connection: sa.Connection, statement: sa.Executable, values: Mapping
 def explained(missing: str, notes: Mapping[str, str]) -> Iterator[None]:
     """Say what to do about an error of the driver that is raised in the block.
 
-    missing  what to do about missing tables or columns, which raise SchemaError from the driver's error.
+    missing  what to do about missing tables or columns of ours, which raise SchemaError from the driver's error.
     notes    for other errors, by SQLSTATE: they are added to the error.
     """
     try:
@@ -163,9 +163,11 @@ def explained(missing: str, notes: Mapping[str, str]) -> Iterator[None]:
     except Exception as error:
         original = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's error
         state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None) or ""
-        if state in _MISSING:
-            # SQLAlchemy's adapter of asyncpg wraps it once more, and puts the name of its class before the text.
-            text = str(original.__cause__ or original).strip().partition("\n")[0]
+        # SQLAlchemy's adapter of asyncpg wraps it once more, and puts the name of its class before the text.
+        driver = original.__cause__ or original
+        # Our statements call no functions but pg_catalog's: with a context it is the error of a trigger on our table.
+        if state in _MISSING and not getattr(getattr(driver, "diag", driver), "context", None):
+            text = str(driver).strip().partition("\n")[0]
             raise SchemaError(
                 f"the outbox's tables are missing in this database, or of another version: {text}; {missing}"
             ) from error
@@ -179,13 +181,20 @@ def state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[
 
     A nested pipeline block waits for the results of all that was sent before it.
     """
-    from psycopg.pq import PipelineStatus, TransactionStatus
+    from psycopg.pq import TransactionStatus
 
     return (
         connection.autocommit
-        and connection.info.pipeline_status != PipelineStatus.OFF
+        and in_pipeline(connection)
         and connection.info.transaction_status == TransactionStatus.ACTIVE
     )
+
+
+def in_pipeline(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Return whether a pipeline is in progress: then a statement may raise the error of one that was sent before."""
+    from psycopg.pq import PipelineStatus
+
+    return connection.info.pipeline_status != PipelineStatus.OFF
 
 
 def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], consequence: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -182,8 +182,16 @@ class _Writer:
             result = _targets.execute(connection, batch.statement, batch.values)
         return int(result.scalar_one()) if batch.counts else None
 
-    def explained(self) -> AbstractContextManager[None]:
-        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError."""
+    def explained(
+        self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError.
+
+        connection  of psycopg: within a pipeline, errors in the block may be those of the caller's own statements, and
+                    are left as they are.
+        """
+        if connection is not None and _targets.in_pipeline(connection):
+            return nullcontext()
         return _targets.explained(
             "run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
             f"{self._schema!r} here",
@@ -291,7 +299,7 @@ class Outbox(_Configured):
         _targets.require_transaction(connection, _UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
-        with self._writer.explained():
+        with self._writer.explained(connection):
             cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return cursor.fetchone() if batch.counts else None
 
@@ -350,7 +358,7 @@ class AsyncOutbox(_Configured):
                 pass
         _targets.require_transaction(connection, _UNBOUND)
         cursor = AsyncCursor(connection, row_factory=scalar_row)
-        with self._writer.explained():
+        with self._writer.explained(connection):
             await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return await cursor.fetchone() if batch.counts else None
 

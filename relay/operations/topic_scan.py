@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
@@ -18,6 +19,7 @@ from relay.kafka.offsets import Offsets, Partition, Undecided
 _SECONDS: Final = 30.0
 _AT_ONCE: Final = 5000
 _WAIT_SECONDS: Final = 0.2
+_MOST_NAMED: Final = 10
 
 
 class TopicRecord(NamedTuple):
@@ -31,10 +33,13 @@ class TopicRecord(NamedTuple):
     value: bytes | None
 
 
-def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[TopicRecord]]:
+def committed_since(
+    options: Mapping[str, str], since: Mapping[str, int], seconds: float = math.inf
+) -> Iterator[Sequence[TopicRecord]]:
     """Yield the committed records of each topic, in groups, from a time (milliseconds) up to its current end.
 
-    Ignores topics that do not exist. Raises Unavailable when one can't be read to its end.
+    Ignores topics that do not exist. Raises Unavailable when one can't be read to its end, or not within ``seconds``:
+    after the records of those that can.
     """
     try:
         offsets = Offsets(options)
@@ -46,7 +51,7 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
             starts |= offsets.since([at for at in partitions if since[at.topic] == milliseconds], milliseconds)
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
-        yield from _read(options, starts, ends, isolation="read_committed")
+        yield from _read(options, starts, ends, isolation="read_committed", seconds=seconds)
     except KafkaException as error:
         raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
 
@@ -62,7 +67,12 @@ def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iter
 
 
 def _read(
-    options: Mapping[str, str], starts: Mapping[Partition, int], ends: Mapping[Partition, int], *, isolation: str
+    options: Mapping[str, str],
+    starts: Mapping[Partition, int],
+    ends: Mapping[Partition, int],
+    *,
+    isolation: str,
+    seconds: float = math.inf,
 ) -> Iterator[Sequence[TopicRecord]]:
     if not starts:
         return
@@ -70,8 +80,9 @@ def _read(
     consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent_logger())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
-        unread = set(starts)
-        heard = time.monotonic()
+        unread, refused = set(starts), set[Partition]()
+        began = heard = time.monotonic()
+        late = False
         while unread:
             seen: list[TopicRecord] = []
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
@@ -79,18 +90,40 @@ def _read(
                 error = message.error()
                 if error is None:
                     seen.append(_seen(found, message))
+                elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                    # What other topics have is worth more than this error: it is raised after them.
+                    refused |= {one for one in unread if one.topic == found.topic}
+                    unread -= refused
                 elif is_end(error) and (message.offset() or 0) >= ends[found]:
                     unread.discard(found)
             if seen:
                 yield seen
                 heard = time.monotonic()
-            elif unread and time.monotonic() - heard > _SECONDS:
-                raise Unavailable(
-                    f"Kafka: {', '.join(f'{found.topic} partition {found.number}' for found in sorted(unread))} could "
-                    f"not be read to the end within {_SECONDS:g} s; is a transaction of another producer open there?"
-                )
+            now = time.monotonic()
+            late = now - began > seconds
+            if late or now - heard > _SECONDS:
+                break
+        if unread or refused:
+            raise _incomplete(unread, refused, seconds if late else _SECONDS)
     finally:
         consumer.close()
+
+
+def _incomplete(unread: Collection[Partition], refused: Collection[Partition], seconds: float) -> Unavailable:
+    why = []
+    if unread:
+        why.append(
+            f"{_named(unread)} could not be read to the end within {seconds:g} s; is a transaction of another producer "
+            "open there?"
+        )
+    if refused:
+        why.append(f"{_named(refused)} may not be read with these credentials: grant READ on the topic")
+    return Unavailable(f"Kafka: {'; '.join(why)}")
+
+
+def _named(partitions: Collection[Partition]) -> str:
+    names = [f"{found.topic} partition {found.number}" for found in sorted(partitions)]
+    return ", ".join(names[:_MOST_NAMED] + ["…"] * (len(names) > _MOST_NAMED))
 
 
 def _seen(partition: Partition, message: Message) -> TopicRecord:

@@ -191,31 +191,33 @@ def topics_of(options: Mapping[str, str], may_write: Callable[[str], bool]) -> l
 
 def search(
     options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
-) -> tuple[list[MessageRef], bool]:
-    """Search topics for an event. Return its messages, repeats included, and whether all topics were read.
+) -> tuple[list[MessageRef], str | None]:
+    """Search topics for an event. Return its messages, repeats included, and why not all topics were read, if so.
 
     since     when the event was written, by any clock that is right to a minute, or earlier.
     seconds   how long the search may take.
-
-    Raises Unavailable if a topic can't be read.
     """
     start = max(int(since.timestamp() * 1000) - _MARGIN_MILLISECONDS, 0)
-    wanted, found = str(event_id), []
+    wanted = str(event_id)
+    found: list[MessageRef] = []
     deadline = time.monotonic() + seconds
-    for seen in committed_since(options, dict.fromkeys(topics, start)):
-        found += [
-            MessageRef(
-                one.partition.topic,
-                one.partition.number,
-                one.offset,
-                dt.datetime.fromtimestamp(one.milliseconds / 1000, dt.UTC),
-            )
-            for one in seen
-            if one.event_id == wanted and not one.mark
-        ]
-        if time.monotonic() > deadline:
-            return found, False
-    return found, True
+    try:
+        for seen in committed_since(options, dict.fromkeys(topics, start), seconds):
+            found += [
+                MessageRef(
+                    one.partition.topic,
+                    one.partition.number,
+                    one.offset,
+                    dt.datetime.fromtimestamp(one.milliseconds / 1000, dt.UTC),
+                )
+                for one in seen
+                if one.event_id == wanted and not one.mark
+            ]
+    except Unavailable as error:
+        # The topics of other teams are read too: what is wrong with one takes nothing from what another has.
+        advice = "; give more --seconds, or where to begin with --since" if time.monotonic() > deadline else ""
+        return found, f"{error}{advice}"
+    return found, None
 
 
 def written_at(event_id: UUID) -> dt.datetime | None:

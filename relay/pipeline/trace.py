@@ -9,7 +9,7 @@ import datetime as dt
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from uuid import UUID
 
 from outbox._app.settings import client_options
@@ -24,8 +24,6 @@ from relay.database import Connector
 from relay.kafka.routing import NoRoute
 from relay.operations.trace import Event, MessageRef, find, search, topics_of, written_at
 from relay.parts import build_router
-
-_NOT_TO_THE_END: Final = "the topics were not read to their ends: give more --seconds, or where to begin with --since"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,9 @@ def find_event(
             if sink_url is None and not has_tables(connection, schema):
                 search_kafka(topics)
                 return found
-            # The topic of an event that left no row is unknown, so the topics that groups read are searched.
-            topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
+            if event.aggregate_type is None and not named:
+                # The topic of an event that left no row is unknown, so the topics that groups read are searched too.
+                topics = sorted({*topics, *consumers.topics(connection, schema)})
             search_kafka(topics)
             refs = [(one.topic, one.partition, one.offset) for one in found.messages]
             hidden = {}
@@ -145,7 +144,8 @@ def _search(
 ) -> None:
     """Search Kafka for the event where no table names its message, or where topics are named.
 
-    topics  where to search. If nothing names any, all are searched to which relays with these settings may write.
+    topics  where to search; for an event that left no row, and if there are none, also in all topics to which relays
+            with these settings may write.
     named   whether the caller has named the topics: they are read even if one message of the event is known, because
             there may be repeats.
     """
@@ -159,21 +159,23 @@ def _search(
         written = dt.datetime.fromtimestamp(0, dt.UTC)
     try:
         options = client_options(settings)
-        topics = topics or topics_of(options, build_router(settings).may_write)
+        if not topics or (event.aggregate_type is None and not named):
+            topics = sorted({*topics, *topics_of(options, build_router(settings).may_write)})
         if not topics:
             found.whole = False
             found.unseen.append(
                 "no topic was looked through, as these settings' routes lead to none that exists: name one with --topic"
             )
             return
-        messages, found.whole = search(options, topics, event.event_id, since or written, seconds)
+        messages, why = search(options, topics, event.event_id, since or written, seconds)
     except OutboxError as error:
+        messages, why = [], str(error)
+    if why is not None:
         found.whole = False
-        found.unseen.append(str(error))
-    else:
-        seen = {(one.topic, one.partition, one.offset) for one in messages}
-        known = [one for one in found.messages if (one.topic, one.partition, one.offset) not in seen]
-        found.messages = [*known, *messages]
+        found.unseen.append(why)
+    seen = {(one.topic, one.partition, one.offset) for one in messages}
+    known = [one for one in found.messages if (one.topic, one.partition, one.offset) not in seen]
+    found.messages = [*known, *messages]
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
@@ -215,8 +217,7 @@ def _relay_side(found: Found) -> list[Step]:
         took = None if message.at is None else _later(event.created_at, message.at)
         steps.append(Step("on Kafka", "good", message.at, took, text))
     if event.state == "unknown" and not found.messages:
-        more = "" if found.whole or found.unseen else f"; {_NOT_TO_THE_END}"
-        steps.append(Step(f"the outbox has no row of it{more}", "unknown"))
+        steps.append(Step("the outbox has no row of it", "unknown"))
     return steps
 
 

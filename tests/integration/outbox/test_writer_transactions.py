@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import select
 import subprocess
 import sys
 import uuid
@@ -141,6 +142,45 @@ async def test_tables_of_another_version_name_the_command(target, outbox_postgre
         admin.execute("ALTER TABLE outbox.events DROP COLUMN headers")
     with pytest.raises(SchemaError, match=r'"headers" of relation "events" does not exist; run `outbox db upgrade`'):
         await target.add(event(1))
+
+
+@each_driver
+@on_target
+async def test_what_the_callers_own_trigger_misses_is_no_matter_of_our_tables(target, outbox_postgres):
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute("""CREATE FUNCTION public.own() RETURNS trigger LANGUAGE plpgsql AS
+                         'BEGIN INSERT INTO typo VALUES (1); RETURN NEW; END'""")
+        admin.execute("CREATE TRIGGER own BEFORE INSERT ON outbox.events FOR EACH ROW EXECUTE FUNCTION public.own()")
+    for write in (lambda: target.add(event(1)), lambda: target.add_many([event(1), event(2)])):
+        with pytest.raises(Exception, match='"typo" does not exist') as caught:
+            await write()
+        assert type(caught.value).__module__.partition(".")[0] in {"psycopg", "asyncpg", "sqlalchemy"}
+        await target.rollback()
+
+
+MISTAKES = ("INSERT INTO typo VALUES (1)", "SELECT typo FROM outbox.events")
+
+
+@pytest.mark.parametrize("wrong", MISTAKES)
+def test_the_error_of_an_earlier_statement_in_a_pipeline_stays_the_callers(outbox_postgres, wrong):
+    """Its answer has arrived, and is read when the event is sent."""
+
+    def work() -> None:
+        with outbox_postgres.connect() as connection, connection.pipeline():
+            connection.execute(wrong)
+            assert select.select([connection], [], [], 30)[0]
+            Outbox().add(connection, event(1))
+
+    async def work_async() -> None:
+        async with await psycopg.AsyncConnection.connect(outbox_postgres.url) as connection, connection.pipeline():
+            await connection.execute(wrong)
+            assert select.select([connection], [], [], 30)[0]
+            await AsyncOutbox().add(connection, event(1))
+
+    for fails in (work, lambda: asyncio.run(work_async())):
+        with pytest.raises(psycopg.ProgrammingError, match="typo") as caught:
+            fails()
+        assert notes(caught.value) == ""
 
 
 @each_driver

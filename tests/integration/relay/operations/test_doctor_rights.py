@@ -1,13 +1,18 @@
-"""`outbox doctor` and rights: who could pose as the relay, and what each role may not look at."""
+"""`outbox doctor` and rights: who could pose as the relay, and what each role may not look at.
+
+And `outbox trace`, where a topic may not be read.
+"""
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import re
 from contextlib import ExitStack
 
 import psycopg
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import (
     AclBinding,
     AclOperation,
@@ -21,9 +26,12 @@ from doctor_support import found, groups, settings
 from psycopg.conninfo import conninfo_to_dict
 from rows_and_roles import NOW, login_role, put
 from support import wait_until
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
 
 from outbox._clients.checks import Level
 from outbox.sandbox.kafka import KafkaCluster
+from relay.cli.app import app
 from relay.config import SourceKind
 from relay.operations.doctor import examine
 from relay.operations.roles import RoleKind, grants
@@ -90,6 +98,38 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
     findings = found(given)
     assert findings["topic secret, settings"][0] is Level.WARNING
     assert findings["state topic outbox.relay.state"][0] is Level.FAILURE
+
+
+def test_what_is_found_is_kept_where_another_topic_may_not_be_read(outbox_postgres, guarded_kafka):
+    servers, event_id = guarded_kafka.bootstrap_servers, str(uuid7())
+    admin, topics = AdminClient({"bootstrap.servers": servers}), ["foreign", "own"]
+    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in topics]).values():
+        future.result()
+    producer = Producer({"bootstrap.servers": servers})
+    for topic in topics:
+        producer.produce(topic, b"{}", b"k", headers={"ce_id": event_id})
+    assert producer.flush(30) == 0
+    rule = AclBinding(
+        ResourceType.TOPIC,
+        "foreign",
+        ResourcePatternType.LITERAL,
+        "User:*",
+        "*",
+        AclOperation.DESCRIBE,
+        AclPermissionType.ALLOW,
+    )
+    admin.create_acls([rule])[rule].result()
+    environment = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": servers}
+    words = ["trace", event_id, "--seconds", "60", "--json", "--topic", "own", "--topic", "foreign"]
+
+    def traced() -> tuple[list[str], bool, list[str]]:
+        found = json.loads(CliRunner().invoke(app, words, env=environment).stdout)
+        return [one["topic"] for one in found["messages"]], found["searched_to_the_end"], found["unseen"]
+
+    # The broker learns of its rules from the controller.
+    wait_until(lambda: traced()[2], what="the rule to hold")
+    why = "Kafka: foreign partition 0 may not be read with these credentials: grant READ on the topic"
+    assert traced() == (["own"], False, [why])
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid4, uuid7
 
 from relay.cli.app import app
+from relay.operations import topic_scan
 
 
 @pytest.mark.parametrize("event_id", [uuid7(), uuid4()], ids=["with a time in its id", "without one"])
@@ -33,7 +34,41 @@ def test_an_event_is_found_in_a_topic_that_relays_may_write(event_id, outbox_pos
         return done.exit_code, places, found["searched_to_the_end"], found["unseen"]
 
     assert trace() == (0, [f"{topic}-1"], True, [])
+    # A group of other topics says nothing of this one.
+    with outbox_postgres.connect() as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('sums', 'me')")
+        connection.execute("INSERT INTO consumer.offsets VALUES ('sums', 'others', 0, 'id', 0, 1)")
+    assert trace() == (0, [f"{topic}-1"], True, [])
     hour = dt.timedelta(hours=1)
     for since, found in ((-hour, [f"{topic}-1"]), (hour, [])):
         time = f"{dt.datetime.now(dt.UTC) + since:%Y-%m-%dT%H:%M:%S}"
         assert trace("--since", time) == (0 if found else 1, found, True, [])
+
+
+@pytest.mark.parametrize("patience", ["2", "60"], ids=["time is over", "nothing comes any more"])
+def test_what_is_found_is_kept_where_another_topic_hangs(patience, outbox_postgres, outbox_kafka, monkeypatch):
+    """A transaction that stays open has no end: the search stops at its deadline, also if nothing is read."""
+    if patience == "60":
+        monkeypatch.setattr(topic_scan, "_SECONDS", 2.0)
+    servers, event_id = outbox_kafka.bootstrap_servers, str(uuid7())
+    fine, hanging = (outbox_kafka.create_topic(outbox_kafka.name(name)) for name in ("fine", "hanging"))
+    producer = Producer({"bootstrap.servers": servers})
+    producer.produce(fine, b"{}", b"k", headers={"ce_id": event_id})
+    assert producer.flush(30) == 0
+    producer = Producer({"bootstrap.servers": servers, "transactional.id": hanging})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(hanging, b"{}", b"k")
+    assert producer.flush(30) == 0
+    environment = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": servers}
+    words = ["trace", event_id, "--seconds", patience, "--json", "--topic", fine, "--topic", hanging]
+    try:
+        done = CliRunner().invoke(app, words, env=environment)
+    finally:
+        producer.abort_transaction(30)
+    found = json.loads(done.stdout)
+    assert (done.exit_code, [one["topic"] for one in found["messages"]]) == (0, [fine])
+    (why,) = found["unseen"]
+    assert not found["searched_to_the_end"]
+    assert f"Kafka: {hanging} partition 0 could not be read to the end within 2 s" in why
+    assert ("give more --seconds" in why) == (patience == "2")

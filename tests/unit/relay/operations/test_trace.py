@@ -45,15 +45,17 @@ def test_an_event_without_a_time_is_searched_for_from_the_beginning_or_since_one
 
     def searched(_options, topics, _event_id, start, seconds):
         asked.append((topics, start, seconds))
-        return [], False
+        return [], "time is over"
 
     monkeypatch.setattr(relay.pipeline.trace, "search", searched)
+    monkeypatch.setattr(relay.pipeline.trace, "topics_of", lambda _options, _may_write: ["payments", "orders"])
     found = Found(Event(event_id, "unknown"))
     _search(found, Settings(kafka={"bootstrap.servers": "127.0.0.1:1"}), ["orders"], seconds=1.0, since=since)
-    assert asked == [(["orders"], since or dt.datetime(1970, 1, 1, tzinfo=dt.UTC), 1.0)]
-    # Time was over before their ends.
+    # What groups read is searched, and what relays may write.
+    assert asked == [(["orders", "payments"], since or dt.datetime(1970, 1, 1, tzinfo=dt.UTC), 1.0)]
+    assert not found.whole
     show(found)
-    assert "not read to their ends: give more --seconds, or where to begin with --since" in capsys.readouterr().out
+    assert "! time is over" in capsys.readouterr().out
 
 
 def test_the_time_in_an_id():
