@@ -34,6 +34,7 @@ from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, Try
 _UNKNOWN: Final = frozenset({408, 409})
 _NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})
 _LONGEST_BODY: Final = 1024 * 1024
+_PORTS: Final = {"https": 443, "http": 80}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +91,20 @@ class HttpCall:
         about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
         tls = (self.tls or ssl.create_default_context()) if target.scheme == "https" else None
+        # Always with a port: without one, http.client takes the end of an IPv6 address for it.
+        port = _port(target)
         connection: http.client.HTTPConnection
         if tls is None:
-            connection = http.client.HTTPConnection(host, target.port)
+            connection = http.client.HTTPConnection(host, port)
         else:
-            connection = http.client.HTTPSConnection(host, target.port, context=tls)
+            connection = http.client.HTTPSConnection(host, port, context=tls)
         try:
             try:
                 # With a socket of ours it does not connect by itself.
-                connection.sock = _connected(host, connection.port, deadline)
+                connection.sock = _connected(host, port, deadline)
                 if tls is not None:
                     connection.sock = tls.wrap_socket(connection.sock, server_hostname=host)
+                connection.sock.settimeout(_left(deadline))
             except OSError as error:
                 raise TryLater(f"{about}: nothing was sent: {shown(error)}") from error
             with _ended_at(connection.sock, deadline) as ended:
@@ -170,7 +174,7 @@ def _is_host(host: str) -> bool:
 def _allowed(url: str, hosts: Collection[str]) -> SplitResult:
     """Return the request's target. Raises JobError for a host that is not among those named."""
     target = _target(url)
-    port = target.port or {"https": 443, "http": 80}[target.scheme]
+    port = _port(target)
     for host in hosts:
         named = urlsplit(f"//{host}")
         if named.hostname == target.hostname and named.port in {None, port}:
@@ -198,29 +202,43 @@ def _target(url: str) -> SplitResult:
     return parts
 
 
+def _port(target: SplitResult) -> int:
+    return target.port or _PORTS[target.scheme]
+
+
 def _connected(host: str, port: int, deadline: float) -> socket.socket:
-    """Connect to the first of a host's addresses that answers; each gets its share of the time. Raises OSError."""
+    """Connect to the first of a host's addresses that answers; each gets its share of the time.
+
+    Raises the first address's OSError if none answers.
+    """
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    first: OSError | None = None
     for left, (family, kind, protocol, _, address) in zip(range(len(addresses), 0, -1), addresses, strict=True):
-        sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(_until(deadline) / left)
-            sock.connect(address)
-            sock.settimeout(_until(deadline))
-            # Head and body are sent one after the other; the second would wait for the first to be acknowledged.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:
-            sock.close()
-            if left == 1:
+            # Fails for a family that the kernel lacks.
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(_left(deadline) / left)
+                sock.connect(address)
+                sock.settimeout(_left(deadline))
+                # Head and body are sent one after the other; the second would wait for the first to be acknowledged.
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError:
+                sock.close()
                 raise
+        except OSError as error:
+            first = first or error
         else:
             return sock
-    raise OSError(f"{host} has no address")
+    raise first or OSError(f"{host} has no address")
 
 
-def _until(deadline: float) -> float:
-    """Return the seconds until a deadline, at least a moment: 0 has another meaning for a socket."""
-    return max(deadline - time.monotonic(), 0.001)
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline. Raises TimeoutError when it is over: nothing may be sent then."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("the call's time is over")
+    return seconds
 
 
 @contextmanager
@@ -236,7 +254,7 @@ def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]
             # The connection has already ended.
             return
 
-    timer = threading.Timer(_until(deadline), end)
+    timer = threading.Timer(deadline - time.monotonic(), end)
     timer.daemon = True
     timer.start()
     try:

@@ -37,6 +37,8 @@ def test_killed_twice_beside_another_member(place):
         with place.process() as third:
             wait_until(lambda: place.position() > 4_000, 90, "more transactions")
             second.send_signal(signal.SIGKILL)
+            # Within the work, and not after it.
+            assert place.position() < count
             wait_until(lambda: place.position() == count, 120, "the end")
             third.terminate()
             assert third.wait(60) == 0

@@ -50,7 +50,11 @@ def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> t
     for node in nodes(plan["Plan"]):
         name = node.get("Index Name", node["Node Type"])
         rows[name] += (node["Actual Rows"] + node.get("Rows Removed by Filter", 0)) * node["Actual Loops"]
-    return blocks(plan["Plan"]), rows
+    # Without what an UPDATE itself does: each of its rows has an entry in several indexes.
+    top = plan["Plan"]
+    if top["Node Type"] == "ModifyTable":
+        (top,) = (node for node in top["Plans"] if node["Parent Relationship"] == "Outer")
+    return blocks(top), rows
 
 
 @pytest.fixture(params=["no statistics", "analyzed when it was empty", "analyzed"])
@@ -91,7 +95,8 @@ def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behi
         for expected in (["hot1"], []):
             for query in (reservations._DUE, reservations._PARK, reservations._UNPARK):
                 read, rows = explain(connection, query)
-                assert read < 25 * reservations._WINDOW
+                # The 20,000 are on more pages.
+                assert read < 9 * reservations._WINDOW
                 assert max(rows.values()) <= 2 * reservations._WINDOW, (query, rows)
             claims, _ = book.claim(connection, 1, "w", 3600.0, 7200.0)
             assert [claim.request["order"] for claim in claims] == expected

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import socket
+import ssl
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -172,15 +174,26 @@ def silent() -> Iterator[Callable[[str], int]]:
         yield start
 
 
-def lead_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
-    """Make a name have these addresses."""
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+def lead_to(
+    monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int], lacking: int = 0, seconds: float = 0.0
+) -> None:
+    """Make a name have these addresses, after some of a family that the kernel lacks; to find them takes a while."""
+    families = [1_000] * lacking + [int(socket.AF_INET)] * len(addresses)
+    places = [("", 0)] * lacking + list(addresses)
+    found = [(family, socket.SOCK_STREAM, 6, "", place) for family, place in zip(families, places, strict=True)]
     resolve = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *rest, **more: found if host == "p.example" else resolve(host, *rest, **more),
-    )
+
+    def lookup(host: str, *rest: Any, **more: Any) -> Any:
+        if host != "p.example":
+            return resolve(host, *rest, **more)
+        threading.Event().wait(seconds)
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+
+def port_of(provider: Provider) -> int:
+    return int(provider.url.rpartition(":")[2])
 
 
 def test_connecting_counts_too(silent, monkeypatch):
@@ -197,5 +210,61 @@ def test_connecting_counts_too(silent, monkeypatch):
 
 
 def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(provider, silent, monkeypatch):
-    lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", int(provider.url.rpartition(":")[2])))
+    lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", port_of(provider)))
     assert HttpCall("http://p.example/charges")(call("o", timeout=6.0)) == {"charge": 1}
+
+
+def test_an_address_whose_family_the_kernel_lacks_is_passed_over(provider, monkeypatch):
+    lead_to(monkeypatch, ("127.0.0.1", port_of(provider)), lacking=2)
+    assert HttpCall("http://p.example/charges")(call("o")) == {"charge": 1}
+
+
+def test_if_no_address_answers_the_first_ones_error_is_shown(silent, monkeypatch):
+    with socket.socket() as bound:
+        # Not listening.
+        bound.bind(("127.0.0.1", 0))
+        lead_to(monkeypatch, bound.getsockname(), ("127.0.0.1", silent("127.0.0.1")))
+        with pytest.raises(TryLater, match=r"nothing was sent.*refused"):
+            HttpCall("http://p.example/charges")(call("o", timeout=0.5))
+
+
+class SlowHandshake(ssl.SSLContext):
+    """A handshake that ends, but not in time."""
+
+    def wrap_socket(self, sock: socket.socket, *_: Any, **__: Any) -> Any:
+        threading.Event().wait(0.6)
+        return sock
+
+
+@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.6), ("https", 0.0)])
+def test_when_the_time_is_over_before_the_request_nothing_is_sent(monkeypatch, scheme, seconds):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        lead_to(monkeypatch, server.getsockname(), seconds=seconds)
+        tls = SlowHandshake(ssl.PROTOCOL_TLS_CLIENT) if scheme == "https" else None
+        with pytest.raises(TryLater, match=r"nothing was sent.*time is over"):
+            HttpCall(f"{scheme}://p.example/", tls=tls)(call("o", timeout=0.5))
+        server.settimeout(0.0 if tls is None else 30.0)
+        if tls is None:
+            with pytest.raises(BlockingIOError):
+                server.accept()
+        else:
+            with server.accept()[0] as connection:
+                assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_the_end_of_an_ipv6_address_is_not_its_port(monkeypatch, scheme, port):
+    asked: list[tuple[Any, ...]] = []
+
+    def lookup(*place: Any, **_: Any) -> Any:
+        asked.append(place)
+        raise socket.gaierror("none here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    for address in ("2001:db8::5", "2001:db8::ab"):
+        for end, expected in (("", port), (":8443", 8443)):
+            with pytest.raises(TryLater, match=r"nothing was sent.*none here"):
+                HttpCall(f"{scheme}://[{address}]{end}/charges")(call("o"))
+            assert asked.pop() == (address, expected)

@@ -16,6 +16,7 @@ from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
 from relay.kafka.offsets import Offsets
 from relay.operations import topic_scan
+from relay.operations.lane_rows import _SETTLE_ROWS
 from relay.tasks.hanging import abort_hanging
 
 __all__ = ["hanging", "outbox", "unverified"]
@@ -44,7 +45,8 @@ def filled(outbox: Outbox, *large: int) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("place", "large"),
     [
-        ("reconcile.settling=kill@3", (30_000, 10_000)),
+        # A lane settles its pages and then an empty one, so lanes 0 and 1 have four: this is the large one's second.
+        ("reconcile.settling=kill@6", (30_000, 10_000)),
         ("reconcile.marking=kill", (3_000, 1_000)),
         ("reconcile.marked=kill", (3_000, 1_000)),
     ],
@@ -64,6 +66,8 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_a_kill(outbox, place, larg
     problems = [state for state in json.loads(between.stdout)["lanes"] if state["problem"]]
     # The markers that are there go with last_batch: a relay would go on from them.
     assert len(problems) == (0 if "marked" in place else 6)
+    if "settling" in place:
+        assert len(outbox.rows(2)) == sum(large) - 2 * _SETTLE_ROWS
     repaired = outbox.reconcile("--apply", "--reason", "second")
     assert repaired.returncode == 0, repaired.stderr
     left = {row[1] for lane in range(6) for row in outbox.rows(lane)}

@@ -109,8 +109,8 @@ def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics):
     plan = explain(admin, Queries("outbox").sweep, values, plans=PLANS[1], to_the_index=True)
     scans = [node for node in nodes(plan) if node.get("Relation Name") == "events"]
     assert [(scan["Node Type"], scan["Actual Rows"]) for scan in scans] == [("Index Scan", 5000)], scans
-    # Index pages, and heap pages of 5,000 rows of one of four lanes.
-    assert sum(blocks(scan) for scan in scans) < 6000
+    # Index pages, and heap pages of 5,000 rows of one of four lanes, many of them on each.
+    assert sum(blocks(scan) for scan in scans) < 500
 
 
 def test_late_events_are_read_by_their_ids(statistics):

@@ -98,7 +98,8 @@ def test_what_is_retried_is_found_among_the_dead_letters_of_all_groups(retrying,
     store = PostgresGroupStore(url, "consumer", "g", "test")
     query = store._named(group_store._RETRIED)
     plan = explained(admin, plans, query, grp="g", topics=[TOPIC], most=100, keep_order=True)
-    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 300, plan
+    # The neighbour's entries in the index alone are on more pages.
+    assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] <= 60, plan
     found = store.retried([TOPIC], 4, keep_order=True)
     assert [one.place for one in found] == [(TOPIC, 0, LETTERS - 10 + n) for n in range(4)]
 
