@@ -14,6 +14,8 @@ again.
 |-----------------------------------------|-------------------------------------------------------------------------|
 | relay stops                             | releases its lanes: free at once                                        |
 | relay is killed                         | its session ends, others take the lanes within two looks, epoch + 1     |
+| it is killed, and comes back under its  | before its first beat it frees the lanes of its former session, if that |
+| own name                                | has ended; else the leases decide                                       |
 | its host or the network is gone         | Postgres keeps the session until keepalives fail: the leases decide     |
 | a living relay's connection breaks      | it opens another one at once, and keeps the lanes. If others were       |
 |                                         | faster: as one that slept past its lease                                |
@@ -102,6 +104,14 @@ INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
 VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s))
 ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
        session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
+
+# Only if the session that our own row names has ended, and of lanes that no other session has locked.
+_FREE_FORMER: Final = """
+UPDATE {lanes} SET lease_until = '-infinity'
+ WHERE (SELECT pg_try_advisory_xact_lock_shared(session) FROM {relays} WHERE instance = %(me)s)
+   AND lane IN (SELECT lane FROM {lanes} WHERE owner = %(me)s AND lease_until >= clock_timestamp()
+                   FOR UPDATE SKIP LOCKED)
+RETURNING lane"""
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 
@@ -249,6 +259,16 @@ class LaneTable:
             "session": self._session,
         }
         self._run(_BEAT, values, "recording that it is alive")
+
+    def free_former(self) -> Sequence[int]:
+        """Free the lanes of an ended process that had our name, and return them. To be called once in a process,
+        before its first beat, which replaces that process's session: after it no one sees that it has ended.
+        """
+        if self._session is None:
+            return []
+        return sorted(
+            lane for (lane,) in self._run(_FREE_FORMER, {"me": self._me}, "freeing lanes of a former process")
+        )
 
     def forget_dead(self) -> None:
         """Delete the rows of relays that died long ago."""

@@ -123,6 +123,7 @@ class Supervisor:
         self._source_problem: str | None = None
         self._source_reminder = Reminder()
         self._table: LaneTable | None = None
+        self._begun = False
         self._failures = FailureLog("waiting for Postgres", what="the leases")
         self._fails = False
         # Often enough to notice a new relay soon.
@@ -198,6 +199,8 @@ class Supervisor:
         try:
             if self._table is None:
                 self._table = self._connect()
+            if not self._begun:
+                self._begin(self._table)
             self._keep(self._table)
             self._balance(self._table)
             self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
@@ -231,6 +234,13 @@ class Supervisor:
             pooled=pooled,
             session=session,
         )
+
+    def _begin(self, table: LaneTable) -> None:
+        """Free the lanes of a process that had our name and was killed. Later they would be our own."""
+        freed = table.free_former()
+        self._begun = True
+        if freed:
+            log.info("lanes of a former process of this name are free", lanes=listed(freed))
 
     def _disconnect(self) -> None:
         table, self._table = self._table, None
