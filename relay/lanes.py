@@ -30,6 +30,7 @@ again.
 | Postgres is down longer than the lease  | the first to renew or take it when it is back has it; the epoch decides |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
+| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 | a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |

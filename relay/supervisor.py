@@ -29,7 +29,7 @@ from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
-from relay.database import Connector, begin_session, unavailable_on_error
+from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
@@ -190,12 +190,12 @@ class Supervisor:
 
     def _tick(self) -> None:
         connected = self._table is not None
-        if not self._try_tick() and connected:
+        if not self._try_tick() and connected and self._table is None:
             # Open another session before other relays take this one for ended.
             self._try_tick()
 
     def _try_tick(self) -> bool:
-        """Do what is due. Returns False, without a connection, if Postgres is unavailable or refuses."""
+        """Do what is due. Returns False if Postgres is unavailable or refuses."""
         try:
             if self._table is None:
                 self._table = self._connect()
@@ -211,7 +211,7 @@ class Supervisor:
         except (Unavailable, SchemaError) as error:
             self._fails = True
             self._failures.failed(error, self._health.control_waits(error))
-            self._disconnect()
+            self._disconnect_after(error)
             return False
         return True
 
@@ -247,6 +247,13 @@ class Supervisor:
         if table is not None:
             table.close()
 
+    def _disconnect_after(self, error: Exception) -> None:
+        """Close the session, unless it can go on: others may take our lanes when it has ended. A server that has become
+        a standby, for one, refuses everything until we connect again.
+        """
+        if not is_cut_short(error):
+            self._disconnect()
+
     def _keep(self, table: LaneTable) -> None:
         """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
         now = time.monotonic()
@@ -256,10 +263,7 @@ class Supervisor:
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
         if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
-            self._beat_at = now
-            if not self._away:
-                table.beat(obeyed)
-            self._renew(table)
+            self._beat_and_renew(table)
         elif obeyed != self._reported and not self._away:
             # A command waits for it.
             table.beat(obeyed)
@@ -267,6 +271,19 @@ class Supervisor:
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
             table.forget_dead()
+
+    def _beat_and_renew(self, table: LaneTable) -> None:
+        now = time.monotonic()
+        try:
+            if not self._away:
+                table.beat(self._components.pauses.obeyed.numbers)
+        except Unavailable as error:
+            # Another session has our row locked, but not those of the lanes.
+            if is_cut_short(error):
+                self._renew(table)
+            raise
+        self._renew(table)
+        self._beat_at = now
 
     def _renew(self, table: LaneTable) -> None:
         renewal = table.renew(self._held.leases)
@@ -424,7 +441,7 @@ class Supervisor:
                 self._table.renew(self._held.leases)
         except (Unavailable, SchemaError) as error:
             log.warning("could not renew leases while stopping", error=str(error))
-            self._disconnect()
+            self._disconnect_after(error)
 
     def _sign_off(self) -> None:
         try:

@@ -14,7 +14,7 @@ from polling_support import table, taken
 from rows_and_roles import login_role
 from support import look_up, wait_until
 
-from relay.database import Connector
+from relay.database import Connector, begin_session
 from relay.lanes import LaneTable, lock_session
 from relay.operations.roles import RoleKind, grants
 
@@ -27,6 +27,7 @@ class Relay(LaneTable):
     def __init__(self, url: str, name: str, source: str = "polling", *, first: bool = False) -> None:
         self.url = url
         self.connection = Connector(url, name)()
+        begin_session(self.connection)
         super().__init__(self.connection, "outbox", name, "0", LEASE, source, session=lock_session(self.connection))
         self.freed = self.free_former() if first else []
         self.beat()
