@@ -44,6 +44,8 @@ _FORGET_SECONDS: Final = 60.0
 # the session, look again after _MISSED_SECONDS.
 _BROKEN_SECONDS: Final = 0.1
 _MISSED_SECONDS: Final = 0.5
+# How long to try that often to open another session: by then other relays have taken the lanes, or can't.
+_HURRY_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Supervisor:
         self._fails = False
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
-        self._beat_at = self._forget_at = -1e9
+        self._beat_at = self._forget_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
         self._expired_reminder = Reminder()
@@ -181,12 +183,20 @@ class Supervisor:
             done.set()
 
     def _rest(self, stop: threading.Event) -> None:
-        """Wait until the next tick, which is early if another relay's session is missed or our own has ended."""
-        misses = self._table is not None and self._table.misses_sessions
-        next_tick = time.monotonic() + (min(_MISSED_SECONDS, self._tick_seconds) if misses else self._tick_seconds)
+        """Wait until the next tick, which is early if our own session ends."""
+        next_tick = time.monotonic() + self._until_tick()
         while (left := next_tick - time.monotonic()) > 0 and not stop.wait(min(left, _BROKEN_SECONDS)):
             if self._table is not None and self._table.broken:
                 return
+
+    def _until_tick(self) -> float:
+        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours while we hold
+        lanes.
+        """
+        if self._table is None:
+            hurries = self._held.leases and time.monotonic() - self._disconnected_at < _HURRY_SECONDS
+            return _BROKEN_SECONDS if hurries else self._tick_seconds
+        return min(_MISSED_SECONDS, self._tick_seconds) if self._table.misses_sessions else self._tick_seconds
 
     def _tick(self) -> None:
         connected = self._table is not None
@@ -245,6 +255,7 @@ class Supervisor:
     def _disconnect(self) -> None:
         table, self._table = self._table, None
         if table is not None:
+            self._disconnected_at = time.monotonic()
             table.close()
 
     def _disconnect_after(self, error: Exception) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -12,6 +13,7 @@ from pause_rig import Rig, url, without_the_rules_of_loop_fakes
 from support import look_up, owners, wait_until
 
 from relay import database
+from relay.core.ports import DatabaseUnavailable
 from relay.database import Connector
 from relay.lanes import LaneTable, lock_session
 
@@ -63,3 +65,23 @@ def test_a_relay_whose_row_another_session_has_locked_keeps_its_session_and_its_
         assert look_up(url, SESSION) == before
         assert look_up(url, "SELECT DISTINCT owner, epoch FROM outbox.lanes") == [("me", 1)]
     assert owners(url) == {}
+
+
+def test_a_relay_with_lanes_does_not_wait_for_its_next_tick_to_connect_again(url, observer):
+    refused: list[str] = []
+
+    def connect() -> Any:
+        if len(refused) < 4:
+            refused.append("refused")
+            raise DatabaseUnavailable("too many connections")
+        return Connector(url, "control loop")()
+
+    with Rig(url, lease_seconds=60.0) as rig:
+        relay = rig.supervisor
+        before = with_lanes(url, observer)
+        relay._components = replace(relay._components, connect=connect)
+        relay._tick_seconds = 600.0
+        look_up(url, END)
+        wait_until(lambda: look_up(url, SESSION) != before, what="another session")
+        assert never_free(observer)
+        assert len(refused) == 4
