@@ -66,6 +66,11 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         raise explained from error
 
 
+def is_cut_short(error: BaseException) -> bool:
+    """Return whether a lock or a limit of time ended only the statement: the session is as good as before."""
+    return isinstance(error.__cause__, errors.LockNotAvailable | errors.QueryCanceled)
+
+
 def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | None:
     text = f"Postgres, {doing}: {first_line(error)}"
     if isinstance(error, errors.ObjectNotInPrerequisiteState | errors.InvalidColumnReference):

@@ -14,9 +14,12 @@ again.
 |-----------------------------------------|-------------------------------------------------------------------------|
 | relay stops                             | releases its lanes: free at once                                        |
 | relay is killed                         | its session ends, others take the lanes within two looks, epoch + 1     |
+| it is killed, and comes back under its  | before its first beat it frees the lanes of its former session, if that |
+| own name                                | has ended; else the leases decide                                       |
 | its host or the network is gone         | Postgres keeps the session until keepalives fail: the leases decide     |
-| a living relay's connection breaks      | it opens another one at once, and keeps the lanes. If others were       |
-|                                         | faster: as one that slept past its lease                                |
+| a living relay's connection breaks      | it opens another one, at once and ten times a second for the first      |
+|                                         | seconds, and keeps the lanes. If others were faster: as one that slept  |
+|                                         | past its lease                                                          |
 | Postgres crashes or fails over          | all sessions are new, also that of who looks, and it has seen none of   |
 |                                         | the others alive: the leases decide                                     |
 | behind a pooler                         | no session is the relay's own: the leases decide                        |
@@ -28,6 +31,7 @@ again.
 | Postgres is down longer than the lease  | the first to renew or take it when it is back has it; the epoch decides |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
+| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 | a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |
@@ -102,6 +106,14 @@ INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
 VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s))
 ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
        session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
+
+# Only if the session that our own row names has ended, and of lanes that no other session has locked.
+_FREE_FORMER: Final = """
+UPDATE {lanes} SET lease_until = '-infinity'
+ WHERE (SELECT pg_try_advisory_xact_lock_shared(session) FROM {relays} WHERE instance = %(me)s)
+   AND lane IN (SELECT lane FROM {lanes} WHERE owner = %(me)s AND lease_until >= clock_timestamp()
+                   FOR UPDATE SKIP LOCKED)
+RETURNING lane"""
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 
@@ -249,6 +261,16 @@ class LaneTable:
             "session": self._session,
         }
         self._run(_BEAT, values, "recording that it is alive")
+
+    def free_former(self) -> Sequence[int]:
+        """Free the lanes of an ended process that had our name, and return them. To be called once in a process,
+        before its first beat, which replaces that process's session: after it no one sees that it has ended.
+        """
+        if self._session is None:
+            return []
+        return sorted(
+            lane for (lane,) in self._run(_FREE_FORMER, {"me": self._me}, "freeing lanes of a former process")
+        )
 
     def forget_dead(self) -> None:
         """Delete the rows of relays that died long ago."""

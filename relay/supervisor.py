@@ -29,7 +29,7 @@ from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
-from relay.database import Connector, begin_session, unavailable_on_error
+from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
@@ -44,6 +44,8 @@ _FORGET_SECONDS: Final = 60.0
 # the session, look again after _MISSED_SECONDS.
 _BROKEN_SECONDS: Final = 0.1
 _MISSED_SECONDS: Final = 0.5
+# How long to try that often to open another session: by then other relays have taken the lanes, or can't.
+_HURRY_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +125,12 @@ class Supervisor:
         self._source_problem: str | None = None
         self._source_reminder = Reminder()
         self._table: LaneTable | None = None
+        self._begun = False
         self._failures = FailureLog("waiting for Postgres", what="the leases")
         self._fails = False
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
-        self._beat_at = self._forget_at = -1e9
+        self._beat_at = self._forget_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
         self._expired_reminder = Reminder()
@@ -180,24 +183,34 @@ class Supervisor:
             done.set()
 
     def _rest(self, stop: threading.Event) -> None:
-        """Wait until the next tick, which is early if another relay's session is missed or our own has ended."""
-        misses = self._table is not None and self._table.misses_sessions
-        next_tick = time.monotonic() + (min(_MISSED_SECONDS, self._tick_seconds) if misses else self._tick_seconds)
+        """Wait until the next tick, which is early if our own session ends."""
+        next_tick = time.monotonic() + self._until_tick()
         while (left := next_tick - time.monotonic()) > 0 and not stop.wait(min(left, _BROKEN_SECONDS)):
             if self._table is not None and self._table.broken:
                 return
 
+    def _until_tick(self) -> float:
+        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours while we hold
+        lanes.
+        """
+        if self._table is None:
+            hurries = self._held.leases and time.monotonic() - self._disconnected_at < _HURRY_SECONDS
+            return _BROKEN_SECONDS if hurries else self._tick_seconds
+        return min(_MISSED_SECONDS, self._tick_seconds) if self._table.misses_sessions else self._tick_seconds
+
     def _tick(self) -> None:
         connected = self._table is not None
-        if not self._try_tick() and connected:
+        if not self._try_tick() and connected and self._table is None:
             # Open another session before other relays take this one for ended.
             self._try_tick()
 
     def _try_tick(self) -> bool:
-        """Do what is due. Returns False, without a connection, if Postgres is unavailable or refuses."""
+        """Do what is due. Returns False if Postgres is unavailable or refuses."""
         try:
             if self._table is None:
                 self._table = self._connect()
+            if not self._begun:
+                self._begin(self._table)
             self._keep(self._table)
             self._balance(self._table)
             self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
@@ -208,7 +221,7 @@ class Supervisor:
         except (Unavailable, SchemaError) as error:
             self._fails = True
             self._failures.failed(error, self._health.control_waits(error))
-            self._disconnect()
+            self._disconnect_after(error)
             return False
         return True
 
@@ -232,10 +245,25 @@ class Supervisor:
             session=session,
         )
 
+    def _begin(self, table: LaneTable) -> None:
+        """Free the lanes of a process that had our name and was killed. Later they would be our own."""
+        freed = table.free_former()
+        self._begun = True
+        if freed:
+            log.info("lanes of a former process of this name are free", lanes=listed(freed))
+
     def _disconnect(self) -> None:
         table, self._table = self._table, None
         if table is not None:
+            self._disconnected_at = time.monotonic()
             table.close()
+
+    def _disconnect_after(self, error: Exception) -> None:
+        """Close the session, unless it can go on: others may take our lanes when it has ended. A server that has become
+        a standby, for one, refuses everything until we connect again.
+        """
+        if not is_cut_short(error):
+            self._disconnect()
 
     def _keep(self, table: LaneTable) -> None:
         """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
@@ -246,10 +274,7 @@ class Supervisor:
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
         if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
-            self._beat_at = now
-            if not self._away:
-                table.beat(obeyed)
-            self._renew(table)
+            self._beat_and_renew(table)
         elif obeyed != self._reported and not self._away:
             # A command waits for it.
             table.beat(obeyed)
@@ -257,6 +282,19 @@ class Supervisor:
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
             table.forget_dead()
+
+    def _beat_and_renew(self, table: LaneTable) -> None:
+        now = time.monotonic()
+        try:
+            if not self._away:
+                table.beat(self._components.pauses.obeyed.numbers)
+        except Unavailable as error:
+            # Another session has our row locked, but not those of the lanes.
+            if is_cut_short(error):
+                self._renew(table)
+            raise
+        self._renew(table)
+        self._beat_at = now
 
     def _renew(self, table: LaneTable) -> None:
         renewal = table.renew(self._held.leases)
@@ -414,7 +452,7 @@ class Supervisor:
                 self._table.renew(self._held.leases)
         except (Unavailable, SchemaError) as error:
             log.warning("could not renew leases while stopping", error=str(error))
-            self._disconnect()
+            self._disconnect_after(error)
 
     def _sign_off(self) -> None:
         try:

@@ -71,6 +71,30 @@ def test_the_lanes_of_a_killed_relay_are_published_before_its_leases_end(
     assert repeats <= (0 if delivery == "exactly-once" else lanes // 2 * BATCH)
 
 
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_a_killed_relay_that_comes_back_under_its_name_takes_its_lanes(
+    outbox_postgres, outbox_kafka, outbox_relay, delivery
+):
+    """As a container that restarts in its pod: its first beat replaces the session that others have to miss."""
+    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    settings = {"delivery": delivery, "name": outbox_kafka.name("outbox"), "relay__instance": "relay"}
+    settings |= {"relay__lease_seconds": LEASE, "relay__batch_size": BATCH}
+    sessions = "SELECT FROM pg_stat_activity WHERE application_name = 'outbox relay relay'"
+    with Load(url, kind) as load:
+        killed = outbox_relay(**settings)
+        load.more(100)
+        killed.kill()
+        wait_until(lambda: not look_up(url, sessions), what="its sessions to end")
+        again = outbox_relay(**settings)
+        again.wait_for_log("lanes of a former process of this name are free")
+        load.more(100)
+        load.drain()
+    assert look_up(url, "SELECT DISTINCT owner, epoch FROM outbox.lanes") == [("relay", 2)]
+    repeats = check(url, outbox_kafka.consume(topic))
+    assert repeats <= (0 if delivery == "exactly-once" else 4 * BATCH)
+
+
 def test_a_halted_relay_keeps_its_lanes_until_its_leases_end(outbox_postgres, outbox_kafka, outbox_relay, observer):
     url = outbox_postgres.url
     relay = outbox_relay(relay__instance="halted", relay__lease_seconds=LEASE)

@@ -14,7 +14,7 @@ from polling_support import table, taken
 from rows_and_roles import login_role
 from support import look_up, wait_until
 
-from relay.database import Connector
+from relay.database import Connector, begin_session
 from relay.lanes import LaneTable, lock_session
 from relay.operations.roles import RoleKind, grants
 
@@ -24,10 +24,12 @@ LEASE = 600.0
 class Relay(LaneTable):
     """The control loop's statements of a relay, in a session of their own."""
 
-    def __init__(self, url: str, name: str, source: str = "polling") -> None:
+    def __init__(self, url: str, name: str, source: str = "polling", *, first: bool = False) -> None:
         self.url = url
         self.connection = Connector(url, name)()
+        begin_session(self.connection)
         super().__init__(self.connection, "outbox", name, "0", LEASE, source, session=lock_session(self.connection))
+        self.freed = self.free_former() if first else []
         self.beat()
 
     def ends(self) -> None:
@@ -42,7 +44,7 @@ class Relay(LaneTable):
 def open_relay() -> Iterator[Callable[..., Relay]]:
     """Opens a relay's session, which ends after the test if not before."""
     with ExitStack() as stack:
-        yield lambda *arguments: stack.enter_context(closing(Relay(*arguments)))
+        yield lambda *arguments, **named: stack.enter_context(closing(Relay(*arguments, **named)))
 
 
 def looks(relay: Relay, times: int = 3) -> list[int]:
@@ -100,6 +102,42 @@ def test_a_relay_that_opens_another_session_keeps_its_lanes(outbox_postgres, ope
         assert looks(other) == [0, 0, 0]
     assert other.acquire(4) == []
     assert again.renew(leases).lost == []
+
+
+def test_a_process_frees_the_lanes_of_a_former_one_of_its_name(outbox_postgres, open_relay):
+    """Its first beat replaces the session that others have to miss twice."""
+    killed, other = (open_relay(outbox_postgres.url, name) for name in ("killed", "other"))
+    lanes = [lease.lane for lease in killed.acquire(3)]
+    others = other.acquire(1)
+    looks(other)
+    killed.ends()
+    with outbox_postgres.connect() as locking:
+        locking.execute("SELECT FROM outbox.lanes WHERE lane = %s FOR UPDATE", (lanes[0],))
+        again = open_relay(outbox_postgres.url, "killed", first=True)
+    assert again.freed == lanes[1:]
+    assert looks(other) == [2, 2, 2]
+    assert [(lease.lane, lease.epoch) for lease in again.acquire(4)] == [(lane, 2) for lane in lanes[1:]]
+    assert other.renew(others).lost == []
+
+
+def test_a_process_frees_no_lanes_of_a_living_one_of_its_name(outbox_postgres, open_relay):
+    leases = open_relay(outbox_postgres.url, "relay").acquire(4)
+    again = open_relay(outbox_postgres.url, "relay", first=True)
+    assert (again.freed, looks(again)) == ([], [0, 0, 0])
+    assert again.renew(leases).lost == []
+
+
+@pytest.mark.parametrize("without", ["killed", "again"])
+def test_without_a_session_the_leases_decide_when_a_process_comes_back(outbox_postgres, open_relay, without):
+    """Behind a pooler, and with at-most-once."""
+    url = outbox_postgres.url
+    killed = table(outbox_postgres, "relay", LEASE) if without == "killed" else open_relay(url, "relay")
+    killed.beat()
+    taken(killed)
+    killed.close() if without == "killed" else killed.ends()
+    again = table(outbox_postgres, "relay", LEASE) if without == "again" else open_relay(url, "relay", first=True)
+    assert again.free_former() == [] if without == "again" else again.freed == []
+    assert looks(again) == [3, 3, 3]
 
 
 def test_a_session_that_was_never_seen_alive_has_not_ended(outbox_postgres, open_relay):
