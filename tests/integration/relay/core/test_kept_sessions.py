@@ -105,9 +105,14 @@ def test_a_relay_that_stops_opens_another_session_for_its_last_turn(outbox_postg
         before = with_lanes(url, observer)
         add(outbox_postgres, "k")
         publishing.wait(30)
+        # It looks at its connection, and not only when the leases are due.
+        relay._tick_seconds = 600.0
+        for lease in relay._held.leases:
+            lease._until -= 40.0
         rig.stop.set()
         relay._worker.stopping.wait(30)
         try:
+            wait_until(lambda: min(lease.remaining_seconds for lease in relay._held.leases) > 30.0, what="a renewal")
             look_up(url, END)
             wait_until(lambda: look_up(url, SESSION) not in (before, []), what="another session")
             assert never_free(observer)
