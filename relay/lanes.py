@@ -18,8 +18,8 @@ again.
 | own name                                | has ended; else the leases decide                                       |
 | its host or the network is gone         | Postgres keeps the session until keepalives fail: the leases decide     |
 | a living relay's connection breaks      | it opens another one, at once and ten times a second for the first      |
-|                                         | seconds, and keeps the lanes. If others were faster: as one that slept  |
-|                                         | past its lease                                                          |
+|                                         | seconds, and keeps the lanes, also while it stops. If others were       |
+|                                         | faster: as one that slept past its lease                                |
 | Postgres crashes or fails over          | all sessions are new, also that of who looks, and it has seen none of   |
 |                                         | the others alive: the leases decide                                     |
 | behind a pooler                         | no session is the relay's own: the leases decide                        |

@@ -425,14 +425,17 @@ class Supervisor:
         log.info("relay stopping", lanes=len(self._held.leases))
         deadline = time.monotonic() + self._components.shutdown_seconds
         self._worker.stopping.set()
-        next_beat = 0.0
+        next_tick = 0.0
         while self._worker.is_alive():
             if abandon.is_set() or time.monotonic() >= deadline:
                 break
-            # The leases must hold while the last turn goes out.
-            if time.monotonic() >= next_beat:
+            if self._table is not None and self._table.broken:
+                self._disconnect()
+                next_tick = 0.0
+            # Session and leases must hold while the last turn goes out.
+            if time.monotonic() >= next_tick and self._held.leases:
                 self._tick_while_stopping()
-                next_beat = time.monotonic() + self._tick_seconds
+                next_tick = time.monotonic() + self._until_tick()
             self._worker.join(0.01)
         left = self._held.leases if self._worker.is_alive() else []
         if not left:
@@ -448,10 +451,15 @@ class Supervisor:
 
     def _tick_while_stopping(self) -> None:
         try:
-            if self._table is not None:
+            if self._table is None:
+                self._table = self._connect()
+            if self._beat_at < 0:
+                # The first of a session.
+                self._beat_and_renew(self._table)
+            else:
                 self._table.renew(self._held.leases)
         except (Unavailable, SchemaError) as error:
-            log.warning("could not renew leases while stopping", error=str(error))
+            self._failures.failed(error, self._health.control_waits(error))
             self._disconnect_after(error)
 
     def _sign_off(self) -> None:

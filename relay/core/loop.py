@@ -211,6 +211,8 @@ class WorkerLoop:
         return seconds
 
     def _outlast_a_publish(self, lanes: Collection[int]) -> bool:
+        # Avoids repeats, and proves nothing: others take lanes before their leases end when a session in Postgres
+        # has ended (relay/lanes.py). Then the epoch and the fencing decide.
         left_seconds = min(self._lanes[number].lease.remaining_seconds for number in lanes)
         return left_seconds > self._settings.delivery_seconds
 

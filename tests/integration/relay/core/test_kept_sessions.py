@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -9,11 +10,13 @@ from typing import Any
 
 import psycopg
 import pytest
+from loop_fakes import all_of
 from pause_rig import Rig, url, without_the_rules_of_loop_fakes
+from polling_support import add
 from support import look_up, owners, wait_until
 
 from relay import database
-from relay.core.ports import DatabaseUnavailable
+from relay.core.ports import Batches, DatabaseUnavailable, Sent
 from relay.database import Connector
 from relay.lanes import LaneTable, lock_session
 
@@ -85,3 +88,35 @@ def test_a_relay_with_lanes_does_not_wait_for_its_next_tick_to_connect_again(url
         wait_until(lambda: look_up(url, SESSION) != before, what="another session")
         assert never_free(observer)
         assert len(refused) == 4
+
+
+def test_a_relay_that_stops_opens_another_session_for_its_last_turn(outbox_postgres, url, observer):
+    publishing, acknowledged = threading.Event(), threading.Event()
+
+    def slowly(batches: Batches) -> Sent:
+        publishing.set()
+        acknowledged.wait(60)
+        return all_of(batches)
+
+    with Rig(url, lease_seconds=60.0) as rig:
+        relay = rig.supervisor
+        relay._components = replace(relay._components, shutdown_seconds=60.0)
+        rig.broker.always = slowly
+        before = with_lanes(url, observer)
+        add(outbox_postgres, "k")
+        publishing.wait(30)
+        # It looks at its connection, and not only when the leases are due.
+        relay._tick_seconds = 600.0
+        for lease in relay._held.leases:
+            lease._until -= 40.0
+        rig.stop.set()
+        relay._worker.stopping.wait(30)
+        try:
+            wait_until(lambda: min(lease.remaining_seconds for lease in relay._held.leases) > 30.0, what="a renewal")
+            look_up(url, END)
+            wait_until(lambda: look_up(url, SESSION) not in (before, []), what="another session")
+            assert never_free(observer)
+        finally:
+            acknowledged.set()
+    assert look_up(url, "SELECT count(*) FROM outbox.events") == [(0,)]
+    assert owners(url) == {}
