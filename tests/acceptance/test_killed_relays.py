@@ -95,10 +95,16 @@ def test_a_killed_relay_that_comes_back_under_its_name_takes_its_lanes(
     assert repeats <= (0 if delivery == "exactly-once" else 4 * BATCH)
 
 
+def holding_all(outbox_relay, url: str, instance: str):
+    """Start a relay and wait until it has all lanes."""
+    relay = outbox_relay(relay__instance=instance, relay__lease_seconds=LEASE)
+    wait_until(lambda: owners(url) == {instance: 4}, what="the relay to have all lanes")
+    return relay
+
+
 def test_a_halted_relay_keeps_its_lanes_until_its_leases_end(outbox_postgres, outbox_kafka, outbox_relay, observer):
     url = outbox_postgres.url
-    relay = outbox_relay(relay__instance="halted", relay__lease_seconds=LEASE)
-    wait_until(lambda: owners(url) == {"halted": 4}, what="the relay to have all lanes")
+    relay = holding_all(outbox_relay, url, "halted")
     looks = observer(url)
     relay.pause()
     assert never_free(looks)
@@ -109,8 +115,7 @@ def test_a_halted_relay_keeps_its_lanes_until_its_leases_end(outbox_postgres, ou
 
 def test_a_relay_whose_connections_break_keeps_its_lanes(outbox_postgres, outbox_kafka, outbox_relay, observer):
     url = outbox_postgres.url
-    relay = outbox_relay(relay__instance="relay", relay__lease_seconds=LEASE)
-    wait_until(lambda: owners(url) == {"relay": 4}, what="the relay to have all lanes")
+    relay = holding_all(outbox_relay, url, "relay")
     looks = observer(url)
     looks.distribution()
     before = look_up(url, SESSIONS)

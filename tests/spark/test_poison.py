@@ -66,7 +66,7 @@ def applied(bench: Bench, *, without: int = 0) -> None:
 
 
 def test_a_message_that_ends_the_worker_is_named(bench, topic):
-    """12,000 messages, one of which nobody survives: the job says which, and what to do."""
+    """12,000 messages, one of which ends every worker: the job says which, and what to do."""
     made = job(topic, ends_the_worker)
     with pytest.raises(
         BadMessage, match=f"{topic}-0 offset {FAULT} can't be applied: by itself it failed 3 times"
