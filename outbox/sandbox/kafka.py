@@ -120,18 +120,17 @@ class KafkaCluster:
         """
         if self.running:
             return self
-        if self._brokers or self.attach():
-            self._start_missing()
-            return self
+        known = bool(self._brokers) or self.attach()
         for attempt in range(1, _PORT_ATTEMPTS + 1):
-            self._invent()
+            if not known:
+                self._invent()
             try:
                 self._start_missing()
             except PortTaken:
-                self._record.unlink(missing_ok=True)
-                for broker in self._brokers:
-                    shutil.rmtree(broker.directory, ignore_errors=True)
-                self._brokers = []
+                if not known:
+                    self._forget()
+                # The ports of a known cluster are fixed. Something may have held one for a moment, while a broker was
+                # starting; whatever holds it for longer is found by the look before the next attempt.
                 if attempt == _PORT_ATTEMPTS:
                     raise
             else:
@@ -243,6 +242,13 @@ class KafkaCluster:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             self._record.write_text(json.dumps({"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}))
         self._make(cluster_id, nodes)
+
+    def _forget(self) -> None:
+        """Drop a cluster that did not start, because its ports were taken."""
+        self._record.unlink(missing_ok=True)
+        for broker in self._brokers:
+            shutil.rmtree(broker.directory, ignore_errors=True)
+        self._brokers = []
 
     def _make(self, cluster_id: str, nodes: list[Node]) -> None:
         self._cluster_id = cluster_id

@@ -9,7 +9,6 @@ import pytest
 from bench import ided, order
 from pyspark.sql import functions
 
-from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.spark import rows as rows_of_spark
 from spark_jobs.task import partition as task
 
@@ -75,8 +74,7 @@ def test_a_task_that_does_not_report_is_not_taken_for_a_plan_that_was_dropped(be
         return made.limit(0) if schema == task.REPORT else made
 
     monkeypatch.setattr(rows_of_spark, "in_tasks", cut)
-    with pytest.raises(ConsumerUnavailable, match="a task did not report what became of"):
-        bench.once(job, patience=0.5)
+    bench.once_waits(job, "a task did not report what became of")
     assert bench.positions() in ({}, {0: 0, 1: 0})
     monkeypatch.undo()
     assert bench.once(job).applied == 1

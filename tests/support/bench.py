@@ -170,6 +170,21 @@ class Bench:
         with self.runner(job, **options) as runner:
             return runner.once(threading.Event())
 
+    def once_waits(self, job: ConsumerJob, error: str) -> None:
+        """Run a job until it waits for a server because of this error, and stop it there.
+
+        On a busy machine, Kafka may be late as well: then the job waits because of that, and goes on.
+        """
+        stop = threading.Event()
+
+        def heard(text: str) -> None:
+            if text == "waiting for a server" and re.search(error, str(self.reports[-1][1]["error"])):
+                stop.set()
+
+        with self.runner(job, then=heard, patience=120.0) as runner:
+            runner.once(stop)
+        assert stop.is_set(), f"the job ended without this error: {error}"
+
     @property
     def environment(self) -> dict[str, str]:
         """What ``outbox …`` finds the sink and Kafka by."""

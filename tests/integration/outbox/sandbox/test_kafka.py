@@ -14,6 +14,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
 from outbox.sandbox import java as java_module
 from outbox.sandbox import kafka as kafka_module
+from outbox.sandbox._broker import Broker
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import wait_for
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
@@ -147,7 +148,9 @@ def test_a_paused_broker_is_there_and_does_not_answer(solo: Solo) -> None:
     assert client.list_topics(timeout=30).brokers
 
 
-def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(solo: Solo) -> None:
+def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(
+    solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, addresses, pids = solo.cluster.data_dir, solo.cluster.bootstrap_servers, solo.cluster.pids
     topics = Topics(addresses)
     topic = topics.create_topic(topics.name("orders"), partitions=2)
@@ -162,7 +165,19 @@ def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(solo:
         with pytest.raises(PortTaken, match=rf"listens on port {taken}, which belongs to broker 1"):
             solo.cluster.start()
 
+    # Something else has the port for a moment, after the look and while the broker starts.
+    look, held = KafkaCluster._check_ports, []
+
+    def looked(cluster: KafkaCluster, brokers: list[Broker]) -> None:
+        if held:
+            held[0].close()
+        look(cluster, brokers)
+        if not held:
+            held.append(socket.create_server(("127.0.0.1", taken)))
+
+    monkeypatch.setattr(KafkaCluster, "_check_ports", looked)
     with KafkaCluster(directory) as again:
+        assert held
         assert again.bootstrap_servers == addresses
         assert again.pids != pids
         assert values(topics.consume(topic)) == list(range(100))
