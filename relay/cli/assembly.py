@@ -12,7 +12,7 @@ import typer
 from outbox import __version__
 
 _GROUPS: Final = {
-    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled")},
+    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "audit")},
     "sandbox": "outbox.sandbox.cli",
     "spark": "spark_jobs.cli.spark",
     "dead-letters": "relay.cli.dead_letters",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -20,6 +20,8 @@ _SECONDS: Final = 30.0
 _AT_ONCE: Final = 5000
 _WAIT_SECONDS: Final = 0.2
 _MOST_NAMED: Final = 10
+
+Record = TypeVar("Record")
 
 
 class TopicRecord(NamedTuple):
@@ -51,7 +53,7 @@ def committed_since(
             starts |= offsets.since([at for at in partitions if since[at.topic] == milliseconds], milliseconds)
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
-        yield from _read(options, starts, ends, isolation="read_committed", seconds=seconds)
+        yield from read(options, starts, ends, _seen, isolation="read_committed", seconds=seconds)
     except KafkaException as error:
         raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
 
@@ -61,41 +63,52 @@ def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iter
     try:
         starts = {found.partition: found.stable for found in undecided}
         ends = {found.partition: found.end for found in undecided}
-        yield from _read(options, starts, ends, isolation="read_uncommitted")
+        yield from read(options, starts, ends, _seen, isolation="read_uncommitted")
     except KafkaException as error:
         raise Unavailable(f"Kafka, reading what is undecided: {text_of(error)}") from error
 
 
-def _read(
+def read(
     options: Mapping[str, str],
     starts: Mapping[Partition, int],
     ends: Mapping[Partition, int],
+    make: Callable[[Partition, Message], Record],
     *,
     isolation: str,
     seconds: float = math.inf,
-) -> Iterator[Sequence[TopicRecord]]:
+    group: str = "outbox-reconcile",
+) -> Iterator[Sequence[Record]]:
+    """Yield what is made of each record from ``starts`` on, in groups, until all partitions have been read to ``ends``.
+
+    Records behind an end may be among them. Raises Unavailable when a partition can't be read to its end, or not within
+    ``seconds``, and KafkaException.
+    """
     if not starts:
         return
     more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
-    consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent_logger())
+    consumer = Consumer(reader_options(options, group, isolation, more), logger=silent_logger())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread, refused = set(starts), set[Partition]()
         began = heard = time.monotonic()
         late = False
         while unread:
-            seen: list[TopicRecord] = []
+            seen: list[Record] = []
+            before = set(unread)
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
                 found = Partition(message.topic() or "", message.partition() or 0)
                 error = message.error()
                 if error is None:
-                    seen.append(_seen(found, message))
+                    seen.append(make(found, message))
                 elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     # What other topics have is worth more than this error: it is raised after them.
                     refused |= {one for one in unread if one.topic == found.topic}
                     unread -= refused
-                elif is_end(error) and (message.offset() or 0) >= ends[found]:
-                    unread.discard(found)
+                    continue
+                unread -= {found} if _ends(message, ends[found]) else set()
+            if done := before - unread:
+                # What follows is not wanted: a busy topic has no end.
+                consumer.pause([TopicPartition(found.topic, found.number) for found in done])
             if seen:
                 yield seen
                 heard = time.monotonic()
@@ -107,6 +120,14 @@ def _read(
             raise _incomplete(unread, refused, seconds if late else _SECONDS)
     finally:
         consumer.close()
+
+
+def _ends(message: Message, end: int) -> bool:
+    """Return whether a partition has been read up to ``end``. Raises KafkaException."""
+    error, offset = message.error(), message.offset() or 0
+    if error is None:
+        return offset + 1 >= end
+    return is_end(error) and offset >= end
 
 
 def _incomplete(unread: Collection[Partition], refused: Collection[Partition], seconds: float) -> Unavailable:

@@ -1,0 +1,102 @@
+"""A file of an audit's sums, from which anyone with access to the same servers can repeat it.
+
+One JSON object a line: first what was audited and with which key, then each window with its counts and sums, at last
+the result. Each line has the SHA-256 of the line before it, so none can be changed, added or left out without changing
+the last one. Windows that were open are not in it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from outbox import __version__
+from outbox.errors import ConfigurationError, OperationRefused
+from relay.audit.findings import EQUAL, EXPIRED, OPEN, Audit, WindowAudit
+from relay.config import Settings
+
+_FORMAT: Final = 1
+_BEGIN: Final = "0" * 64
+_STRICT: Final = orjson.OPT_SORT_KEYS
+
+
+def write(path: Path, found: Audit, settings: Settings) -> str:
+    """Write a certificate, and return the hash of its last line. Raises OperationRefused if there are differences."""
+    if found.count:
+        raise OperationRefused(f"no certificate was written: the audit found {found.count} differences")
+    lines = list(_lines(found, settings))
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return hashlib.sha256(lines[-1]).hexdigest()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return a certificate's lines. Raises ConfigurationError for a file that is none, or that was changed."""
+    try:
+        raw = path.read_bytes().splitlines()
+        lines = [orjson.loads(line) for line in raw]
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigurationError(f"{path}: this is no certificate: {error}") from error
+    before = _BEGIN
+    for number, (line, values) in enumerate(zip(raw, lines, strict=True), 1):
+        if not isinstance(values, dict) or values.get("previous") != before:
+            raise ConfigurationError(f"{path}: line {number} does not follow the line before it: the file was changed")
+        before = hashlib.sha256(line).hexdigest()
+    if not lines or lines[0].get("format") != _FORMAT or lines[-1].get("windows") != len(lines) - 2:
+        raise ConfigurationError(f"{path}: this is no certificate, or its end is missing")
+    return lines
+
+
+def differences(lines: list[dict[str, Any]], found: Audit) -> list[str]:
+    """Return in what an audit differs from a certificate's windows; nothing where Kafka has deleted records since."""
+    now = {(one.window.topic, one.window.start.isoformat()): one for one in found.windows}
+    texts = []
+    for line in lines[1:-1]:
+        one = now.get((line["topic"], line["start"]))
+        if one is None:
+            texts.append(f"{line['topic']} {line['start']}: nothing is there any more")
+        elif one.state != EXPIRED:
+            values = _window(one)
+            texts += [
+                f"{line['topic']} {line['start']}: {name} is {values.get(name)}, was {line[name]}"
+                for name in line
+                if name not in {"previous", "waiting", "dead", "state"} and values.get(name) != line[name]
+            ]
+    return texts
+
+
+def _lines(found: Audit, settings: Settings) -> Iterator[bytes]:
+    windows = [one for one in found.windows if one.state == EQUAL]
+    before = _BEGIN
+    head = {
+        "format": _FORMAT,
+        "outbox": settings.name,
+        "version": __version__,
+        "since": found.since,
+        "until": found.until,
+        "key": found.key.hex(),
+        "delivery": str(settings.delivery),
+        "written_at": dt.datetime.now(dt.UTC),
+    }
+    end = {"windows": len(windows), "open": sum(one.state == OPEN for one in found.windows), "differences": 0}
+    for values in (head, *map(_window, windows), end):
+        line = orjson.dumps({**values, "previous": before}, option=_STRICT)
+        before = hashlib.sha256(line).hexdigest()
+        yield line
+
+
+def _window(one: WindowAudit) -> Mapping[str, Any]:
+    return {
+        "topic": one.window.topic,
+        "start": one.window.start.isoformat(),
+        "committed": one.committed,
+        "kafka": one.kafka,
+        "sums": {name: f"{value:032x}" for name, value in one.sums.items()},
+        "groups": {
+            name: {"applied": count.applied, "sum": f"{count.hashes:032x}"} for name, count in one.groups.items()
+        },
+    }

@@ -1,0 +1,463 @@
+"""Compares the three readings of an audit: sums first, and where they differ, the events one by one."""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Self
+
+from outbox._app.settings import client_options
+from outbox.consumer.admin.status import has_tables
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.postgres_errors import connect
+from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Difference, GroupCount, WindowAudit
+from relay.audit.groups import Group, Groups
+from relay.audit.sums import MODULUS, NOTHING, Sum, Window, hash_of, minute_of, minute_of_id, minute_start
+from relay.audit.tables import Archived, Committed, Misplaced, Tables, uuid_of
+from relay.audit.topics import Cell, OnKafka, Topics, window_sums
+from relay.config import Settings
+from relay.database import Connector
+from relay.kafka.offsets import Partition
+from relay.operations.trace import topics_of
+from relay.parts import build_router
+
+_AT_ONCE: Final = 200_000
+_MOST_COMPARED: Final = 1_000_000
+_STATEMENT_SECONDS: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What to audit.
+
+    since, until  events that were written from ``since`` on and before ``until``, in whole minutes.
+    topics        None for all topics to which this outbox's events go.
+    group         the only consumer group to look at; None for all.
+    partial       groups that leave events out on purpose: nothing is missing there.
+    key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
+    """
+
+    since: dt.datetime
+    until: dt.datetime
+    topics: Collection[str] | None = None
+    group: str | None = None
+    partial: Collection[str] = ()
+    key: bytes | None = None
+
+
+def audit(settings: Settings, scope: Scope, sink_url: str | None = None) -> Audit:
+    """Compare what was committed, what is on Kafka and what the groups have applied.
+
+    sink_url  the consumers' database, if it is another one.
+
+    Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
+    """
+    with Comparison(settings, scope, sink_url) as comparison:
+        return comparison.run()
+
+
+class Comparison:
+    """One audit. Use it in a ``with`` block, and run it once."""
+
+    def __init__(self, settings: Settings, scope: Scope, sink_url: str | None) -> None:
+        self._settings = settings
+        self._scope = scope
+        # The last minute is included if ``until`` is within it.
+        stop = -(-int(scope.until.timestamp()) // 60)
+        self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
+        self._key = scope.key or secrets.token_bytes(32)
+        self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
+        self._router = build_router(settings)
+        self._options = client_options(settings)
+        self._connection = Connector(settings.require_database(), "outbox audit")()
+        try:
+            self._tables = Tables(
+                self._connection,
+                *(settings.db_schema, self._router, scope.topics, self._minutes, self._key, _STATEMENT_SECONDS),
+            )
+            self._sink = connect(sink_url or settings.require_database(), "outbox audit")
+        except BaseException:
+            self._connection.close()
+            raise
+        self._groups: Groups | None = None
+        if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
+            self._groups = Groups(
+                self._sink, settings.consumer_schema, scope.group, self._minutes, self._key, _STATEMENT_SECONDS
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._sink.close()
+
+    def run(self) -> Audit:
+        """Return the result."""
+        with self._tables.snapshot():
+            now = self._tables.now()
+            committed = self._tables.committed()
+            waiting, dead = self._tables.waiting(), self._tables.dead()
+            lowest = self._tables.lowest()
+            archived_before = self._tables.has_earlier()
+            misplaced = self._tables.misplaced()
+        self._now = minute_of(now)
+        topics = self._topic_names({*committed, *waiting, *dead})
+        self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
+        self._extents = self._topics.extents(self._audit.since, lowest)
+        self._missing_topics(topics)
+        cells, first = self._topics.sums(self._extents, self._minutes)
+        groups, applied = self._applied(topics)
+        known_from = self._known_from(committed, before=archived_before)
+
+        ids, wholes = window_sums(cells)
+        windows = self._with_applied([*committed, *waiting, *dead, *ids], groups, applied)
+        self._expired = self._lost_before(topics, first)
+        found = {}
+        for window in windows:
+            known = window.minute >= known_from
+            here = committed.get(window, Committed()) if known else None
+            found[window] = one = WindowAudit(
+                window,
+                None if here is None else here.ids.events,
+                ids.get(window, NOTHING).events,
+                waiting.get(window, 0),
+                dead.get(window, 0),
+            )
+            one.sums["kafka"] = ids.get(window, NOTHING).hashes
+            if here is not None:
+                one.sums["committed"] = here.ids.hashes
+            if window.minute * 60 < self._expired.get(window.topic, 0):
+                one.state = EXPIRED
+            elif here is not None and not (
+                here.complete and here.ids == ids.get(window) and here.wholes == wholes.get(window)
+            ):
+                one.state = DIFFERENT
+        self._compare_groups(found, cells, groups, applied)
+        self._one_by_one(found)
+        self._order(misplaced, found)
+        for one in found.values():
+            if one.state == EQUAL and self._under_way(one):
+                one.state = OPEN
+        self._audit.windows = list(found.values())
+        self._say_what_was_left_out(groups, known_from)
+        return self._audit
+
+    # -- what is compared
+
+    def _topic_names(self, windows: Collection[Window]) -> set[str]:
+        """Return the topics to read: those named, or all to which events of this outbox go."""
+        if self._scope.topics is not None:
+            return set(self._scope.topics)
+        topics = {window.topic for window in windows}
+        topics |= {route.topic for route in (self._settings.routes or {}).values()}
+        if self._groups is not None:
+            with self._groups.snapshot():
+                read = {topic for group in self._groups.groups(None) for topic in group.topics}
+            topics |= {topic for topic in read if self._router.may_write(topic)}
+        return topics or set(topics_of(self._options, self._router.may_write))
+
+    def _applied(self, topics: Collection[str]) -> tuple[list[Group], dict[tuple[str, int], Sum]]:
+        if self._groups is None:
+            return [], {}
+        with self._groups.snapshot():
+            groups = self._groups.groups(topics)
+            return groups, self._groups.sums(groups)
+
+    @staticmethod
+    def _with_applied(
+        windows: Sequence[Window], groups: Sequence[Group], applied: Mapping[tuple[str, int], Sum]
+    ) -> list[Window]:
+        """Add a window for each minute of which only a group has events."""
+        there = set(windows)
+        for group in groups:
+            minutes = {minute for name, minute in applied if name == group.name}
+            minutes -= {window.minute for window in there if window.topic in group.topics}
+            there |= {Window(min(group.topics), minute) for minute in minutes}
+        return sorted(there, key=lambda one: (one.minute, one.topic))
+
+    def _known_from(self, committed: Mapping[Window, Committed], *, before: bool) -> int:
+        """Return the first minute for which the archive is known to have been on."""
+        if before:
+            return self._minutes.start
+        return min((window.minute for window in committed), default=self._minutes.stop)
+
+    def _lost_before(self, topics: Collection[str], first: Mapping[Partition, int]) -> dict[str, float]:
+        """Return for each topic that may have lost records the time, in seconds, before which it may have."""
+        expired: dict[str, float] = {}
+        for place, extent in self._extents.items():
+            if extent.cut:
+                begins = first[place] / 1000 if place in first else float("inf")
+                expired[place.topic] = max(expired.get(place.topic, 0.0), begins)
+        admin = KafkaAdmin(self._options)
+        for topic in {place.topic for place in self._extents} & set(topics):
+            if admin.compacted([topic]):
+                expired[topic] = float("inf")
+                self._audit.notes.append(
+                    f"topic {topic} may be compacted (cleanup.policy), and then Kafka deletes records: not compared"
+                )
+        return expired
+
+    def _missing_topics(self, topics: Collection[str]) -> None:
+        for topic in sorted(set(topics) - {place.topic for place in self._extents}):
+            self._audit.notes.append(f"topic {topic} does not exist, or these credentials may not DESCRIBE it")
+
+    def _say_what_was_left_out(self, groups: Sequence[Group], known_from: int) -> None:
+        notes = self._audit.notes
+        if any(window.committed is None for window in self._audit.windows):
+            until = "" if known_from >= self._minutes.stop else f" before {minute_start(known_from):%Y-%m-%d %H:%M}"
+            notes.append(
+                f"the archive has no events{until}: what was committed is not known there; set "
+                "OUTBOX_RELAY__ARCHIVE_DAYS on relays"
+            )
+        for group in groups:
+            if not group.remembers:
+                notes.append(f"group {group.name} keeps no ids of events (see Dedup): only its positions are known")
+        for topic, count in sorted(self._topics.others.items()):
+            notes.append(f"topic {topic} has {count} records that are not of this outbox: not compared")
+
+    def _under_way(self, one: WindowAudit) -> bool:
+        return one.waiting > 0 or one.window.minute >= self._now or any(group.waiting for group in one.groups.values())
+
+    # -- sums of groups
+
+    def _compare_groups(
+        self,
+        found: Mapping[Window, WindowAudit],
+        cells: Mapping[tuple[Partition, int], Cell],
+        groups: Sequence[Group],
+        applied: Mapping[tuple[str, int], Sum],
+    ) -> None:
+        """Compare the sums of the groups; windows in which they differ are compared one by one."""
+        for group in groups:
+            expected: dict[int, Sum] = {}
+            waiting: dict[Window, int] = {}
+            unsure: set[int] = set()
+            for (place, minute), cell in cells.items():
+                if place.topic not in group.topics:
+                    continue
+                position = group.positions.get(place, 0)
+                if cell.first >= position:
+                    window = Window(place.topic, minute)
+                    waiting[window] = waiting.get(window, 0) + cell.count
+                else:
+                    expected[minute] = expected.get(minute, NOTHING) + Sum(cell.count, cell.ids)
+                    if cell.last >= position or cell.untimed:
+                        unsure.add(minute)
+            for window, one in found.items():
+                if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
+                    continue
+                here = applied.get((group.name, window.minute), NOTHING)
+                count = one.groups[group.name] = GroupCount(None, waiting.get(window, 0))
+                if group.remembers:
+                    count.applied, count.hashes = here.events, here.hashes
+                    if here != expected.get(window.minute, NOTHING) or window.minute in unsure:
+                        one.state = DIFFERENT
+
+    # -- one by one
+
+    def _one_by_one(self, found: Mapping[Window, WindowAudit]) -> None:
+        compared = 0
+        for minutes in list(_parts(found)):
+            wanted = set(minutes)
+            windows = [window for window in found if window.minute in wanted]
+            count = sum(found[window].kafka for window in windows)
+            if compared and compared + count > _MOST_COMPARED:
+                self._audit.notes.append(
+                    f"more than {_MOST_COMPARED:,} events differ: those from {minute_start(minutes[0]):%Y-%m-%d %H:%M} "
+                    "on were not compared one by one; give a shorter range"
+                )
+                return
+            compared += count
+            self._compare(found, [window for window in windows if found[window].state != EXPIRED])
+
+    def _compare(self, found: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
+        """Compare the events of these windows: all windows of their minutes."""
+        extents = self._topics.extents(self._audit.since, {place: one.start for place, one in self._extents.items()})
+        on_kafka = self._topics.events(extents, windows)
+        with self._tables.snapshot():
+            archived = self._tables.events(windows)
+            unpublished = self._tables.unpublished(windows)
+        taken = self._ids_of_groups(windows, on_kafka)
+        more, hidden = self._topics.since(extents)
+        late = self._topics.events(more, windows)
+        ends = {place: one.end for place, one in more.items()}
+        for window in windows:
+            one = found[window]
+            one.state = EQUAL
+            if one.committed is not None:
+                one.committed = len(archived[window])
+                one.sums["committed"] = self._sum(archived[window])
+                self._compare_archive(one, archived[window], on_kafka[window], late[window], ends, hidden)
+            one.kafka = len(on_kafka[window])
+            one.sums["kafka"] = self._sum(on_kafka[window])
+            one.repeated = 0
+            for event_id, records in on_kafka[window].items():
+                one.repeated += len(records) - 1
+                if len(records) > 1:
+                    places = ", ".join(f"{record.place.number} offset {record.offset}" for record in records)
+                    self._differ(one, "repeated", event_id, f"stands {len(records)} times: partition {places}")
+                if one.committed is not None and event_id not in archived[window] and event_id not in unpublished:
+                    record = records[0]
+                    self._differ(
+                        one,
+                        "unknown",
+                        event_id,
+                        f"partition {record.place.number} offset {record.offset} has it, and the outbox has no row of "
+                        "it",
+                    )
+        for group, applied, excused in taken:
+            self._compare_group(found, windows, group, applied, excused, on_kafka, late)
+
+    def _compare_archive(
+        self,
+        one: WindowAudit,
+        archived: Mapping[bytes, Archived],
+        on_kafka: Mapping[bytes, Sequence[OnKafka]],
+        late: Mapping[bytes, Sequence[OnKafka]],
+        ends: Mapping[Partition, int],
+        hidden: Collection[str],
+    ) -> None:
+        for event_id, row in archived.items():
+            records = on_kafka.get(event_id) or late.get(event_id) or ()
+            if not records:
+                behind = row.place is not None and (row.offset or 0) >= ends.get(row.place, 0)
+                if behind or (row.place is None and one.window.topic in hidden):
+                    one.waiting += 1
+                    continue
+                where = "" if row.place is None else f", was at partition {row.place.number} offset {row.offset}"
+                self._differ(one, "missing", event_id, f"was published{where}, and is not on Kafka")
+                continue
+            if row.place is not None and not any((r.place, r.offset) == (row.place, row.offset) for r in records):
+                record = records[0]
+                kind = "order" if record.place == row.place else "partition"
+                self._differ(
+                    one,
+                    kind,
+                    event_id,
+                    f"was published to partition {row.place.number} offset {row.offset}, and stands in partition "
+                    f"{record.place.number} at offset {record.offset}",
+                )
+            if any(record.content != row.content for record in records):
+                self._differ(one, "payload", event_id, "key, type, value or headers differ from those in the archive")
+
+    def _ids_of_groups(
+        self, windows: Sequence[Window], on_kafka: Mapping[Window, Mapping[bytes, Any]]
+    ) -> list[tuple[Group, set[bytes], set[tuple[Partition, int]]]]:
+        """Return the groups with their positions now, the ids that they have applied, and what is excused."""
+        if self._groups is None:
+            return []
+        minutes = sorted({window.minute for window in windows})
+        untimed = [one for one in chain.from_iterable(on_kafka.values()) if minute_of_id(one) is None]
+        topics = {place.topic for place in self._extents}
+        found = []
+        with self._groups.snapshot():
+            for group in self._groups.groups(topics):
+                ids = self._groups.ids(group, minutes, untimed) if group.remembers else set()
+                found.append((group, ids, self._groups.excused(group)))
+        return found
+
+    def _compare_group(
+        self,
+        found: Mapping[Window, WindowAudit],
+        windows: Sequence[Window],
+        group: Group,
+        applied: set[bytes],
+        excused: set[tuple[Partition, int]],
+        on_kafka: Mapping[Window, Mapping[bytes, Sequence[OnKafka]]],
+        late: Mapping[Window, Mapping[bytes, Sequence[OnKafka]]],
+    ) -> None:
+        mine = [one for one in windows if one.topic in group.topics and not group.forgot(one.minute)]
+        for window in mine:
+            one = found[window]
+            count = one.groups[group.name] = GroupCount(0 if group.remembers else None)
+            for event_id, records in on_kafka[window].items():
+                passed = [record for record in records if record.offset < group.positions.get(record.place, 0)]
+                if not passed:
+                    count.waiting += 1
+                elif not group.remembers:
+                    continue
+                elif event_id in applied:
+                    count.applied = (count.applied or 0) + 1
+                    count.hashes = (count.hashes + hash_of(self._key, event_id)) % MODULUS
+                elif group.name not in self._scope.partial and not any(
+                    (record.place, record.offset) in excused for record in passed
+                ):
+                    record = passed[0]
+                    self._differ(
+                        one,
+                        "missing",
+                        event_id,
+                        f"the group is beyond partition {record.place.number} offset {record.offset}, and has no id "
+                        f"and no dead letter of it. If its job leaves events out, give --partial {group.name}",
+                        group.name,
+                    )
+        if not mine or not group.remembers or not self._reads_only_ours(group):
+            return
+        known = set(chain.from_iterable(chain(on_kafka.values(), late.values())))
+        for event_id in applied - known:
+            minute = minute_of_id(event_id)
+            here = next((one for one in mine if minute is None or one.minute == minute), None)
+            if here is not None and all(here.minute * 60 >= self._expired.get(topic, 0) for topic in group.topics):
+                self._differ(found[here], "unknown", event_id, "was applied, and is not on Kafka", group.name)
+
+    def _sum(self, ids: Iterable[bytes]) -> int:
+        return sum(hash_of(self._key, one) for one in ids) % MODULUS
+
+    def _reads_only_ours(self, group: Group) -> bool:
+        """Return whether all that a group has applied must be among the audited events."""
+        read = {place.topic for place in self._extents}
+        return group.topics <= read and not any(self._topics.others[topic] for topic in group.topics)
+
+    def _order(self, misplaced: Sequence[Misplaced], found: Mapping[Window, WindowAudit]) -> None:
+        """Name events that stand before an earlier one of their key, or outside of the partition of their key."""
+        been: dict[tuple[str, str], set[int]] = {}
+        for pair in misplaced:
+            one = found.get(pair.window)
+            if one is None or one.state == EXPIRED:
+                continue
+            if pair.place == pair.before:
+                self._differ(
+                    one,
+                    "order",
+                    pair.event_id,
+                    f"offset {pair.offset} of partition {pair.place.number} comes before {pair.before_id} at "
+                    f"{pair.before_offset}, an event of its key {pair.key} with a lower number. Either the order was "
+                    "broken, or two transactions wrote the key at the same time (see lock_key)",
+                )
+                continue
+            # Where partitions are added, a key may change its partition, and does not come back.
+            seen = been.setdefault((pair.place.topic, pair.key), set())
+            seen.add(pair.before.number)
+            if pair.place.number in seen:
+                self._differ(
+                    one,
+                    "partition",
+                    pair.before_id,
+                    f"stands in partition {pair.before.number}, and events of its key {pair.key} before and after it "
+                    f"in partition {pair.place.number}",
+                )
+
+    def _differ(self, one: WindowAudit, kind: str, event_id: bytes | str, text: str, group: str | None = None) -> None:
+        one.state = DIFFERENT
+        name = event_id if isinstance(event_id, str) else uuid_of(event_id)
+        self._audit.add(Difference(kind, name, one.window.topic, one.window.start, text, group))
+
+
+def _parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:
+    """Yield the minutes in which sums differ, as many at once as may be kept in memory."""
+    counts: Counter[int] = Counter()
+    for window, one in found.items():
+        counts[window.minute] += max(one.kafka, one.committed or 0)
+    part: list[int] = []
+    for minute in sorted({window.minute for window, one in found.items() if one.state == DIFFERENT}):
+        if part and sum(counts[one] for one in part) + counts[minute] > _AT_ONCE:
+            yield part
+            part = []
+        part.append(minute)
+    if part:
+        yield part

@@ -1,0 +1,67 @@
+"""What an event says, as bytes that are the same in the archive and on Kafka: to notice when a payload was changed.
+
+The key, the event type, the value and the writer's own headers, in the order of their names, each with its length.
+Headers that the relay makes are left out; so is the content type, which it adds where the writer gave none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, LiteralString
+
+from psycopg import sql
+
+from outbox.event import CE_TYPE, CONTENT_TYPE, EVENT_TYPE, RESERVED_HEADERS
+
+_NULL: Final = (-1).to_bytes(4, signed=True)
+
+
+_TEXT: Final = "pg_catalog.int4send(pg_catalog.octet_length({bytes})) || {bytes}"
+_UTF8: Final = "pg_catalog.convert_to({column}, 'UTF8')"
+_CONTENT: Final = """(
+    {key} || {event_type}
+    || coalesce({payload}, pg_catalog.int4send(pg_catalog.octet_length(payload_bytes)) || payload_bytes,
+                '\\xffffffff'::bytea)
+    || CASE WHEN headers IS NULL THEN ''::bytea ELSE coalesce(
+           (SELECT pg_catalog.string_agg({name} || {value}, ''::bytea ORDER BY own.key COLLATE pg_catalog."C")
+              FROM pg_catalog.jsonb_each_text(headers) AS own WHERE own.key <> 'content-type'), ''::bytea) END)"""
+
+
+def content() -> sql.Composed:
+    """Return SQL over an event's columns: what it says."""
+
+    def text(column: LiteralString) -> sql.Composed:
+        return sql.SQL(_TEXT).format(bytes=sql.SQL(_UTF8).format(column=sql.SQL(column)))
+
+    return sql.SQL(_CONTENT).format(
+        key=text("aggregate_id"),
+        event_type=text("event_type"),
+        payload=text("payload::text"),
+        name=text("own.key"),
+        value=text("own.value"),
+    )
+
+
+def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any]) -> bytes:
+    """Return what a record says."""
+    event_type = _bytes(headers.get(CE_TYPE, headers.get(EVENT_TYPE, b"")))
+    own = sorted(
+        (name.encode(), _bytes(text))
+        for name, text in headers.items()
+        if not (name.startswith("ce_") or name in RESERVED_HEADERS or name == CONTENT_TYPE)
+    )
+    return b"".join(map(_sized, (key, event_type, value, *_flat(own))))
+
+
+def _flat(pairs: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    for name, text in pairs:
+        yield name
+        yield text
+
+
+def _sized(content: bytes | None) -> bytes:
+    return _NULL if content is None else len(content).to_bytes(4) + content
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value or "").encode()

@@ -1,0 +1,89 @@
+"""What an audit has found."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass, field
+from typing import Final
+
+from relay.audit.sums import Window
+
+MOST_NAMED: Final = 1000
+"""The most differences of one audit that are named; the others are counted."""
+
+EQUAL: Final = "equal"
+DIFFERENT: Final = "different"
+OPEN: Final = "open"
+EXPIRED: Final = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One event that is not where it must be.
+
+    kind   missing, repeated, unknown, order, partition or payload.
+    group  the consumer group that lacks it, or has it too much; None for Kafka.
+    """
+
+    kind: str
+    event_id: str
+    topic: str
+    window: dt.datetime
+    text: str
+    group: str | None = None
+
+
+@dataclass(slots=True)
+class GroupCount:
+    """What a group has of one window. ``applied`` is None if it keeps no ids; ``waiting`` it has not reached."""
+
+    applied: int | None
+    waiting: int = 0
+    hashes: int = 0
+
+
+@dataclass(slots=True)
+class WindowAudit:
+    """What was found for one window.
+
+    committed  the events in the archive; None if it is not known, because the archive was off.
+    kafka      the events on Kafka, each once; ``repeated`` are the further records of them.
+    waiting    the events in the outbox's table, ``dead`` those among its dead letters.
+    state      equal; different; open: something of it is still under way; expired: Kafka has deleted records.
+    sums       the sums of the hashes that were compared, by reader, for the certificate.
+    """
+
+    window: Window
+    committed: int | None
+    kafka: int
+    waiting: int = 0
+    dead: int = 0
+    repeated: int = 0
+    state: str = EQUAL
+    groups: dict[str, GroupCount] = field(default_factory=dict)
+    sums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Audit:
+    """The result of an audit.
+
+    since, until   the range, in whole minutes.
+    windows        in the order of time and topic.
+    differences    the first of them; ``count`` is how many there are.
+    notes          what was not compared, and why.
+    """
+
+    since: dt.datetime
+    until: dt.datetime
+    key: bytes
+    windows: list[WindowAudit] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    count: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Difference) -> None:
+        """Count a difference, and keep it if it is among the first."""
+        self.count += 1
+        if len(self.differences) < MOST_NAMED:
+            self.differences.append(found)

@@ -1,0 +1,152 @@
+"""What each consumer group has applied: the ids in the sink, its positions, dead letters and accepted losses."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.statements import statement
+from relay.audit.sums import HAS_TIME, MINUTE, Sum, first_id, halves, minute_start, reduced, total
+from relay.kafka.offsets import Partition
+from relay.settle.statements import STATEMENT_LIMIT
+
+_REMEMBERS: Final = frozenset({"Dedup"})
+"""The strategies that keep the ids of events."""
+
+_GROUPS: Final = """
+SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part, o.next_offset
+  FROM {groups} AS g JOIN {offsets} AS o ON o.grp = g.grp
+ WHERE %(group)s::text IS NULL OR g.grp = %(group)s
+ ORDER BY 1, 4, 5"""
+
+_CHOSEN: Final = """day >= %(first_day)s AND day < %(end_day)s
+   AND message_id >= %(low)s::uuid AND message_id < %(high)s::uuid AND {has_time}
+   AND grp = ANY(%(groups)s)"""
+
+_SUMS: Final = """
+SELECT grp, {minute} AS minute, count(*), {ids}
+  FROM {processed_messages} AS p {hashed}
+ WHERE {chosen} GROUP BY 1, 2"""
+
+_IDS: Final = """
+SELECT message_id FROM {processed_messages} AS p
+ WHERE {chosen} AND {minute} = ANY(%(minutes)s::bigint[])"""
+
+_UNTIMED: Final = """
+SELECT message_id FROM {processed_messages}
+ WHERE grp = ANY(%(groups)s) AND message_id = ANY(%(ids)s::uuid[])"""
+
+# Discarded letters are kept in the audit alone, and so are the messages that an external effect left out.
+_EXCUSED: Final = """
+SELECT topic, part, message_offset FROM {dead_letters} WHERE grp = %(group)s
+UNION ALL
+SELECT details->>'topic', (details->>'part')::integer, (details->>'offset')::bigint FROM {audit}
+ WHERE what = 'discard dead letter' AND details->>'group' = %(group)s"""
+
+_ID: Final = sql.SQL("message_id")
+_PARTS: Final = {"has_time": sql.SQL(HAS_TIME).format(id=_ID), "minute": sql.SQL(MINUTE).format(id=_ID)}
+_PIECES: Final[dict[str, sql.Composable]] = {
+    **_PARTS,
+    "chosen": sql.SQL(_CHOSEN).format(**_PARTS),
+    "ids": total("ids"),
+    "hashed": halves("ids", sql.SQL("pg_catalog.uuid_send(message_id)")),
+}
+
+
+@dataclass
+class Group:
+    """A group that reads audited topics.
+
+    remembers         whether it keeps the ids of what it has applied; otherwise only its positions can be audited.
+    forgotten_before  the ids of earlier days are no longer all there.
+    positions         the next offset of each partition.
+    """
+
+    name: str
+    remembers: bool
+    forgotten_before: dt.date | None
+    positions: dict[Partition, int] = field(default_factory=dict)
+
+    def forgot(self, minute: int) -> bool:
+        """Return whether the ids of a minute may have been deleted."""
+        return self.forgotten_before is not None and minute_start(minute).date() < self.forgotten_before
+
+    @property
+    def topics(self) -> set[str]:
+        """Return the topics that it reads."""
+        return {place.topic for place in self.positions}
+
+
+class Groups:
+    """Reads the groups of one sink in one snapshot: use it in a ``with`` block.
+
+    group    the only one to look at; None for all.
+    minutes  the range of minutes.
+    """
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        schema: str,
+        group: str | None,
+        minutes: range,
+        key: bytes,
+        seconds: float,
+    ) -> None:
+        self._connection = connection
+        self._schema = schema
+        self._seconds = seconds
+        start, end = minute_start(minutes.start), minute_start(minutes.stop)
+        self._bound: dict[str, Any] = {
+            "key": key,
+            "group": group,
+            "low": first_id(minutes.start),
+            "high": first_id(minutes.stop),
+            "first_day": start.date(),
+            "end_day": end.date() + dt.timedelta(days=1),
+        }
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Read everything in this block in one snapshot. Raises ConsumerUnavailable and SchemaError."""
+        with clear_errors("reading what groups have applied"), self._connection.transaction():
+            self._connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            self._connection.execute(STATEMENT_LIMIT, (f"{self._seconds:g}s",))
+            yield
+
+    def groups(self, topics: Collection[str] | None) -> list[Group]:
+        """Return the groups that read one of the topics, with their positions there; None for all topics."""
+        found: dict[str, Group] = {}
+        for name, strategy, forgotten, topic, number, offset in self._rows(_GROUPS):
+            if topics is None or topic in topics:
+                group = found.setdefault(name, Group(name, strategy in _REMEMBERS, forgotten))
+                group.positions[Partition(topic, number)] = offset
+        return list(found.values())
+
+    def sums(self, groups: Collection[Group]) -> dict[tuple[str, int], Sum]:
+        """Return by group and minute the sum over the ids that it has applied, of those with a time."""
+        rows = self._rows(_SUMS, groups=[group.name for group in groups])
+        return {(name, minute): Sum(count, reduced(ids)) for name, minute, count, ids in rows}
+
+    def ids(self, group: Group, minutes: Collection[int], untimed: Collection[bytes]) -> set[bytes]:
+        """Return the ids of these minutes that a group has applied, and which of the ids without a time it has."""
+        rows = self._rows(_IDS, groups=[group.name], minutes=list(minutes))
+        if untimed:
+            rows += self._rows(_UNTIMED, groups=[group.name], ids=[one.hex() for one in untimed])
+        return {message_id.bytes for (message_id,) in rows}
+
+    def excused(self, group: Group) -> set[tuple[Partition, int]]:
+        """Return the places of messages that are dead letters of a group, or were discarded."""
+        rows = self._rows(_EXCUSED, group=group.name)
+        return {(Partition(topic, number), offset) for topic, number, offset in rows if topic is not None}
+
+    def _rows(self, query: LiteralString, **values: Any) -> list[tuple[Any, ...]]:
+        cursor = psycopg.Cursor(self._connection)
+        return cursor.execute(statement(self._schema, query, **_PIECES), self._bound | values).fetchall()

@@ -1,0 +1,277 @@
+"""What was committed: the events in the outbox's tables and its archive, by topic and minute."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, LiteralString, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from relay.audit.content import content
+from relay.audit.sums import (
+    HAS_TIME,
+    MINUTE,
+    NOTHING,
+    Sum,
+    Window,
+    first_id,
+    halves,
+    minute_start,
+    reduced,
+    total,
+)
+from relay.database import unavailable_on_error
+from relay.kafka.offsets import Partition
+from relay.kafka.routing import NoRoute, Router
+from relay.settle.statements import STATEMENT_LIMIT, names_of
+
+# Copies for a dead-letter topic and replays have their event's id, and are no events of their own.
+_ORIGINAL: Final = "NOT coalesce(headers ?| ARRAY['outbox-replay', 'outbox-dead-letter'], false)"
+
+_MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
+            ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
+
+# By the index on event_id where the ids have a time. The others, which few writers make, are found by reading the
+# partitions from the first day on.
+_ARCHIVED: Final = """(
+    SELECT * FROM {published}
+     WHERE event_id >= %(low)s::uuid AND event_id < %(high)s::uuid AND {has_time} AND {original}
+    UNION ALL
+    SELECT * FROM {published}
+     WHERE published_at >= %(since)s AND created_at >= %(since)s AND created_at < %(until)s
+       AND NOT {has_time} AND {original})"""
+
+_WHOLE: Final = (
+    'pg_catalog.uuid_send(event_id) || pg_catalog.int4send(partition) || pg_catalog.int8send("offset") || {content}'
+)
+
+_SUMS: Final = """
+SELECT aggregate_type, topic, {minute} AS minute, count(*), {ids}, count(topic),
+       {wholes}
+  FROM {archived} AS e {hashed_ids} {hashed_wholes}
+ GROUP BY 1, 2, 3"""
+
+_WAITING: Final = """
+SELECT aggregate_type, {minute} AS minute, count(*) FROM {table} AS e WHERE {original} GROUP BY 1, 2"""
+
+_EVENTS: Final = """
+SELECT aggregate_type, topic, {minute} AS minute, event_id, partition, "offset",
+       pg_catalog.substr(pg_catalog.sha256({content}), 1, 16)
+  FROM {archived} AS e WHERE {minute} = ANY(%(minutes)s::bigint[])"""
+
+_IDS: Final = """
+SELECT event_id FROM {table} AS e WHERE {minute} = ANY(%(minutes)s::bigint[])"""
+
+# The lowest offsets at which events of the range were acknowledged.
+_PLACES: Final = """
+SELECT topic, partition, min("offset") FROM {archived} AS e WHERE topic IS NOT NULL GROUP BY 1, 2"""
+
+# Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
+# out of order come first.
+_ORDER: Final = """
+SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset", before_id, before_partition,
+       before_offset
+  FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
+               lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
+               lag("offset") OVER key AS before_offset
+          FROM {archived} AS e WHERE topic IS NOT NULL
+        WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id ORDER BY id)) AS pairs
+ WHERE partition <> before_partition OR "offset" < before_offset
+ ORDER BY partition <> before_partition, minute, id LIMIT 20000"""
+
+_NOW: Final = "SELECT clock_timestamp()"
+
+_EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
+
+
+class Committed(NamedTuple):
+    """What the archive has of one window.
+
+    ids     the sum over the events' ids.
+    wholes  the sum over ids, places and contents of those whose place is known.
+    """
+
+    ids: Sum = NOTHING
+    wholes: Sum = NOTHING
+
+    @property
+    def complete(self) -> bool:
+        """Return whether each event's place is known: it is not where an event was settled from a marker."""
+        return self.ids.events == self.wholes.events
+
+
+class Archived(NamedTuple):
+    """An archived event. ``place`` and ``offset`` are None if it was settled from a marker after a crash."""
+
+    place: Partition | None
+    offset: int | None
+    content: bytes
+
+
+class Misplaced(NamedTuple):
+    """Two events of one key whose records are not in the order of their ids, or not in one partition."""
+
+    window: Window
+    key: str
+    event_id: str
+    place: Partition
+    offset: int
+    before_id: str
+    before: Partition
+    before_offset: int
+
+
+class Tables:
+    """Reads the tables of one outbox in one snapshot: use it in a ``with`` block.
+
+    router  of the relays, for the topics of events that have not been published.
+    topics  those that are audited; None for all.
+    minutes the range of minutes.
+    """
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        schema: str,
+        router: Router,
+        topics: Collection[str] | None,
+        minutes: range,
+        key: bytes,
+        seconds: float,
+    ) -> None:
+        self._connection = connection
+        self._names = _pieces(names_of(schema))
+        self._router = router
+        self._topics = topics
+        self._seconds = seconds
+        self._bound: dict[str, Any] = {
+            "key": key,
+            "low": first_id(minutes.start),
+            "high": first_id(minutes.stop),
+            "since": minute_start(minutes.start),
+            "until": minute_start(minutes.stop),
+        }
+        self._minutes = minutes
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Read everything in this block in one snapshot. Raises Unavailable and SchemaError."""
+        with unavailable_on_error("reading the events to audit"), self._connection.transaction():
+            self._connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            self._connection.execute(STATEMENT_LIMIT, (f"{self._seconds:g}s",))
+            yield
+
+    def has_earlier(self) -> bool:
+        """Return whether the archive has events that were published before the range: it was on by then."""
+        return bool(self._rows(_EARLIER)[0][0])
+
+    def now(self) -> dt.datetime:
+        """Return the time by the database's clock."""
+        found: dt.datetime = self._rows(_NOW)[0][0]
+        return found
+
+    def committed(self) -> dict[Window, Committed]:
+        """Return the sums over the archived events of each window."""
+        found: dict[Window, Committed] = {}
+        for kind, topic, minute, count, ids, placed, wholes in self._rows(_SUMS):
+            window = self._window(kind, topic, minute)
+            if window is not None:
+                known = found.get(window, Committed())
+                found[window] = Committed(
+                    known.ids + Sum(count, reduced(ids)), known.wholes + Sum(placed, reduced(wholes))
+                )
+        return found
+
+    def waiting(self) -> dict[Window, int]:
+        """Return how many events of each window are still to be published."""
+        return self._counted("events")
+
+    def dead(self) -> dict[Window, int]:
+        """Return how many events of each window are dead letters."""
+        return self._counted("dead_letters")
+
+    def lowest(self) -> dict[Partition, int]:
+        """Return the lowest offset of each partition at which an archived event of the range stands."""
+        return {Partition(topic, number): offset for topic, number, offset in self._rows(_PLACES)}
+
+    def events(self, windows: Collection[Window]) -> dict[Window, dict[bytes, Archived]]:
+        """Return the archived events of these windows, by their ids (16 bytes)."""
+        found: dict[Window, dict[bytes, Archived]] = {window: {} for window in windows}
+        minutes = sorted({window.minute for window in windows})
+        for kind, topic, minute, event_id, number, offset, said in self._rows(_EVENTS, minutes=minutes):
+            window = self._window(kind, topic, minute)
+            if window in found:
+                place = None if topic is None else Partition(topic, number)
+                found[window][event_id.bytes] = Archived(place, offset, bytes(said))
+        return found
+
+    def unpublished(self, windows: Collection[Window]) -> set[bytes]:
+        """Return the ids of events of these windows' minutes that wait or are dead letters."""
+        minutes = sorted({window.minute for window in windows})
+        return {
+            event_id.bytes
+            for table in ("events", "dead_letters")
+            for (event_id,) in self._rows(_IDS, table=table, minutes=minutes)
+        }
+
+    def misplaced(self) -> list[Misplaced]:
+        """Return events that stand before one of their key with a lower id, or in another partition than that."""
+        found = []
+        for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in self._rows(_ORDER):
+            window = self._window(kind, topic, minute)
+            if window is not None:
+                found.append(
+                    Misplaced(
+                        *(window, key, str(event_id), Partition(topic, number), offset),
+                        *(str(before_id), Partition(topic, before), before_offset),
+                    )
+                )
+        return found
+
+    def _counted(self, table: str) -> dict[Window, int]:
+        found: dict[Window, int] = {}
+        for kind, minute, count in self._rows(_WAITING, table=table):
+            window = self._window(kind, None, minute)
+            if window is not None and minute in self._minutes:
+                found[window] = found.get(window, 0) + count
+        return found
+
+    def _window(self, kind: str, topic: str | None, minute: int) -> Window | None:
+        if topic is None:
+            try:
+                topic = self._router.route(kind).topic
+            except NoRoute:
+                return None
+        return Window(topic, minute) if self._topics is None or topic in self._topics else None
+
+    def _rows(self, query: LiteralString, table: str | None = None, **values: Any) -> list[tuple[Any, ...]]:
+        names = self._names | ({} if table is None else {"table": self._names[table]})
+        return psycopg.Cursor(self._connection).execute(sql.SQL(query).format(**names), self._bound | values).fetchall()
+
+
+def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
+    """Return the names, and the pieces of SQL that the statements share."""
+    event_id = sql.SQL("event_id")
+    pieces = names | {
+        "has_time": sql.SQL(HAS_TIME).format(id=event_id),
+        "minute_of_id": sql.SQL(MINUTE).format(id=event_id),
+        "original": sql.SQL(_ORIGINAL),
+        "content": content(),
+    }
+    for name, text in (("minute", _MINUTE), ("archived", _ARCHIVED), ("whole", _WHOLE)):
+        pieces[name] = sql.SQL(text).format(**pieces)
+    return pieces | {
+        "ids": total("ids"),
+        "wholes": total("wholes", "topic IS NOT NULL"),
+        "hashed_ids": halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)")),
+        "hashed_wholes": halves("wholes", pieces["whole"]),
+    }
+
+
+def uuid_of(event_id: bytes) -> str:
+    """Return an id as text."""
+    return str(uuid.UUID(bytes=event_id))

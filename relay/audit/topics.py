@@ -1,0 +1,223 @@
+"""What is on Kafka: reads the outbox's topics with a read_committed client, from a time to their stable ends."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Final, NamedTuple
+
+from confluent_kafka import KafkaException, Message
+
+from outbox.event import CE_ID, CE_SOURCE, CE_TIME, DEAD_LETTER, REPLAY
+from relay.audit.content import content_of
+from relay.audit.sums import NOTHING, WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
+from relay.core.ports import Unavailable
+from relay.kafka.client import headers_of, text_of
+from relay.kafka.offsets import Offsets, Partition
+from relay.operations.topic_scan import read
+
+_SLACK_SECONDS: Final = 900
+"""Kafka's time of an event is the relay's, and that of its id the writer's: how far the clocks may be apart."""
+
+
+class OnKafka(NamedTuple):
+    """One event's record. ``content`` is a hash of what it says."""
+
+    place: Partition
+    offset: int
+    content: bytes
+
+
+class Cell:
+    """The events of one window in one partition.
+
+    ids      the sum over their ids; ``whole`` over ids, places and contents.
+    untimed  those whose ids have no time.
+    """
+
+    __slots__ = ("count", "first", "ids", "last", "untimed", "whole")
+
+    def __init__(self, offset: int) -> None:
+        self.count = self.ids = self.whole = self.untimed = 0
+        self.first = self.last = offset
+
+
+class Extent(NamedTuple):
+    """The offsets of a partition that are read: from ``start`` to ``end``, which is the last stable offset.
+
+    cut   whether the log begins at ``start``, so that retention may have deleted events of the range.
+    """
+
+    start: int
+    end: int
+    cut: bool = False
+
+
+class Topics:
+    """Reads these topics for one audit.
+
+    source   the relays' ``ce_source``: records of another one are of another outbox.
+    key      of the hashes.
+    """
+
+    def __init__(self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes) -> None:
+        self._options = options
+        self._topics = topics
+        self._source = source
+        self._key = key
+        self._offsets = Offsets(options)
+        self.others: Counter[str] = Counter()
+        """By topic, the records that are not of this outbox."""
+
+    def extents(self, since: dt.datetime, at_most: Mapping[Partition, int]) -> dict[Partition, Extent]:
+        """Return what to read of each partition that exists, to find all events written since a time.
+
+        at_most   offsets that must be included.
+
+        Raises Unavailable.
+        """
+        milliseconds = max(int((since.timestamp() - _SLACK_SECONDS) * 1000), 0)
+        try:
+            partitions = self._offsets.partitions(self._topics)
+            low, ends = self._offsets.low(partitions), self._offsets.stable(partitions)
+            found = self._offsets.since(partitions, milliseconds)
+        except KafkaException as error:
+            raise Unavailable(f"Kafka, looking for the records to audit: {text_of(error)}") from error
+        extents = {}
+        for one in partitions:
+            start = ends[one] if found[one] < 0 else found[one]
+            start = max(min(start, at_most.get(one, start)), low[one])
+            extents[one] = Extent(start, max(ends[one], start), cut=start == low[one] > 0)
+        return extents
+
+    def since(self, extents: Mapping[Partition, Extent]) -> tuple[dict[Partition, Extent], set[str]]:
+        """Return what has come since ``extents``, and the topics in which an open transaction hides more.
+
+        Raises Unavailable.
+        """
+        try:
+            partitions = self._offsets.partitions(self._topics)
+            stable, high = self._offsets.stable(partitions), self._offsets.high(partitions)
+        except KafkaException as error:
+            raise Unavailable(f"Kafka, looking for the ends of the topics: {text_of(error)}") from error
+        behind = {one: extents[one].end if one in extents else 0 for one in partitions}
+        new = {one: Extent(behind[one], max(stable[one], behind[one])) for one in partitions}
+        return new, {one.topic for one in partitions if stable[one] < high[one]}
+
+    def sums(
+        self, extents: Mapping[Partition, Extent], minutes: range
+    ) -> tuple[dict[tuple[Partition, int], Cell], dict[Partition, int]]:
+        """Return the events of each partition and minute, and the time of each partition's first record, in
+        milliseconds.
+
+        Raises Unavailable.
+        """
+        cells: dict[tuple[Partition, int], Cell] = {}
+        first: dict[Partition, int] = {}
+
+        def add(place: Partition, message: Message) -> None:
+            first.setdefault(place, message.timestamp()[1])
+            event_id, minute, content = self._event(place, message, minutes)
+            if event_id is None or minute is None:
+                return
+            offset = message.offset() or 0
+            cell = cells.get((place, minute))
+            if cell is None:
+                cell = cells[place, minute] = Cell(offset)
+            cell.count += 1
+            cell.last = offset
+            cell.ids += hash_of(self._key, event_id)
+            cell.whole += hash_of(self._key, whole(event_id, place.number, offset, content()))
+            cell.untimed += minute_of_id(event_id) is None
+
+        self._read(extents, add)
+        return cells, first
+
+    def events(
+        self, extents: Mapping[Partition, Extent], windows: Collection[Window]
+    ) -> dict[Window, dict[bytes, list[OnKafka]]]:
+        """Return each event of these windows, by its id (16 bytes), with all its records. Raises Unavailable."""
+        found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
+        minutes = range(min(one.minute for one in windows), max(one.minute for one in windows) + 1)
+
+        def add(place: Partition, message: Message) -> None:
+            event_id, minute, content = self._event(place, message, minutes)
+            if event_id is None or minute is None or (events := found.get(Window(place.topic, minute))) is None:
+                return
+            record = OnKafka(place, message.offset() or 0, hash_of(b"", content()).to_bytes(16))
+            events.setdefault(event_id, []).append(record)
+
+        self._read(extents, add)
+        return found
+
+    def _event(
+        self, place: Partition, message: Message, minutes: range
+    ) -> tuple[bytes | None, int | None, Callable[[], bytes]]:
+        """Return the id of this outbox's event, its minute if that is wanted, and what it says."""
+        headers = headers_of(message)
+        try:
+            event_id = uuid.UUID(_text(headers[CE_ID])).bytes
+        except (KeyError, ValueError):
+            self.others[place.topic] += 1
+            return None, None, bytes
+        if CE_SOURCE in headers and _text(headers[CE_SOURCE]) != self._source:
+            self.others[place.topic] += 1
+            return None, None, bytes
+        if REPLAY in headers or DEAD_LETTER in headers:
+            return None, None, bytes
+        minute = minute_of_id(event_id)
+        if minute is None:
+            minute = _written(_text(headers.get(CE_TIME)), message.timestamp()[1])
+        if minute not in minutes:
+            minute = None
+        key, value = message.key(), message.value()
+        return (
+            event_id,
+            minute,
+            lambda: content_of(
+                key if isinstance(key, bytes) else None, value if isinstance(value, bytes) else None, headers
+            ),
+        )
+
+    def _read(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
+        starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
+        ends = {place: extent.end for place, extent in extents.items()}
+
+        def within(place: Partition, message: Message) -> None:
+            if (message.offset() or 0) < ends[place]:
+                add(place, message)
+
+        try:
+            for _ in read(self._options, starts, ends, within, isolation="read_committed", group="outbox-audit"):
+                pass
+        except KafkaException as error:
+            raise Unavailable(f"Kafka, reading {', '.join(sorted(self._topics))}: {text_of(error)}") from error
+
+
+def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:
+    """Return for each window the sum over the ids, and over ids, places and contents."""
+    ids: dict[Window, Sum] = {}
+    wholes: dict[Window, Sum] = {}
+    for (place, minute), cell in cells.items():
+        window = Window(place.topic, minute)
+        ids[window] = ids.get(window, NOTHING) + Sum(cell.count, cell.ids)
+        wholes[window] = wholes.get(window, NOTHING) + Sum(cell.count, cell.whole)
+    return ids, wholes
+
+
+def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes:
+    """Return an event's id, place and content as bytes."""
+    return event_id + partition.to_bytes(4) + offset.to_bytes(8) + content
+
+
+def _written(ce_time: str, milliseconds: int) -> int:
+    try:
+        return minute_of(dt.datetime.fromisoformat(ce_time))
+    except (ValueError, OverflowError):
+        return milliseconds // (1000 * WINDOW_SECONDS)
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

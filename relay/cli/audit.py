@@ -1,0 +1,177 @@
+"""``outbox audit``: compare what was committed, what is on Kafka and what each consumer group has applied."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say, table_console, text_table
+from outbox._app.text import as_utc
+from outbox.errors import ConfigurationError
+from relay.cli.status import SinkOption
+from relay.config import load
+
+if TYPE_CHECKING:
+    from relay.audit.findings import Audit, WindowAudit
+
+app = typer.Typer(
+    invoke_without_command=True,
+    help="Compare the events that were committed, those on Kafka, and those that each consumer group has applied.\n\n"
+    "Counts and sums them by minute, and names each event that is missing, repeated, unknown, out of order, in a wrong "
+    "partition or changed. Needs the archive (OUTBOX_RELAY__ARCHIVE_DAYS) to know what was committed. Minutes in which "
+    "something is still under way are open. Exit status 1 if there are differences.",
+)
+
+_HOUR: Final = dt.timedelta(hours=1)
+_MOST_SHOWN: Final = 20
+
+
+@app.callback()
+@failing_clearly
+def audit(
+    context: typer.Context,
+    since: Annotated[
+        dt.datetime | None,
+        typer.Option(help="Events written at or after; UTC unless it has a zone. By default an hour ago."),
+    ] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="Events written before. By default now.")] = None,
+    topic: Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
+    partial: Annotated[
+        list[str] | None,
+        typer.Option("--partial", help="A group that leaves events out on purpose; repeatable."),
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Write the sums to this file, if all is equal.")] = None,
+    sink_url: SinkOption = None,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from relay.audit import certificate as certificates
+    from relay.audit.comparison import Scope, audit
+
+    now = dt.datetime.now(dt.UTC)
+    begin, end = as_utc(since) or now - _HOUR, as_utc(until) or now
+    if begin >= end:
+        raise ConfigurationError(f"--since {begin} is not before --until {end}")
+    settings = load(database_url=database_url)
+    found = audit(settings, Scope(begin, end, topic or None, group, partial or ()), sink_url)
+    if as_json:
+        print_json(_as_dict(found))
+    else:
+        _show(found)
+    if certificate is not None:
+        digest = certificates.write(certificate, found, settings)
+        say(f"{certificate}: written; the SHA-256 of its last line is {digest}", err=as_json)
+    if found.count:
+        raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate of `outbox audit --certificate`.")],
+    sink_url: SinkOption = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
+
+    Minutes of which Kafka has deleted records since are skipped.
+    """
+    from relay.audit import certificate as certificates
+    from relay.audit.comparison import Scope, audit
+
+    lines = certificates.read(file)
+    head = lines[0]
+    since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
+    scope = Scope(since, until, key=bytes.fromhex(head["key"]))
+    found = audit(load(database_url=database_url), scope, sink_url)
+    texts = certificates.differences(lines, found)
+    for text in texts:
+        say(text)
+    if texts:
+        raise typer.Exit(1)
+    say(f"{file}: {len(lines) - 2} windows, all as they were")
+
+
+def _show(found: Audit) -> None:
+    names = sorted({name for one in found.windows for name in one.groups})
+    heads = ("topic", "from", "to", "committed", "on Kafka", "waiting", "dead", *names, "state")
+    rows = [
+        _row(topic, state, list(windows), names)
+        for (topic, state), windows in groupby(
+            sorted(found.windows, key=lambda one: (one.window.topic, one.window.minute)),
+            key=lambda one: (one.window.topic, one.state),
+        )
+    ]
+    if rows:
+        table_console().print(text_table(heads, rows))
+    else:
+        say(f"no events were written from {found.since:%Y-%m-%d %H:%M} to {found.until:%Y-%m-%d %H:%M} UTC")
+    for one in found.differences[:_MOST_SHOWN]:
+        where = one.topic if one.group is None else f"{one.topic}, group {one.group}"
+        say(f"! {one.kind}: event {one.event_id} of {one.window:%Y-%m-%d %H:%M}, {where}: {one.text}")
+    if found.count > _MOST_SHOWN:
+        say(f"! {found.count - _MOST_SHOWN} more differences; --json names the first {len(found.differences)}")
+    for note in found.notes:
+        say(f"  {note}")
+
+
+def _row(topic: str, state: str, windows: list[WindowAudit], names: Iterable[str]) -> list[str]:
+    last = windows[-1].window.start + dt.timedelta(minutes=1)
+    committed = [one.committed for one in windows if one.committed is not None]
+    return [
+        *(topic, f"{windows[0].window.start:%Y-%m-%d %H:%M}", f"{last:%H:%M}"),
+        f"{sum(committed):,}" if len(committed) == len(windows) else "?",
+        *(f"{sum(getattr(one, name) for one in windows):,}" for name in ("kafka", "waiting", "dead")),
+        *(_applied(windows, name) for name in names),
+        state,
+    ]
+
+
+def _applied(windows: list[WindowAudit], name: str) -> str:
+    counts = [one.groups[name] for one in windows if name in one.groups]
+    if not counts:
+        return ""
+    waiting = sum(count.waiting for count in counts)
+    applied = [count.applied for count in counts if count.applied is not None]
+    text = f"{sum(applied):,}" if applied else "?"
+    return text if not waiting else f"{text}, {waiting:,} wait"
+
+
+def _as_dict(found: Audit) -> dict[str, Any]:
+    return {
+        "since": found.since,
+        "until": found.until,
+        "windows": [
+            {
+                "topic": one.window.topic,
+                "start": one.window.start,
+                "state": one.state,
+                **{name: getattr(one, name) for name in ("committed", "kafka", "repeated", "waiting", "dead")},
+                "groups": {
+                    name: {"applied": count.applied, "waiting": count.waiting} for name, count in one.groups.items()
+                },
+            }
+            for one in found.windows
+        ],
+        "differences": [
+            {
+                "kind": one.kind,
+                "event_id": one.event_id,
+                "topic": one.topic,
+                "window": one.window,
+                **({} if one.group is None else {"group": one.group}),
+                "text": one.text,
+            }
+            for one in found.differences
+        ],
+        "differences_count": found.count,
+        "notes": found.notes,
+    }

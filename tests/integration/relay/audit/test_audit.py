@@ -1,0 +1,315 @@
+"""``outbox audit`` over a real pipeline: equal where nothing is wrong, and each anomaly made by hand is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer as KafkaConsumer
+from confluent_kafka import Producer, TopicPartition
+from inbox_support import FAST, Running
+from spans import relay
+from support import drained, look_up, order, write
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid4, uuid7
+
+from outbox import Event, Outbox
+from outbox.inbox import Consumer
+from relay.cli.app import app
+
+__all__ = ["order"]
+
+EVENTS = 60
+
+
+class Pipeline:
+    """A relay that archives, and a group of the inbox; each test adds events, and then does something wrong."""
+
+    def __init__(self, database: Any, kafka: Any, kind: str, topic: str) -> None:
+        self.database, self.kafka, self.kind, self.topic = database, kafka, kind, topic
+        self.group = kafka.name("sums")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "OUTBOX_DATABASE_URL": self.database.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
+        }
+
+    def add(self, count: int = EVENTS, keys: int = 7, **values: Any) -> list[str]:
+        events = [
+            Event(
+                self.kind,
+                f"key-{number % keys}",
+                "Placed",
+                {"n": number, "text": "Grüße"},
+                headers={"tenant": "ä", "trace": "x"} if number % 3 else {},
+                **values,
+            )
+            for number in range(count)
+        ]
+        return [str(one) for one in write(self.database.url, events)]
+
+    def published(self) -> None:
+        drained(self.database.url)
+
+    def applied(self, count: int, handler: Callable[..., None] = lambda *_: None, **options: Any) -> None:
+        """Let the group apply messages, until it has passed so many."""
+        kafka = {"bootstrap.servers": self.kafka.bootstrap_servers, **FAST}
+        given = {"group": self.group, "wait": (0.01, 0.1), **options}
+        running = Running(Consumer(self.database.url, [self.topic], kafka=kafka, **given), handler)
+        try:
+            running.wait(lambda: self.rows("SELECT sum(next_offset) FROM consumer.offsets") == [(count,)], "positions")
+        finally:
+            running.end()
+
+    def rows(self, query: str) -> list[Any]:
+        return look_up(self.database.url, query)
+
+    def run(self, statement: str) -> None:
+        with psycopg.connect(self.database.url) as connection:
+            connection.execute(statement)
+
+    def produce(self, **values: Any) -> None:
+        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})
+        producer.produce(self.topic, **values)
+        assert producer.flush(30) == 0
+
+    def ends(self) -> dict[int, int]:
+        reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
+        try:
+            return {
+                part: reader.get_watermark_offsets(TopicPartition(self.topic, part), 30)[1]
+                for part in reader.list_topics(self.topic, 30).topics[self.topic].partitions
+            }
+        finally:
+            reader.close()
+
+    def record(self, event_id: str) -> Any:
+        """Return an event's record."""
+        reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
+        count = len(reader.list_topics(self.topic, 30).topics[self.topic].partitions)
+        reader.assign([TopicPartition(self.topic, part, 0) for part in range(count)])
+        try:
+            while (message := reader.poll(30)) is not None:
+                if dict(message.headers())["ce_id"] == event_id.encode():
+                    return message
+        finally:
+            reader.close()
+        raise AssertionError(event_id)
+
+    def audit(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        done = CliRunner().invoke(app, ["audit", "--json", *arguments], env=self.environment)
+        assert done.stdout, (done.output, done.exception)
+        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+    def differences(self, *arguments: str) -> list[tuple[str, str]]:
+        status, found = self.audit(*arguments)
+        assert status == (1 if found["differences"] else 0)
+        return sorted((one["kind"], one["event_id"]) for one in found["differences"])
+
+
+@pytest.fixture
+def pipeline(outbox_postgres, outbox_kafka, order) -> Iterator[Pipeline]:
+    kind, topic = order
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        yield Pipeline(outbox_postgres, outbox_kafka, kind, topic)
+
+
+def test_a_clean_pipeline_is_equal(pipeline):
+    pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, []), found
+    assert sum(one["committed"] for one in found["windows"]) == EVENTS
+    assert sum(one["kafka"] for one in found["windows"]) == EVENTS
+    assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == EVENTS
+
+
+def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
+    ids = [str(uuid4()) for _ in range(5)]
+    with psycopg.connect(pipeline.database.url) as connection:
+        for number, (event_id, payload) in enumerate(zip(ids, (None, b"\x00\xff", {}, ["text"], [1.50]), strict=True)):
+            values = {"event_id": UUID(event_id)} | ({"content_type": "text/plain"} if number == 1 else {})
+            Outbox().add(
+                connection, Event(pipeline.kind, "ключ 😀", "Typ é", payload, headers={"b": "", "a": "é"}, **values)
+            )
+    pipeline.published()
+    pipeline.applied(5)
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, []), found
+    assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == 5
+
+
+def test_copies_and_replays_are_no_repeats(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    assert CliRunner().invoke(app, ["replay", "--all", "--yes"], env=pipeline.environment).exit_code == 0
+    pipeline.published()
+    pipeline.applied(2 * len(ids))
+    assert pipeline.differences() == []
+
+
+def test_records_of_others_are_counted_and_not_compared(pipeline):
+    pipeline.add()
+    pipeline.published()
+    pipeline.produce(value=b"x", headers={"ce_id": "no id"})
+    pipeline.produce(value=b"x", headers={b"\xff".decode("latin-1"): b"\xff"})
+    pipeline.produce(value=b"x", headers={"ce_id": str(uuid7()), "ce_source": "/another"})
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, [])
+    assert any("3 records that are not of this outbox" in note for note in found["notes"]), found["notes"]
+
+
+def test_an_event_whose_row_was_lost_from_the_archive(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    pipeline.run(f"DELETE FROM outbox.published WHERE event_id = '{ids[7]}'")
+    assert pipeline.differences() == [("unknown", ids[7])]
+
+
+def test_an_event_that_is_not_on_kafka(pipeline):
+    """Its topic has lost it: here the archive says that it is there."""
+    ids = pipeline.add()
+    pipeline.published()
+    lost = str(uuid7())
+    pipeline.run(
+        f"INSERT INTO outbox.published SELECT lane, id + 1000, '{lost}', aggregate_type, aggregate_id, event_type, "
+        f"payload, payload_bytes, headers, created_at, published_at, NULL, NULL, NULL "
+        f"FROM outbox.published WHERE event_id = '{ids[0]}'"
+    )
+    assert pipeline.differences() == [("missing", lost)]
+
+
+def test_a_record_that_was_produced_twice(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    message = pipeline.record(ids[20])
+    pipeline.produce(
+        value=message.value(), key=message.key(), headers=message.headers(), partition=(message.partition() + 1) % 3
+    )
+    assert pipeline.differences() == [("repeated", ids[20])]
+
+
+def test_an_event_that_nobody_has_written(pipeline):
+    pipeline.add()
+    pipeline.published()
+    event_id = str(uuid7())
+    pipeline.produce(value=b"{}", key=b"key-1", headers={"ce_id": event_id, "ce_source": "/outbox"})
+    assert pipeline.differences() == [("unknown", event_id)]
+
+
+def test_a_payload_that_was_changed(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    pipeline.run(f"UPDATE outbox.published SET payload = '{{}}' WHERE event_id = '{ids[3]}'")
+    pipeline.run(f"UPDATE outbox.published SET headers = '{{\"tenant\": \"b\"}}' WHERE event_id = '{ids[4]}'")
+    assert pipeline.differences() == sorted([("payload", ids[3]), ("payload", ids[4])])
+
+
+def test_an_order_that_was_changed(pipeline):
+    """The archive says that the second event of a key was written before the first."""
+    ids = pipeline.add(10, keys=1)
+    pipeline.published()
+    pipeline.run(f"UPDATE outbox.published SET id = 10 * id - CASE event_id WHEN '{ids[5]}' THEN 25 ELSE 0 END")
+    assert {kind for kind, _ in pipeline.differences()} == {"order"}
+
+
+def test_an_event_in_another_place_than_was_acknowledged(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    pipeline.run(f"UPDATE outbox.published SET partition = (partition + 1) % 3 WHERE event_id = '{ids[3]}'")
+    assert ("partition", ids[3]) in pipeline.differences()
+
+
+def test_a_group_that_was_set_forward(pipeline):
+    pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    more = pipeline.add()
+    pipeline.published()
+    for part, end in pipeline.ends().items():
+        pipeline.run(f"UPDATE consumer.offsets SET next_offset = {end} WHERE part = {part}")
+    assert pipeline.differences() == sorted(("missing", one) for one in more)
+    assert pipeline.differences("--partial", pipeline.group) == []
+
+
+def test_an_id_without_a_message(pipeline):
+    pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    event_id = str(uuid7())
+    pipeline.run(
+        "INSERT INTO consumer.processed_messages (grp, day, message_id) "
+        f"SELECT '{pipeline.group}', current_date, '{event_id}'"
+    )
+    assert pipeline.differences() == [("unknown", event_id)]
+
+
+def test_dead_letters_are_expected_not_to_be_applied(pipeline):
+    pipeline.add()
+    pipeline.published()
+
+    def failing(_: Any, message: Any) -> None:
+        if json.loads(message.value())["n"] in {5, 6}:
+            raise ValueError("no")
+
+    pipeline.applied(EVENTS, failing, attempts=1, on_failure="dead-letter")
+    # Those two, and what is behind them of their keys.
+    assert pipeline.rows("SELECT count(*) > 2 FROM consumer.dead_letters") == [(True,)]
+    assert pipeline.differences() == []
+    letter = pipeline.rows("SELECT id FROM consumer.dead_letters ORDER BY id LIMIT 1")[0][0]
+    words = ["dead-letters", "discard", "--side", "consumer", str(letter), "--reason", "known"]
+    assert CliRunner().invoke(app, words, env=pipeline.environment).exit_code == 0
+    assert pipeline.differences() == []
+
+
+def test_what_is_under_way_is_open(pipeline):
+    pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    pipeline.add(4)
+    pipeline.published()
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, [])
+    assert {one["state"] for one in found["windows"]} == {"open"}
+    assert sum(one["groups"][pipeline.group]["waiting"] for one in found["windows"]) == 4
+
+
+def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, outbox_kafka, order):
+    kind, topic = order
+    with relay(outbox_postgres, outbox_kafka):
+        pipeline = Pipeline(outbox_postgres, outbox_kafka, kind, topic)
+        ids = pipeline.add()
+        pipeline.published()
+    pipeline.applied(EVENTS)
+    status, found = pipeline.audit("--topic", topic)
+    assert (status, found["differences"]) == (0, [])
+    assert all(one["committed"] is None for one in found["windows"])
+    assert any("the archive has no events" in note for note in found["notes"])
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[9]}'")
+    assert pipeline.differences("--topic", topic) == [("missing", ids[9])]
+
+
+def test_a_certificate_is_repeated_and_can_not_be_changed(pipeline, tmp_path):
+    pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    file = tmp_path / "certificate"
+    status, found = pipeline.audit("--certificate", str(file))
+    assert status == 0, found
+    lines = file.read_bytes().splitlines()
+    assert len(lines) >= 2
+
+    def verify() -> Any:
+        return CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
+
+    assert verify().exit_code == 0, verify().output
+    file.write_bytes(b"\n".join([lines[0].replace(b"at-least-once", b"exactly-once"), *lines[1:]]) + b"\n")
+    done = verify()
+    assert (done.exit_code, "was changed" in done.output) == (2, True)
