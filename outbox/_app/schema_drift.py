@@ -41,6 +41,9 @@ UNION ALL
 SELECT rel.relname, 'trigger', t.tgname, concat_ws(' ', pg_get_triggerdef(t.oid),
            CASE t.tgenabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)
   FROM rel JOIN pg_trigger t ON t.tgrelid = rel.oid AND NOT t.tgisinternal
+ -- That of `outbox db ledger on`.
+ WHERE NOT (t.tgname = 'outbox_ledger' AND t.tgenabled = 'O'
+            AND t.tgfoid = to_regproc(quote_ident(:schema) || '.count_in_ledger'))
 UNION ALL
 SELECT rel.relname, 'rule', r.rulename, concat_ws(' ', pg_get_ruledef(r.oid),
            CASE r.ev_enabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)

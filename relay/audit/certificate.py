@@ -64,7 +64,7 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> list[str]:
             texts += [
                 f"{line['topic']} {line['start']}: {name} is {values.get(name)}, was {line[name]}"
                 for name in line
-                if name not in {"previous", "waiting", "dead", "state"} and values.get(name) != line[name]
+                if name not in {"previous"} and values.get(name) != line[name]
             ]
     return texts
 

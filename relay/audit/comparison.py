@@ -14,6 +14,7 @@ from outbox._app.settings import client_options
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
+from relay.audit import ledger
 from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Difference, GroupCount, WindowAudit
 from relay.audit.groups import Group, Groups
 from relay.audit.sums import MODULUS, NOTHING, Sum, Window, hash_of, minute_of, minute_of_id, minute_start
@@ -69,12 +70,16 @@ class Comparison:
         # The last minute is included if ``until`` is within it.
         stop = -(-int(scope.until.timestamp()) // 60)
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
-        self._key = scope.key or secrets.token_bytes(32)
-        self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
         self._router = build_router(settings)
         self._options = client_options(settings)
         self._connection = Connector(settings.require_database(), "outbox audit")()
         try:
+            kept = ledger.state(self._connection, settings.db_schema)
+            self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
+            self._ledger = kept is not None and kept.key == self._key
+            # Events of the minute in which it was turned on may have been written before.
+            self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
+            self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
             self._tables = Tables(
                 self._connection,
                 *(settings.db_schema, self._router, scope.topics, self._minutes, self._key, _STATEMENT_SECONDS),
@@ -99,42 +104,44 @@ class Comparison:
     def run(self) -> Audit:
         """Return the result."""
         with self._tables.snapshot():
-            now = self._tables.now()
+            self._now = minute_of(self._tables.now())
             committed = self._tables.committed()
-            waiting, dead = self._tables.waiting(), self._tables.dead()
+            waiting, dead, discarded = self._tables.waiting(), self._tables.dead(), self._tables.discarded()
+            written = self._tables.ledger() if self._ledger else {}
             lowest = self._tables.lowest()
             archived_before = self._tables.has_earlier()
             misplaced = self._tables.misplaced()
-        self._now = minute_of(now)
-        topics = self._topic_names({*committed, *waiting, *dead})
+        there = {*committed, *waiting, *dead, *discarded, *written}
+        topics = self._topic_names(there)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         self._extents = self._topics.extents(self._audit.since, lowest)
         self._missing_topics(topics)
         cells, first = self._topics.sums(self._extents, self._minutes)
         groups, applied = self._applied(topics)
-        known_from = self._known_from(committed, before=archived_before)
+        self._archive_from = self._known_from(committed, before=archived_before)
+        self._expired = self._lost_before(topics, first)
 
         ids, wholes = window_sums(cells)
-        windows = self._with_applied([*committed, *waiting, *dead, *ids], groups, applied)
-        self._expired = self._lost_before(topics, first)
         found = {}
-        for window in windows:
-            known = window.minute >= known_from
-            here = committed.get(window, Committed()) if known else None
-            found[window] = one = WindowAudit(
-                window,
-                None if here is None else here.ids.events,
-                ids.get(window, NOTHING).events,
-                waiting.get(window, 0),
-                dead.get(window, 0),
-            )
+        for window in self._with_applied([*there, *ids], groups, applied):
+            found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
+            parts = [found_in.get(window, NOTHING) for found_in in (waiting, dead, discarded)]
+            one.waiting, one.dead, one.discarded = (part.events for part in parts)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
+            here = committed.get(window, Committed()) if window.minute >= self._archive_from else None
+            published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
-                one.sums["committed"] = here.ids.hashes
+                one.committed = sum((part.events for part in parts), here.ids.events)
+                one.sums["archive"] = here.ids.hashes
+            if window.minute >= self._ledger_from:
+                all_of_it = written.get(window, NOTHING)
+                one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
+                if all_of_it != sum(parts, published):
+                    one.state = DIFFERENT
             if window.minute * 60 < self._expired.get(window.topic, 0):
                 one.state = EXPIRED
             elif here is not None and not (
-                here.complete and here.ids == ids.get(window) and here.wholes == wholes.get(window)
+                here.complete and here.ids == ids.get(window, NOTHING) and here.wholes == wholes.get(window, NOTHING)
             ):
                 one.state = DIFFERENT
         self._compare_groups(found, cells, groups, applied)
@@ -144,7 +151,7 @@ class Comparison:
             if one.state == EQUAL and self._under_way(one):
                 one.state = OPEN
         self._audit.windows = list(found.values())
-        self._say_what_was_left_out(groups, known_from)
+        self._say_what_was_left_out(groups)
         return self._audit
 
     # -- what is compared
@@ -206,13 +213,15 @@ class Comparison:
         for topic in sorted(set(topics) - {place.topic for place in self._extents}):
             self._audit.notes.append(f"topic {topic} does not exist, or these credentials may not DESCRIBE it")
 
-    def _say_what_was_left_out(self, groups: Sequence[Group], known_from: int) -> None:
+    def _say_what_was_left_out(self, groups: Sequence[Group]) -> None:
         notes = self._audit.notes
         if any(window.committed is None for window in self._audit.windows):
-            until = "" if known_from >= self._minutes.stop else f" before {minute_start(known_from):%Y-%m-%d %H:%M}"
+            until = ""
+            if self._archive_from < self._minutes.stop:
+                until = f" before {minute_start(self._archive_from):%Y-%m-%d %H:%M}"
             notes.append(
                 f"the archive has no events{until}: what was committed is not known there; set "
-                "OUTBOX_RELAY__ARCHIVE_DAYS on relays"
+                "OUTBOX_RELAY__ARCHIVE_DAYS on relays, or `outbox db ledger on`"
             )
         for group in groups:
             if not group.remembers:
@@ -281,37 +290,58 @@ class Comparison:
         on_kafka = self._topics.events(extents, windows)
         with self._tables.snapshot():
             archived = self._tables.events(windows)
-            unpublished = self._tables.unpublished(windows)
+            left = [self._tables.ids(table, windows) for table in ("events", "dead_letters", "discarded")]
+            written = self._tables.ledger() if self._ledger else {}
         taken = self._ids_of_groups(windows, on_kafka)
         more, hidden = self._topics.since(extents)
         late = self._topics.events(more, windows)
         ends = {place: one.end for place, one in more.items()}
         for window in windows:
-            one = found[window]
+            one, records = found[window], on_kafka[window]
             one.state = EQUAL
-            if one.committed is not None:
-                one.committed = len(archived[window])
-                one.sums["committed"] = self._sum(archived[window])
-                self._compare_archive(one, archived[window], on_kafka[window], late[window], ends, hidden)
-            one.kafka = len(on_kafka[window])
-            one.sums["kafka"] = self._sum(on_kafka[window])
-            one.repeated = 0
-            for event_id, records in on_kafka[window].items():
-                one.repeated += len(records) - 1
-                if len(records) > 1:
-                    places = ", ".join(f"{record.place.number} offset {record.offset}" for record in records)
-                    self._differ(one, "repeated", event_id, f"stands {len(records)} times: partition {places}")
-                if one.committed is not None and event_id not in archived[window] and event_id not in unpublished:
-                    record = records[0]
-                    self._differ(
-                        one,
-                        "unknown",
-                        event_id,
-                        f"partition {record.place.number} offset {record.offset} has it, and the outbox has no row of "
-                        "it",
-                    )
+            one.kafka, one.repeated = len(records), sum(map(len, records.values())) - len(records)
+            one.sums["kafka"] = self._sum(records)
+            one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
+            known = set(archived[window]).union(*(ids[window] for ids in left))
+            self._name_repeats(one, records)
+            if window.minute >= self._archive_from:
+                one.committed = len(known)
+                one.sums["archive"] = self._sum(archived[window])
+                self._compare_archive(one, archived[window], records, late[window], ends, hidden)
+                self._name_unknown(one, records, known)
+            else:
+                known |= records.keys() | late[window].keys()
+            if window.minute >= self._ledger_from:
+                self._compare_ledger(one, written.get(window, NOTHING), known)
         for group, applied, excused in taken:
             self._compare_group(found, windows, group, applied, excused, on_kafka, late)
+
+    def _name_repeats(self, one: WindowAudit, on_kafka: Mapping[bytes, Sequence[OnKafka]]) -> None:
+        for event_id, records in on_kafka.items():
+            if len(records) > 1:
+                places = ", ".join(f"{record.place.number} offset {record.offset}" for record in records)
+                self._differ(one, "repeated", event_id, f"stands {len(records)} times: partition {places}")
+
+    def _name_unknown(
+        self, one: WindowAudit, on_kafka: Mapping[bytes, Sequence[OnKafka]], known: Collection[bytes]
+    ) -> None:
+        for event_id, records in on_kafka.items():
+            if event_id not in known:
+                place = f"partition {records[0].place.number} offset {records[0].offset}"
+                self._differ(one, "unknown", event_id, f"{place} has it, and the outbox has no row of it")
+
+    def _compare_ledger(self, one: WindowAudit, written: Sum, known: Collection[bytes]) -> None:
+        """Compare the number of events that were written with those that are known; the ledger has no ids."""
+        one.committed, one.sums["ledger"] = written.events, written.hashes
+        found = Sum(len(known), self._sum(known))
+        # Of a minute that is not over, the readings differ by what is written meanwhile.
+        if found == written or one.window.minute >= self._now:
+            return
+        where = (
+            "in the outbox or its archive" if one.window.minute >= self._archive_from else "in the outbox or on Kafka"
+        )
+        text = f"{written.events} events were written, and {found.events} are {where}"
+        self._differ(one, "missing" if written.events >= found.events else "unknown", None, text)
 
     def _compare_archive(
         self,
@@ -442,9 +472,11 @@ class Comparison:
                     f"in partition {pair.place.number}",
                 )
 
-    def _differ(self, one: WindowAudit, kind: str, event_id: bytes | str, text: str, group: str | None = None) -> None:
+    def _differ(
+        self, one: WindowAudit, kind: str, event_id: bytes | str | None, text: str, group: str | None = None
+    ) -> None:
         one.state = DIFFERENT
-        name = event_id if isinstance(event_id, str) else uuid_of(event_id)
+        name = uuid_of(event_id) if isinstance(event_id, bytes) else event_id
         self._audit.add(Difference(kind, name, one.window.topic, one.window.start, text, group))
 
 

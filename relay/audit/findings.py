@@ -21,12 +21,13 @@ EXPIRED: Final = "expired"
 class Difference:
     """One event that is not where it must be.
 
-    kind   missing, repeated, unknown, order, partition or payload.
-    group  the consumer group that lacks it, or has it too much; None for Kafka.
+    kind      missing, repeated, unknown, order, partition or payload.
+    event_id  None if only the number is known of those that differ: the ledger has no ids.
+    group     the consumer group that lacks it, or has it too much; None for Kafka.
     """
 
     kind: str
-    event_id: str
+    event_id: str | None
     topic: str
     window: dt.datetime
     text: str
@@ -46,9 +47,9 @@ class GroupCount:
 class WindowAudit:
     """What was found for one window.
 
-    committed  the events in the archive; None if it is not known, because the archive was off.
+    committed  the events that were written; None if it is not known, because archive and ledger were off.
     kafka      the events on Kafka, each once; ``repeated`` are the further records of them.
-    waiting    the events in the outbox's table, ``dead`` those among its dead letters.
+    waiting    the events in the outbox's table; ``dead`` those among its dead letters; ``discarded`` by operators.
     state      equal; different; open: something of it is still under way; expired: Kafka has deleted records.
     sums       the sums of the hashes that were compared, by reader, for the certificate.
     """
@@ -58,6 +59,7 @@ class WindowAudit:
     kafka: int
     waiting: int = 0
     dead: int = 0
+    discarded: int = 0
     repeated: int = 0
     state: str = EQUAL
     groups: dict[str, GroupCount] = field(default_factory=dict)

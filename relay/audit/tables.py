@@ -56,7 +56,8 @@ SELECT aggregate_type, topic, {minute} AS minute, count(*), {ids}, count(topic),
  GROUP BY 1, 2, 3"""
 
 _WAITING: Final = """
-SELECT aggregate_type, {minute} AS minute, count(*) FROM {table} AS e WHERE {original} GROUP BY 1, 2"""
+SELECT aggregate_type, {minute} AS minute, count(*), {ids}
+  FROM {table} AS e {hashed_ids} WHERE {original} GROUP BY 1, 2"""
 
 _EVENTS: Final = """
 SELECT aggregate_type, topic, {minute} AS minute, event_id, partition, "offset",
@@ -64,7 +65,19 @@ SELECT aggregate_type, topic, {minute} AS minute, event_id, partition, "offset",
   FROM {archived} AS e WHERE {minute} = ANY(%(minutes)s::bigint[])"""
 
 _IDS: Final = """
-SELECT event_id FROM {table} AS e WHERE {minute} = ANY(%(minutes)s::bigint[])"""
+SELECT aggregate_type, {minute} AS minute, event_id
+  FROM {table} AS e WHERE {original} AND {minute} = ANY(%(minutes)s::bigint[])"""
+
+# Events that an operator has discarded, as far as the audit has them.
+_DISCARDED: Final = """(
+    SELECT (details->>'event_id')::uuid AS event_id, details->>'aggregate_type' AS aggregate_type,
+           coalesce((details->>'created_at')::timestamptz, at) AS created_at,
+           CASE pg_catalog.jsonb_typeof(details->'headers') WHEN 'object' THEN details->'headers' END AS headers
+      FROM {audit} WHERE what = 'discard' AND details ? 'event_id')"""
+
+_LEDGER: Final = """
+SELECT aggregate_type, minute, sum(events), sum(hashes) FROM {ledger}
+ WHERE minute >= %(first_minute)s AND minute < %(end_minute)s GROUP BY 1, 2"""
 
 # The lowest offsets at which events of the range were acknowledged.
 _PLACES: Final = """
@@ -144,7 +157,7 @@ class Tables:
         seconds: float,
     ) -> None:
         self._connection = connection
-        self._names = _pieces(names_of(schema))
+        self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
         self._router = router
         self._topics = topics
         self._seconds = seconds
@@ -154,6 +167,8 @@ class Tables:
             "high": first_id(minutes.stop),
             "since": minute_start(minutes.start),
             "until": minute_start(minutes.stop),
+            "first_minute": minutes.start,
+            "end_minute": minutes.stop,
         }
         self._minutes = minutes
 
@@ -186,13 +201,21 @@ class Tables:
                 )
         return found
 
-    def waiting(self) -> dict[Window, int]:
-        """Return how many events of each window are still to be published."""
-        return self._counted("events")
+    def waiting(self) -> dict[Window, Sum]:
+        """Return the sums over the ids of events that are still to be published."""
+        return self._summed(_WAITING, "events")
 
-    def dead(self) -> dict[Window, int]:
-        """Return how many events of each window are dead letters."""
-        return self._counted("dead_letters")
+    def dead(self) -> dict[Window, Sum]:
+        """Return the sums over the ids of dead letters."""
+        return self._summed(_WAITING, "dead_letters")
+
+    def discarded(self) -> dict[Window, Sum]:
+        """Return the sums over the ids of events that operators have discarded."""
+        return self._summed(_WAITING, "discarded")
+
+    def ledger(self) -> dict[Window, Sum]:
+        """Return the sums over the ids of all events that were written, as the ledger has them."""
+        return self._summed(_LEDGER)
 
     def lowest(self) -> dict[Partition, int]:
         """Return the lowest offset of each partition at which an archived event of the range stands."""
@@ -209,14 +232,15 @@ class Tables:
                 found[window][event_id.bytes] = Archived(place, offset, bytes(said))
         return found
 
-    def unpublished(self, windows: Collection[Window]) -> set[bytes]:
-        """Return the ids of events of these windows' minutes that wait or are dead letters."""
+    def ids(self, table: str, windows: Collection[Window]) -> dict[Window, set[bytes]]:
+        """Return the ids of the events of these windows in ``events``, ``dead_letters`` or ``discarded``."""
+        found: dict[Window, set[bytes]] = {window: set() for window in windows}
         minutes = sorted({window.minute for window in windows})
-        return {
-            event_id.bytes
-            for table in ("events", "dead_letters")
-            for (event_id,) in self._rows(_IDS, table=table, minutes=minutes)
-        }
+        for kind, minute, event_id in self._rows(_IDS, table=table, minutes=minutes):
+            window = self._window(kind, None, minute)
+            if window in found:
+                found[window].add(event_id.bytes)
+        return found
 
     def misplaced(self) -> list[Misplaced]:
         """Return events that stand before one of their key with a lower id, or in another partition than that."""
@@ -232,12 +256,12 @@ class Tables:
                 )
         return found
 
-    def _counted(self, table: str) -> dict[Window, int]:
-        found: dict[Window, int] = {}
-        for kind, minute, count in self._rows(_WAITING, table=table):
+    def _summed(self, query: LiteralString, table: str | None = None) -> dict[Window, Sum]:
+        found: dict[Window, Sum] = {}
+        for kind, minute, count, hashes in self._rows(query, table=table):
             window = self._window(kind, None, minute)
             if window is not None and minute in self._minutes:
-                found[window] = found.get(window, 0) + count
+                found[window] = found.get(window, NOTHING) + Sum(int(count), reduced(hashes))
         return found
 
     def _window(self, kind: str, topic: str | None, minute: int) -> Window | None:
@@ -262,7 +286,8 @@ def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
         "original": sql.SQL(_ORIGINAL),
         "content": content(),
     }
-    for name, text in (("minute", _MINUTE), ("archived", _ARCHIVED), ("whole", _WHOLE)):
+    texts = (("minute", _MINUTE), ("archived", _ARCHIVED), ("whole", _WHOLE), ("discarded", _DISCARDED))
+    for name, text in texts:
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

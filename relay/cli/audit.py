@@ -29,6 +29,7 @@ app = typer.Typer(
 
 _HOUR: Final = dt.timedelta(hours=1)
 _MOST_SHOWN: Final = 20
+_COUNTS: Final = ("committed", "kafka", "repeated", "waiting", "dead", "discarded")
 
 
 @app.callback()
@@ -116,7 +117,8 @@ def _show(found: Audit) -> None:
         say(f"no events were written from {found.since:%Y-%m-%d %H:%M} to {found.until:%Y-%m-%d %H:%M} UTC")
     for one in found.differences[:_MOST_SHOWN]:
         where = one.topic if one.group is None else f"{one.topic}, group {one.group}"
-        say(f"! {one.kind}: event {one.event_id} of {one.window:%Y-%m-%d %H:%M}, {where}: {one.text}")
+        what = "events" if one.event_id is None else f"event {one.event_id}"
+        say(f"! {one.kind}: {what} of {one.window:%Y-%m-%d %H:%M}, {where}: {one.text}")
     if found.count > _MOST_SHOWN:
         say(f"! {found.count - _MOST_SHOWN} more differences; --json names the first {len(found.differences)}")
     for note in found.notes:
@@ -154,7 +156,10 @@ def _as_dict(found: Audit) -> dict[str, Any]:
                 "topic": one.window.topic,
                 "start": one.window.start,
                 "state": one.state,
-                **{name: getattr(one, name) for name in ("committed", "kafka", "repeated", "waiting", "dead")},
+                **{
+                    name: getattr(one, name)
+                    for name in ("committed", "kafka", "repeated", "waiting", "dead", "discarded")
+                },
                 "groups": {
                     name: {"applied": count.applied, "waiting": count.waiting} for name, count in one.groups.items()
                 },

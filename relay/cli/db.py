@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json
 from outbox.errors import ConfigurationError
 from relay.config import load
 
@@ -159,14 +159,24 @@ def prune(
             raise ConfigurationError("--force is for the archive; it makes no difference with --consumer")
         _prune_ids(database_url, schema, days, dry_run=dry_run, as_json=as_json)
         return
+    from contextlib import closing
+
+    from relay.audit.ledger import prune as prune_ledger
     from relay.database import Connector
     from relay.tasks.archive import Retention
 
     url, name = _target(database_url, schema, consumer=False)
+    connect = Connector(url, "outbox db prune")
     keep = load().relay.archive_days if days is None else days
+    if not dry_run:
+        with closing(connect()) as connection:
+            ledger_kept = prune_ledger(connection, name, keep)
+        if ledger_kept and days is None and keep == 0:
+            typer.echo("the ledger was added up; there is no archive to keep")
+            return
     if days is None and keep == 0:
         raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
-    plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run, force=force)
+    plan = Retention(connect, name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
             {
@@ -243,6 +253,28 @@ def roles(
     if apply:
         db.grant(settings.require_database(), statements)
         typer.echo("-- granted")
+
+
+@app.command()
+@failing_clearly
+def ledger(
+    switch: Annotated[str, typer.Argument(metavar="on|off", help="Whether to keep it; off drops it.")],
+    database_url: DatabaseUrl = None,
+    schema: _Schema = None,
+    reason: Reason = None,
+) -> None:
+    """Let the database count the events as they are written, for `outbox audit`. Run it as the tables' owner."""
+    from contextlib import closing
+
+    from relay.audit.ledger import turn_off, turn_on
+    from relay.database import Connector
+
+    if switch not in {"on", "off"}:
+        raise ConfigurationError(f"{switch!r} must be on or off")
+    url, name = _target(database_url, schema, consumer=False)
+    with closing(Connector(url, "outbox db ledger")()) as connection:
+        (turn_on if switch == "on" else turn_off)(connection, name, reason)
+    typer.echo(f"schema {name}: the ledger is {switch}")
 
 
 def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *, dry_run: bool, as_json: bool) -> None:

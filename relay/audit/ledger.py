@@ -1,0 +1,190 @@
+"""The ledger: what was committed, counted by the database itself as it is written.
+
+The archive is written by the relay. The ledger is not: a trigger on ``events`` adds one row for each INSERT statement,
+with the number of events of each aggregate type and minute, and the sum of their hashes. Rows are never updated, so
+writers do not wait for each other. It is optional, because it costs writers a little (see docs/operations/audit.md).
+`outbox db prune` adds rows of one minute up, and deletes old ones.
+
+What the relay inserts itself is not counted again: a dead letter that is retried, a replay. A scheduled event is
+counted when it is due.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from outbox.errors import OperationRefused
+from relay.audit.sums import HAS_TIME, MINUTE, MODULUS, halves, total
+from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.settle.statements import names_of
+
+_TRIGGER: Final = "outbox_ledger"
+_LEAST_DAYS: Final = 7
+
+_EXISTS: Final = """
+SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                WHERE n.nspname = %s AND c.relname = 'ledger_state')"""
+
+_STATE: Final = """
+SELECT key, since, has_table_privilege({ledger_name}, 'SELECT') FROM {ledger_state}"""
+
+_TABLES: Final = (
+    """
+CREATE TABLE {ledger} (
+    aggregate_type text NOT NULL, minute bigint NOT NULL, events bigint NOT NULL, hashes numeric NOT NULL,
+    written_at timestamptz NOT NULL DEFAULT now())""",
+    "CREATE TABLE {ledger_state} (key bytea NOT NULL, since timestamptz NOT NULL)",
+    "COMMENT ON TABLE {ledger} IS 'Events written, by aggregate type and minute. See outbox db ledger.'",
+    "COMMENT ON TABLE {ledger_state} IS 'The key of the hashes in ledger, and since when it is kept.'",
+)
+
+_BODY: Final = """
+BEGIN
+    INSERT INTO {ledger} (aggregate_type, minute, events, hashes)
+    SELECT aggregate_type, {minute}, count(*), mod(mod({ids}, {modulus}) + {modulus}, {modulus})
+      FROM added {hashed} WHERE NOT from_relay GROUP BY 1, 2;
+    RETURN NULL;
+END"""
+
+_MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
+            ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
+
+# Writers have no right on the ledger: the function runs with its owner's.
+_FUNCTION: Final = """
+CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS {body}"""
+
+_ON: Final = (
+    "REVOKE ALL ON FUNCTION {function}() FROM PUBLIC",
+    """
+CREATE TRIGGER {trigger} AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
+   FOR EACH STATEMENT EXECUTE FUNCTION {function}()""",
+    "INSERT INTO {ledger_state} (key, since) VALUES ({key}, clock_timestamp())",
+)
+
+# Who reads the archive may read the ledger.
+_READERS: Final = """
+SELECT DISTINCT grantee::regrole::text FROM pg_class AS c CROSS JOIN LATERAL aclexplode(c.relacl) AS a
+ WHERE c.oid = {published_name}::regclass AND a.privilege_type = 'SELECT' AND a.grantee NOT IN (0, c.relowner)"""
+
+_OFF: Final = (
+    "DROP TRIGGER IF EXISTS {trigger} ON {events}",
+    "DROP FUNCTION IF EXISTS {function}()",
+    "DROP TABLE IF EXISTS {ledger}, {ledger_state}",
+)
+
+_OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
+
+_ADD_UP: Final = """
+WITH many AS (
+    SELECT aggregate_type, minute FROM {ledger} WHERE written_at < now() - interval '10 minutes'
+     GROUP BY 1, 2 HAVING count(*) > 1),
+gone AS (
+    DELETE FROM {ledger} AS l USING many
+     WHERE l.aggregate_type = many.aggregate_type AND l.minute = many.minute
+       AND l.written_at < now() - interval '10 minutes'
+    RETURNING l.*)
+INSERT INTO {ledger} (aggregate_type, minute, events, hashes, written_at)
+SELECT aggregate_type, minute, sum(events), mod(sum(hashes), {modulus}), max(written_at) FROM gone GROUP BY 1, 2"""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """A ledger that is on: the key of its hashes, and since when it is kept."""
+
+    key: bytes
+    since: dt.datetime
+
+
+def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | None:
+    """Return the ledger's state, or None if it is off. Raises Unavailable and SchemaError."""
+    with unavailable_on_error("looking for the ledger"):
+        if not _exists(connection, schema):
+            return None
+        row = connection.execute(sql.SQL(_STATE).format(**_names(schema, connection))).fetchone()
+    return None if row is None else LedgerState(bytes(row[0]), row[1])
+
+
+def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
+    """Begin to keep the ledger. Needs the rights of the tables' owner. Waits for the writers that are at work.
+
+    Raises OperationRefused if it is on, Unavailable and SchemaError.
+    """
+    names = _names(schema, connection)
+    body = sql.SQL(_BODY).format(**names, **_pieces(names))
+    key = secrets.token_bytes(32)
+    text = body.as_string(connection).replace("%(key)s::bytea", sql.Literal(key).as_string(connection))
+    names |= {"key": sql.Literal(key), "body": sql.Literal(text)}
+    with unavailable_on_error("turning the ledger on"), connection.transaction():
+        if _exists(connection, schema):
+            raise OperationRefused("the ledger is on already")
+        for statement in (*_TABLES, _FUNCTION, *_ON):
+            connection.execute(sql.SQL(statement).format(**names))
+        for (reader,) in connection.execute(sql.SQL(_READERS).format(**names)).fetchall():
+            grant = sql.SQL("GRANT SELECT ON {ledger}, {ledger_state} TO ").format(**names) + sql.SQL(reader)
+            connection.execute(grant)
+        note(connection, names, "ledger on", reason, {})
+
+
+def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
+    """Drop the ledger. Raises OperationRefused if it is off, Unavailable and SchemaError."""
+    names = _names(schema, connection)
+    with unavailable_on_error("turning the ledger off"), connection.transaction():
+        if not _exists(connection, schema):
+            raise OperationRefused("the ledger is off")
+        for statement in _OFF:
+            connection.execute(sql.SQL(statement).format(**names))
+        note(connection, names, "ledger off", reason, {})
+
+
+def prune(connection: psycopg.Connection[Any], schema: str, days: int) -> bool:
+    """Add up the rows of one minute, and delete those of more than ``days`` ago, but none of the last week.
+
+    Returns whether the ledger is on. Raises Unavailable and SchemaError.
+    """
+    names = _names(schema, connection)
+    with unavailable_on_error("adding up the ledger"), connection.transaction():
+        if not _exists(connection, schema):
+            return False
+        connection.execute(sql.SQL(_OLD).format(**names), {"days": max(days, _LEAST_DAYS)})
+        connection.execute(sql.SQL(_ADD_UP).format(**names))
+    return True
+
+
+def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:
+    row = connection.execute(_EXISTS, (schema,)).fetchone()
+    return bool(row and row[0])
+
+
+def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Composable]:
+    ledger, published = sql.Identifier(schema, "ledger"), sql.Identifier(schema, "published")
+    return names_of(schema) | {
+        "ledger": ledger,
+        "ledger_name": sql.Literal(ledger.as_string(connection)),
+        "published_name": sql.Literal(published.as_string(connection)),
+        "ledger_state": sql.Identifier(schema, "ledger_state"),
+        "function": sql.Identifier(schema, "count_in_ledger"),
+        "trigger": sql.Identifier(_TRIGGER),
+        "modulus": sql.SQL(str(MODULUS)),
+    }
+
+
+def _pieces(names: Mapping[str, sql.Composable]) -> dict[str, sql.Composable]:
+    event_id = sql.SQL("event_id")
+    parts = {
+        "has_time": sql.SQL(HAS_TIME).format(id=event_id),
+        "minute_of_id": sql.SQL(MINUTE).format(id=event_id),
+        "created_at": names["created_at"],
+    }
+    return {
+        "minute": sql.SQL(_MINUTE).format(**parts),
+        "ids": total("ids"),
+        "hashed": halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)")),
+    }

@@ -1,0 +1,160 @@
+"""The ledger: what was committed, counted by the database, so that a row that was deleted is missed."""
+
+from __future__ import annotations
+
+import time
+from uuid import UUID
+
+import psycopg
+import pytest
+from audit_support import EVENTS, Pipeline
+from spans import relay
+from support import order, write
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
+
+from outbox import Event
+from relay.audit.ledger import prune, turn_on
+from relay.cli.app import app
+
+__all__ = ["order"]
+
+
+@pytest.fixture
+def ledger(outbox_postgres, outbox_kafka, order) -> Pipeline:
+    """A pipeline whose relay does not run yet, and whose ledger has been on for an hour."""
+    pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        turn_on(connection, "outbox", "to know")
+    pipeline.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+    return pipeline
+
+
+def written(pipeline: Pipeline, count: int = EVENTS) -> list[str]:
+    """Write events whose ids are of ten minutes ago: a minute that is over."""
+    then = int(time.time() - 600) * 1000 << 80
+    events = [
+        Event(pipeline.kind, f"key-{number % 7}", "Placed", {"n": number}, event_id=UUID(int=then | _random()))
+        for number in range(count)
+    ]
+    return [str(one) for one in write(pipeline.database.url, events)]
+
+
+def _random() -> int:
+    """What a UUIDv7 has behind its time."""
+    return uuid7().int & ((1 << 80) - 1)
+
+
+@pytest.mark.parametrize("archive_days", [0, 1])
+def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days):
+    ids = written(ledger)
+    with relay(ledger.database, ledger.kafka, relay__archive_days=archive_days):
+        ledger.published()
+        topic = ("--topic", ledger.topic)
+        status, found = ledger.audit(*topic)
+        assert (status, found["differences"]) == (0, [])
+        assert sum(one["committed"] for one in found["windows"]) == EVENTS
+        assert {one["state"] for one in found["windows"]} == {"equal"}
+        ledger.pause()
+        more = written(ledger, 3)
+        assert ledger.differences(*topic) == []
+        ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{more[1]}'")
+        assert ledger.differences(*topic) == [("missing", None)]
+        [one] = ledger.audit(*topic)[1]["differences"]
+        assert one["text"].startswith(f"{EVENTS + 3} events were written, and {EVENTS + 2} are in the outbox or ")
+    assert ids
+
+
+def test_at_most_once_says_how_many_were_lost(ledger):
+    written(ledger)
+    with relay(ledger.database, ledger.kafka, delivery="at-most-once"):
+        ledger.published()
+    assert ledger.differences("--topic", ledger.topic) == []
+    # What a crash of the relay does between its COMMIT and Kafka.
+    lost = written(ledger, 2)
+    ledger.run("DELETE FROM outbox.events")
+    assert ledger.differences("--topic", ledger.topic) == [("missing", None)]
+    assert lost
+
+
+def test_what_relays_and_operators_insert_and_delete_is_known(ledger):
+    ids = written(ledger)
+    with relay(ledger.database, ledger.kafka, relay__archive_days=1):
+        ledger.published()
+        assert CliRunner().invoke(app, ["replay", "--all", "--yes"], env=ledger.environment).exit_code == 0
+        ledger.published()
+    # Two dead letters, one of which is discarded and one retried.
+    dead = written(ledger, 2)
+    ledger.run(
+        "WITH gone AS (DELETE FROM outbox.events RETURNING *) INSERT INTO outbox.dead_letters "
+        "SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, "
+        "created_at, 1, 'no', now() FROM gone"
+    )
+    assert ledger.differences() == []
+    for action, event_id in (("discard", dead[0]), ("retry", dead[1])):
+        words = ["dead-letters", action, event_id, *(["--reason", "known"] if action == "discard" else [])]
+        assert CliRunner().invoke(app, words, env=ledger.environment).exit_code == 0
+        assert ledger.differences() == []
+    with relay(ledger.database, ledger.kafka, relay__archive_days=1):
+        ledger.published()
+    status, found = ledger.audit()
+    assert (status, found["differences"]) == (0, [])
+    assert sum(one["discarded"] for one in found["windows"]) == 1
+    assert ids
+
+
+def test_it_is_added_up_and_its_old_rows_are_deleted(ledger):
+    for _ in range(5):
+        written(ledger, 3)
+    ledger.run("UPDATE outbox.ledger SET written_at = written_at - interval '1 hour'")
+    ledger.run(
+        "INSERT INTO outbox.ledger SELECT aggregate_type, minute - 60 * 24 * 8, events, hashes, written_at "
+        "FROM outbox.ledger LIMIT 2"
+    )
+    before = ledger.rows(
+        "SELECT aggregate_type, minute, sum(events), mod(sum(hashes), 2::numeric ^ 128) "
+        "FROM outbox.ledger WHERE minute > extract(epoch FROM now()) / 60 - 1000 GROUP BY 1, 2"
+    )
+    words = ["db", "prune"]
+    assert CliRunner().invoke(app, words, env=ledger.environment).exit_code == 0
+    assert ledger.rows("SELECT aggregate_type, minute, events, hashes FROM outbox.ledger") == before
+
+
+def test_writers_need_no_right_on_it_and_one_row_is_added_a_statement(ledger):
+    with psycopg.connect(ledger.database.url) as connection:
+        connection.execute("CREATE TEMP TABLE given AS SELECT g FROM generate_series(1, 1000) AS g")
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) SELECT 'A', g::text, 'E' FROM given"
+        )
+    assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1000,)]
+    # At the turn of a minute there are two.
+    assert ledger.rows("SELECT count(*) <= 2 FROM outbox.ledger") == [(True,)]
+    role = f"writer_{ledger.kind[-8:].lower()}"
+    ledger.run(f"CREATE ROLE {role}")
+    try:
+        ledger.run(f"GRANT USAGE ON SCHEMA outbox TO {role}")
+        ledger.run(f"GRANT INSERT ON outbox.events TO {role}")
+        ledger.run(
+            f"SET ROLE {role}; "
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', 'k', 'E')"
+        )
+    finally:
+        ledger.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
+    assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1001,)]
+
+
+def test_it_is_turned_on_and_off_once(outbox_postgres):
+    def switch(word: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
+        return done.exit_code, done.output
+
+    assert switch("off") == (1, "outbox: the ledger is off\n")
+    assert switch("on")[0] == 0
+    assert switch("on") == (1, "outbox: the ledger is on already\n")
+    check = CliRunner().invoke(app, ["db", "check"], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
+    assert check.exit_code == 0, check.output
+    assert switch("off")[0] == 0
+    assert switch("maybe")[0] == 2
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        assert not prune(connection, "outbox", 1)
+        assert connection.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (0,)

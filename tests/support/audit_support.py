@@ -1,0 +1,112 @@
+"""A relay, a group, and what ``outbox audit`` says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+from confluent_kafka import Consumer as KafkaConsumer
+from confluent_kafka import Producer, TopicPartition
+from inbox_support import FAST, Running
+from support import drained, look_up, order, write
+from typer.testing import CliRunner
+
+from outbox import Event
+from outbox.inbox import Consumer
+from relay.cli.app import app
+
+__all__ = ["order"]
+
+EVENTS = 60
+
+
+class Pipeline:
+    """A relay that archives, and a group of the inbox; each test adds events, and then does something wrong."""
+
+    def __init__(self, database: Any, kafka: Any, kind: str, topic: str) -> None:
+        self.database, self.kafka, self.kind, self.topic = database, kafka, kind, topic
+        self.group = kafka.name("sums")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "OUTBOX_DATABASE_URL": self.database.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
+        }
+
+    def add(self, count: int = EVENTS, keys: int = 7, **values: Any) -> list[str]:
+        events = [
+            Event(
+                self.kind,
+                f"key-{number % keys}",
+                "Placed",
+                {"n": number, "text": "Grüße"},
+                headers={"tenant": "ä", "trace": "x"} if number % 3 else {},
+                **values,
+            )
+            for number in range(count)
+        ]
+        return [str(one) for one in write(self.database.url, events)]
+
+    def published(self) -> None:
+        drained(self.database.url)
+
+    def applied(self, count: int, handler: Callable[..., None] = lambda *_: None, **options: Any) -> None:
+        """Let the group apply messages, until it has passed so many."""
+        kafka = {"bootstrap.servers": self.kafka.bootstrap_servers, **FAST}
+        given = {"group": self.group, "wait": (0.01, 0.1), **options}
+        running = Running(Consumer(self.database.url, [self.topic], kafka=kafka, **given), handler)
+        try:
+            running.wait(lambda: self.rows("SELECT sum(next_offset) FROM consumer.offsets") == [(count,)], "positions")
+        finally:
+            running.end()
+
+    def pause(self) -> None:
+        assert CliRunner().invoke(app, ["relay", "pause", "--reason", "a test"], env=self.environment).exit_code == 0
+
+    def rows(self, query: str) -> list[Any]:
+        return look_up(self.database.url, query)
+
+    def run(self, statement: str) -> None:
+        with psycopg.connect(self.database.url) as connection:
+            connection.execute(statement)
+
+    def produce(self, **values: Any) -> None:
+        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})
+        producer.produce(self.topic, **values)
+        assert producer.flush(30) == 0
+
+    def ends(self) -> dict[int, int]:
+        reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
+        try:
+            return {
+                part: reader.get_watermark_offsets(TopicPartition(self.topic, part), 30)[1]
+                for part in reader.list_topics(self.topic, 30).topics[self.topic].partitions
+            }
+        finally:
+            reader.close()
+
+    def record(self, event_id: str) -> Any:
+        """Return an event's record."""
+        reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
+        count = len(reader.list_topics(self.topic, 30).topics[self.topic].partitions)
+        reader.assign([TopicPartition(self.topic, part, 0) for part in range(count)])
+        try:
+            while (message := reader.poll(30)) is not None:
+                if dict(message.headers())["ce_id"] == event_id.encode():
+                    return message
+        finally:
+            reader.close()
+        raise AssertionError(event_id)
+
+    def audit(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        done = CliRunner().invoke(app, ["audit", "--json", *arguments], env=self.environment)
+        assert done.stdout, (done.output, done.exception)
+        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+    def differences(self, *arguments: str) -> list[tuple[str, str]]:
+        status, found = self.audit(*arguments)
+        assert status == (1 if found["differences"] else 0)
+        return sorted((one["kind"], one["event_id"]) for one in found["differences"])
