@@ -50,7 +50,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lease import Lease
-from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, UnsettledBatch
+from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
@@ -189,11 +189,7 @@ class Settlement:
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            nowhere = (None, None, None)
-            records = [each or nowhere for part in pending for each in part.records or [None] * len(part.rows)]
-            values["topics"], values["partitions"], values["offsets"] = (
-                [each[column] for each in records] for column in range(3)
-            )
+            values |= _places(rows, [each for part in pending for each in part.records or [None] * len(part.rows)])
         return values
 
     def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:
@@ -438,6 +434,21 @@ class Settlement:
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
             )
         return reasons
+
+
+def _places(rows: Sequence[Claim], records: Sequence[RecordMetadata | None]) -> dict[str, Any]:
+    """Return the places of rows, in the order of their ids: 0 and -1 where one is not known."""
+    order = sorted(range(len(rows)), key=lambda at: rows[at].position)
+    numbers: dict[str, int] = {}
+    places = [records[at] for at in order]
+    topic_numbers = [0 if one is None else numbers.setdefault(one.topic, len(numbers) + 1) for one in places]
+    return {
+        "place_ids": array([rows[at].position for at in order]),
+        "topics": list(numbers),
+        "topic_numbers": array(topic_numbers),
+        "partitions": array([-1 if one is None else one.partition for one in places]),
+        "offsets": array([-1 if one is None else one.offset for one in places]),
+    }
 
 
 def _versions(held: Sequence[SettledLane]) -> str:

@@ -85,14 +85,16 @@ gone AS (
          WHERE (p.row_lane IN (SELECT lane FROM held)) IS TRUE))
     RETURNING *)"""
 
+# The place of each row is looked up by bisection: in a plan for any values, a join of the two lists would compare each
+# row with each place, which takes seconds for thousands.
 _ARCHIVED: Final = """,
 kept AS (
     INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
                              headers, created_at, published_at, topic, partition, "offset")
     SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type, g.payload, g.payload_bytes,
-           g.headers, g.created_at, clock_timestamp(), p.topic, p.part, p.off
-      FROM gone AS g JOIN unnest(%(row_ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[],
-                                 %(offsets)s::bigint[]) AS p(place_id, topic, part, off) ON p.place_id = g.id)"""
+           g.headers, g.created_at, clock_timestamp(), (%(topics)s::text[])[nullif((%(topic_numbers)s::int[])[at], 0)],
+           nullif((%(partitions)s::int[])[at], -1), nullif((%(offsets)s::bigint[])[at], -1)
+      FROM gone AS g CROSS JOIN LATERAL (SELECT width_bucket(g.id, %(place_ids)s::bigint[]) AS at OFFSET 0) AS place)"""
 
 # Look up the lane's row by its known version, without visiting dead versions, which an old snapshot keeps.
 _BY_VERSION: Final = " AND l.ctid = m.version"

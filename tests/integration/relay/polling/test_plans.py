@@ -194,6 +194,9 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
     assert "Seq Scan" not in {scan["Node Type"] for scan in scans if scan.get("Relation Name") == "events"}, scans
     by_key = [scan for scan in scans if scan.get("Index Name") == "events_pkey"]
     assert [round(scan["Actual Rows"] * scan["Actual Loops"]) for scan in by_key] == [sum(map(len, claims.values()))]
+    # No list is compared with each row of another one.
+    compared = sum(node.get("Rows Removed by Join Filter", 0) * node["Actual Loops"] for node in nodes(plan))
+    assert compared <= 4 * sum(map(len, claims.values())), plan
 
 
 def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch):
