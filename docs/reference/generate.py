@@ -166,8 +166,8 @@ def cli_page() -> str:
 def _commands(command: Any, context: typer.Context, path: str) -> Iterator[tuple[str, str, str, list[tuple[str, str]]]]:
     """Yield each command: its path, its help, its usage, and its arguments and options."""
     group = isinstance(command, TyperGroup)
-    if not group or path == "outbox":
-        text = "" if group else _help(command.help, path)
+    if not group or path == "outbox" or command.invoke_without_command:
+        text = "" if path == "outbox" else _help(command.help, path)
         usage = " ".join(command.collect_usage_pieces(context))
         yield path, text, usage, list(_parameters(command, context, path))
     if group:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     invoke_without_command=True,
     help="Compare the events that were committed, those on Kafka, and those that each consumer group has applied.\n\n"
-    "Counts and sums them by minute, and names each event that is missing, repeated, unknown, out of order, in a wrong "
-    "partition or changed. Needs the archive (OUTBOX_RELAY__ARCHIVE_DAYS) to know what was committed. Minutes in which "
-    "something is still under way are open. Exit status 1 if there are differences.",
+    "Counts and sums them by minute, and names each event that is missing, repeated, unknown, out of order, in a "
+    "wrong partition or changed. Needs the archive (OUTBOX_RELAY__ARCHIVE_DAYS) or the ledger (`outbox db ledger on`) "
+    "to know what was committed. Minutes in which something is still under way are open. Exit status 1 if there are "
+    "differences.",
 )
 
 _HOUR: Final = dt.timedelta(hours=1)

@@ -227,6 +227,8 @@ def parse(words: Sequence[str], where: str) -> None:
     """Fail unless the command line takes these words, which begin behind ``outbox``."""
     command, rest = ROOT_COMMAND, [PLACEHOLDERS.get(word, word) for word in words]
     while isinstance(command, TyperGroup):
+        if command.invoke_without_command and not (rest and rest[0] in command.commands):
+            break
         assert rest, f"{where}: a command is missing"
         assert rest[0] in command.commands, f"{where}: outbox has no {' '.join(words)}"
         command = command.commands[rest.pop(0)]
@@ -325,7 +327,7 @@ def test_commands_in_sentences():
         while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
             assert words[0] in command.commands, f"{page}: `{span}`"
             command, group = command.commands[words.pop(0)], command
-        meant = command.commands.values() if isinstance(command, TyperGroup) else [command]
+        meant = [command, *command.commands.values()] if isinstance(command, TyperGroup) else [command]
         options = {name for one in meant for each in one.params for name in (*each.opts, *each.secondary_opts)}
         named = {word.partition("=")[0] for part in (words, *others) for word in part if word.startswith("--")}
         assert named - options == set(), f"{page}: `{span}`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from uuid import UUID
 
@@ -47,7 +48,7 @@ def _random() -> int:
 
 @pytest.mark.parametrize("archive_days", [0, 1])
 def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days):
-    ids = written(ledger)
+    written(ledger)
     with relay(ledger.database, ledger.kafka, relay__archive_days=archive_days):
         ledger.published()
         topic = ("--topic", ledger.topic)
@@ -61,8 +62,10 @@ def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days)
         ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{more[1]}'")
         assert ledger.differences(*topic) == [("missing", None)]
         [one] = ledger.audit(*topic)[1]["differences"]
-        assert one["text"].startswith(f"{EVENTS + 3} events were written, and {EVENTS + 2} are in the outbox or ")
-    assert ids
+        # All of one minute, or the last three alone in the next one.
+        assert re.match(
+            r"(63|3) events were written, and (62|2) are in the outbox or (its archive|on Kafka)", one["text"]
+        )
 
 
 def test_at_most_once_says_how_many_were_lost(ledger):
