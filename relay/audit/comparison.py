@@ -6,6 +6,7 @@ import datetime as dt
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Self
@@ -105,18 +106,19 @@ class Comparison:
         """Return the result."""
         with self._tables.snapshot():
             self._now = minute_of(self._tables.now())
-            committed = self._tables.committed()
             waiting, dead, discarded = self._tables.waiting(), self._tables.dead(), self._tables.discarded()
-            written = self._tables.ledger() if self._ledger else {}
             lowest = self._tables.lowest()
             archived_before = self._tables.has_earlier()
-            misplaced = self._tables.misplaced()
-        there = {*committed, *waiting, *dead, *discarded, *written}
-        topics = self._topic_names(there)
+        topics = self._topic_names({*waiting, *dead}, {place.topic for place in lowest})
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         self._extents = self._topics.extents(self._audit.since, lowest)
         self._missing_topics(topics)
-        cells, first = self._topics.sums(self._extents, self._minutes)
+        with ThreadPoolExecutor(1) as pool:
+            # Postgres adds up the archive meanwhile.
+            archive = pool.submit(self._read_archive)
+            cells, first = self._topics.sums(self._extents, self._minutes)
+            committed, written, misplaced = archive.result()
+        there = {*committed, *waiting, *dead, *discarded, *written}
         groups, applied = self._applied(topics)
         self._archive_from = self._known_from(committed, before=archived_before)
         self._expired = self._lost_before(topics, first)
@@ -132,7 +134,6 @@ class Comparison:
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
                 one.committed = sum((part.events for part in parts), here.ids.events)
-                one.sums["archive"] = here.ids.hashes
             if window.minute >= self._ledger_from:
                 all_of_it = written.get(window, NOTHING)
                 one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
@@ -140,9 +141,7 @@ class Comparison:
                     one.state = DIFFERENT
             if window.minute * 60 < self._expired.get(window.topic, 0):
                 one.state = EXPIRED
-            elif here is not None and not (
-                here.complete and here.ids == ids.get(window, NOTHING) and here.wholes == wholes.get(window, NOTHING)
-            ):
+            elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
         self._compare_groups(found, cells, groups, applied)
         self._one_by_one(found)
@@ -156,11 +155,16 @@ class Comparison:
 
     # -- what is compared
 
-    def _topic_names(self, windows: Collection[Window]) -> set[str]:
+    def _read_archive(self) -> tuple[dict[Window, Committed], dict[Window, Sum], list[Misplaced]]:
+        with self._tables.snapshot():
+            written = self._tables.ledger() if self._ledger else {}
+            return self._tables.committed(ids=self._ledger), written, self._tables.misplaced()
+
+    def _topic_names(self, windows: Collection[Window], archived: Collection[str]) -> set[str]:
         """Return the topics to read: those named, or all to which events of this outbox go."""
         if self._scope.topics is not None:
             return set(self._scope.topics)
-        topics = {window.topic for window in windows}
+        topics = {window.topic for window in windows} | set(archived)
         topics |= {route.topic for route in (self._settings.routes or {}).values()}
         if self._groups is not None:
             with self._groups.snapshot():
@@ -306,7 +310,6 @@ class Comparison:
             self._name_repeats(one, records)
             if window.minute >= self._archive_from:
                 one.committed = len(known)
-                one.sums["archive"] = self._sum(archived[window])
                 self._compare_archive(one, archived[window], records, late[window], ends, hidden)
                 self._name_unknown(one, records, known)
             else:

@@ -10,6 +10,7 @@ from typing import Any, Final, LiteralString, NamedTuple
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import tuple_row
 
 from relay.audit.content import content
 from relay.audit.sums import (
@@ -50,10 +51,12 @@ _WHOLE: Final = (
 )
 
 _SUMS: Final = """
-SELECT aggregate_type, topic, {minute} AS minute, count(*), {ids}, count(topic),
-       {wholes}
-  FROM {archived} AS e {hashed_ids} {hashed_wholes}
- GROUP BY 1, 2, 3"""
+SELECT aggregate_type, topic, {minute} AS minute, count(*), 0, count(topic), {wholes}
+  FROM {archived} AS e {hashed_wholes} GROUP BY 1, 2, 3"""
+
+_SUMS_WITH_IDS: Final = """
+SELECT aggregate_type, topic, {minute} AS minute, count(*), {ids}, count(topic), {wholes}
+  FROM {archived} AS e {hashed_ids} {hashed_wholes} GROUP BY 1, 2, 3"""
 
 _WAITING: Final = """
 SELECT aggregate_type, {minute} AS minute, count(*), {ids}
@@ -189,15 +192,16 @@ class Tables:
         found: dt.datetime = self._rows(_NOW)[0][0]
         return found
 
-    def committed(self) -> dict[Window, Committed]:
-        """Return the sums over the archived events of each window."""
+    def committed(self, *, ids: bool) -> dict[Window, Committed]:
+        """Return the sums over the archived events of each window; those of the ids only if they are wanted."""
         found: dict[Window, Committed] = {}
-        for kind, topic, minute, count, ids, placed, wholes in self._rows(_SUMS):
+        query = _SUMS_WITH_IDS if ids else _SUMS
+        for kind, topic, minute, count, hashes, placed, wholes in self._rows(query):
             window = self._window(kind, topic, minute)
             if window is not None:
                 known = found.get(window, Committed())
                 found[window] = Committed(
-                    known.ids + Sum(count, reduced(ids)), known.wholes + Sum(placed, reduced(wholes))
+                    known.ids + Sum(count, reduced(hashes)), known.wholes + Sum(placed, reduced(wholes))
                 )
         return found
 
@@ -224,12 +228,17 @@ class Tables:
     def events(self, windows: Collection[Window]) -> dict[Window, dict[bytes, Archived]]:
         """Return the archived events of these windows, by their ids (16 bytes)."""
         found: dict[Window, dict[bytes, Archived]] = {window: {} for window in windows}
-        minutes = sorted({window.minute for window in windows})
-        for kind, topic, minute, event_id, number, offset, said in self._rows(_EVENTS, minutes=minutes):
-            window = self._window(kind, topic, minute)
-            if window in found:
-                place = None if topic is None else Partition(topic, number)
-                found[window][event_id.bytes] = Archived(place, offset, bytes(said))
+        places: dict[tuple[str, int], Partition] = {}
+        bound = self._bound | {"minutes": sorted({window.minute for window in windows})}
+        # Row by row: there may be hundreds of thousands in a minute.
+        with self._connection.cursor("audit", row_factory=tuple_row) as cursor:
+            cursor.itersize = 5000
+            cursor.execute(sql.SQL(_EVENTS).format(**self._names), bound)
+            for kind, topic, minute, event_id, number, offset, said in cursor:
+                window = self._window(kind, topic, minute)
+                if window in found:
+                    place = None if topic is None else places.setdefault((topic, number), Partition(topic, number))
+                    found[window][event_id.bytes] = Archived(place, offset, bytes(said))
         return found
 
     def ids(self, table: str, windows: Collection[Window]) -> dict[Window, set[bytes]]:

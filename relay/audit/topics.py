@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from confluent_kafka import KafkaException, Message
 
@@ -157,9 +156,8 @@ class Topics:
     ) -> tuple[bytes | None, int | None, Callable[[], bytes]]:
         """Return the id of this outbox's event, its minute if that is wanted, and what it says."""
         headers = headers_of(message)
-        try:
-            event_id = uuid.UUID(_text(headers[CE_ID])).bytes
-        except (KeyError, ValueError):
+        event_id = _id_of(headers)
+        if event_id is None:
             self.others[place.topic] += 1
             return None, None, bytes
         if CE_SOURCE in headers and _text(headers[CE_SOURCE]) != self._source:
@@ -210,6 +208,15 @@ def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Windo
 def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes:
     """Return an event's id, place and content as bytes."""
     return event_id + partition.to_bytes(4) + offset.to_bytes(8) + content
+
+
+def _id_of(headers: Mapping[str, Any]) -> bytes | None:
+    """Return the event's id as 16 bytes; None for a record that has none."""
+    try:
+        found = bytes.fromhex(_text(headers[CE_ID]).replace("-", ""))
+    except (KeyError, ValueError):
+        return None
+    return found if len(found) == 16 else None
 
 
 def _written(ce_time: str, milliseconds: int) -> int:

@@ -85,18 +85,20 @@ def read(
     """
     if not starts:
         return
-    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
+    # A small buffer: what is read is added up at once.
+    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest", "queued.max.messages.kbytes": 16384}
     consumer = Consumer(reader_options(options, group, isolation, more), logger=silent_logger())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread, refused = set(starts), set[Partition]()
+        known = {found: found for found in starts}
         began = heard = time.monotonic()
         late = False
         while unread:
             seen: list[Record] = []
             before = set(unread)
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
-                found = Partition(message.topic() or "", message.partition() or 0)
+                found = known[Partition(message.topic() or "", message.partition() or 0)]
                 error = message.error()
                 if error is None:
                     seen.append(make(found, message))
