@@ -17,12 +17,6 @@ app.kubernetes.io/component: {{ . }}
 app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | trunc 63 | quote }}
 {{- end }}
 
-{{/* Hooks are made before everything else, and made anew each time. */}}
-{{- define "outbox.hook" -}}
-helm.sh/hook: pre-install,pre-upgrade
-helm.sh/hook-delete-policy: before-hook-creation
-{{- end }}
-
 {{- define "outbox.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (include "outbox.fullname" .) }}
 {{- end }}
@@ -34,7 +28,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* A pod's spec but for its containers. Takes root, and the Secret. */}}
+{{/* A pod's spec but for its containers. Takes root, secret and sinkSecret: the Secrets to mount. */}}
 {{- define "outbox.pod" -}}
 automountServiceAccountToken: false
 securityContext:
@@ -47,8 +41,10 @@ securityContext:
 {{ toYaml . }}
 {{- end }}
 volumes:
+{{- with .secret }}
   - name: secrets
-    secret: {secretName: {{ .secret }}, defaultMode: 0440}
+    secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
 {{- with .sinkSecret }}
   - name: sink-secrets
     secret: {secretName: {{ . }}, defaultMode: 0440}
