@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outbox.sandbox._process import patience
-
 _ROOT: Final = Path(__file__).parents[2]
 _KEPT: Final = ("PATH", "JAVA_HOME", "JDK_JAVA_OPTIONS", "OUTBOX_PATIENCE", "OUTBOX_PG_BIN", "OUTBOX_CACHE")
 
@@ -68,7 +66,7 @@ class Container:
         finally:
             process.terminate()
             try:
-                status = process.wait(grace * patience())
+                status = process.wait(grace)
             finally:
                 process.kill()
         assert status in {0, -15}, (self.name, status, log.read_text())
