@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
+HELM := $(VENV)-helm/bin/helm
 # Two begin with Spark; acceptance tests, which the others begin with, wait for much of their time.
 TEST_PROCESSES ?= 4
 PYTEST := -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
@@ -15,7 +16,7 @@ MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
+.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos peers bench chart docs \
 	docs-reference dist screenshots lint lock clean
 
 help:  ## show this list
@@ -98,6 +99,18 @@ else
 	$(BIN)/python benchmarks/consume.py $(filter --list,$(ARGS)) $(if $(filter --quick,$(ARGS)),--events 20000 --rounds 1)
 endif
 
+$(HELM):
+	GOBIN=$(abspath $(@D)) go install helm.sh/helm/v3/cmd/helm@v3.22.0
+
+# A helm that is built like this takes the cluster for one of Kubernetes 1.20 unless another version is named.
+chart: $(HELM)  ## plain manifests from deploy/chart, to deploy/kubernetes; builds helm at first, with Go
+	rm -rf build/chart deploy/kubernetes
+	mkdir -p deploy/kubernetes
+	$(HELM) template outbox deploy/chart --kube-version 1.31.0 --values deploy/kubernetes.values.yaml --output-dir build/chart
+	cp build/chart/outbox/templates/*.yaml deploy/kubernetes
+	sha256sum $$(find deploy/chart deploy/kubernetes.values.yaml deploy/kubernetes/*.yaml -type f | LC_ALL=C sort) \
+		> deploy/kubernetes/SHA256SUMS
+
 docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors from the code, to docs/reference
 	$(BIN)/python docs/reference/generate.py
 
@@ -140,4 +153,4 @@ lock: $(UV)  ## resolve the dependencies anew: requirements.lock, those of the d
 		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-lowest $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-helm $(VENV)-lowest $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

@@ -1,16 +1,14 @@
-"""The files for Docker and Kubernetes. No engine runs here: their commands run as processes, in their environments."""
+"""The files for Docker. No engine runs here: their commands run as processes, in their environments."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,18 +16,14 @@ from typing import Any
 import psycopg
 import pytest
 import yaml
+from containers import Container
 from support import look_up, wait_until
-from typer.testing import CliRunner
 
-from outbox._app.settings import check_environment
 from outbox.sandbox._ports import free_ports
-from relay.cli.app import app
-from relay.config import load
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-MANIFESTS = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
 BRINGS_A_SERVER = {"postgres", "kafka", "prometheus", "grafana"}
 
 
@@ -44,7 +38,6 @@ class Processes:
             "127.0.0.1:9092": kafka,
         }
         self._folder = folder
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._ports: dict[str, int] = {}
 
     def here(self, service: str, text: str) -> str:
@@ -58,59 +51,14 @@ class Processes:
             text = text.replace(target, str(ROOT / source))
         return text
 
-    def command(self, service: str) -> list[str]:
+    def container(self, service: str) -> Container:
         """Return what a service runs: `outbox`, the images' entry point, unless it has its own."""
-        entry = SERVICES[service].get("entrypoint", ["outbox"])
-        words = [sys.executable if word == "python" else word for word in entry] + SERVICES[service]["command"]
-        if words[0] == "outbox":
-            words = [sys.executable, "-m", "relay.cli", *words[1:]]
-        return [self.here(service, word) for word in words]
-
-    def environment(self, service: str) -> dict[str, str]:
-        """Return the environment of a service: its own variables, and what a process here needs to start at all."""
-        kept = {
-            name: os.environ[name]
-            for name in ("PATH", "JAVA_HOME", "JDK_JAVA_OPTIONS", "OUTBOX_PATIENCE", "OUTBOX_PG_BIN", "OUTBOX_CACHE")
-            if name in os.environ
-        }
+        words = SERVICES[service].get("entrypoint", ["outbox"]) + SERVICES[service]["command"]
         own = SERVICES[service].get("environment", {})
-        home = {"HOME": str(self._folder), "PYTHONPATH": str(ROOT), "OUTBOX_CACHE": str(self._folder / "cache")}
+        values = {name: self.here(service, value) for name, value in own.items()}
         if service == "page":
-            home["OUTBOX_WEB__ADDRESS"] = self.here(service, "127.0.0.1:9100")
-        return kept | {name: self.here(service, value) for name, value in own.items()} | home
-
-    def run(self, service: str) -> str:
-        """Run a service that ends by itself."""
-        done = subprocess.run(
-            self.command(service),
-            env=self.environment(service),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self._folder,
-            check=False,
-        )
-        assert done.returncode == 0, (service, done.stdout, done.stderr)
-        return done.stdout
-
-    @contextmanager
-    def running(self, service: str) -> Iterator[Path]:
-        """Run a service until the block ends, then stop it as an engine does. Yields its log."""
-        log = self._folder / f"{service}.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                self.command(service), env=self.environment(service), stdout=file, stderr=file, cwd=self._folder
-            )
-        try:
-            yield log
-            assert process.poll() is None, log.read_text()
-        finally:
-            process.terminate()
-            try:
-                status = process.wait(120)
-            finally:
-                process.kill()
-        assert status in {0, -15}, (service, status, log.read_text())
+            values["OUTBOX_WEB__ADDRESS"] = self.here(service, "127.0.0.1:9100")
+        return Container(service, [self.here(service, word) for word in words], values, self._folder)
 
     def healthy(self, service: str) -> bool:
         """Run a service's health check."""
@@ -155,9 +103,11 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
     once = [name for name in order() if "restart" not in SERVICES[name] and name != "shop"]
     assert once == ["owner", "migrate", "migrate-consumer", "rights"]
     for name in [*once, *once]:
-        here.run(name)
+        here.container(name).run()
     with ExitStack() as stack:
-        log = {name: stack.enter_context(here.running(name)) for name in ("relay", "shop", "consumer", "page")}
+        log = {
+            name: stack.enter_context(here.container(name).running()) for name in ("relay", "shop", "consumer", "page")
+        }
         for name in ("relay", "consumer"):
             wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy")
         applied = "SELECT count(*), coalesce(sum(out_of_order), 0) FROM outbox_consumer.order_totals"
@@ -191,74 +141,6 @@ def test_what_containers_may_do():
     # The server of the image's first start listens on its socket alone.
     assert test[test.index("-h") + 1] == "127.0.0.1"
     assert set(SERVICES["kafka"]["volumes"][0].split(":")[1:]) == {SERVICES["kafka"]["environment"]["KAFKA_LOG_DIRS"]}
-
-
-def documents() -> Iterator[tuple[Path, dict[str, Any]]]:
-    for file in MANIFESTS:
-        for document in yaml.safe_load_all(file.read_text()):
-            yield file, document
-
-
-def pods() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each manifest's pod."""
-    for file, document in documents():
-        spec = document.get("spec", {})
-        spec = spec.get("jobTemplate", {}).get("spec", spec)
-        if "template" in spec:
-            yield file.name, spec["template"]["spec"]
-
-
-def environment(file: str, container: dict[str, Any]) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for source in container.get("envFrom", ()):
-        name = source["configMapRef"]["name"]
-        [found] = [
-            d for f, d in documents() if f.name == file and (d["kind"], d["metadata"]["name"]) == ("ConfigMap", name)
-        ]
-        values |= found["data"]
-    return values | {one["name"]: one.get("value", "x") for one in container.get("env", ())}
-
-
-PODS = dict(pods())
-
-
-def test_every_manifest_is_looked_at():
-    assert {file.name for file in MANIFESTS} - set(PODS) == {"podmonitor.yaml"}
-
-
-@pytest.mark.parametrize("file", PODS)
-def test_a_manifests_pod(file, monkeypatch, tmp_path):
-    pod = PODS[file]
-    [container] = pod["containers"]
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
-
-    # The settings are ones that are read, and the command is one that there is.
-    values = environment(file, container)
-    secret = tmp_path / "database-url"
-    secret.write_text("postgresql://relay@postgres/outbox")
-    for name, value in values.items():
-        monkeypatch.setenv(name, str(secret) if name.endswith("_FILE") else value)
-    check_environment()
-    settings = load()
-    assert settings.database_url == secret.read_text()
-    result = CliRunner().invoke(app, [*container["args"], "--help"])
-    assert result.exit_code == 0, result.output
-    options = {word for word in container["args"] if word.startswith("--")}
-    assert options <= set(re.findall(r"--[a-z-]+", result.output))
-
-    # Probes ask where the metrics are served, and who ends a pod waits for as long as it may take.
-    served = {value.rpartition(":")[2] for name, value in values.items() if name.endswith("METRICS_ADDRESS")}
-    assert served == {str(port["containerPort"]) for port in container.get("ports", ())}
-    probes = {kind: container[kind]["httpGet"] for kind in container if kind.endswith("Probe")}
-    assert {probe["port"] for probe in probes.values()} <= {port["name"] for port in container.get("ports", ())}
-    if probes:
-        assert (probes["livenessProbe"]["path"], probes["readinessProbe"]["path"]) == ("/livez", "/readyz")
-    if container["args"][:2] == ["relay", "run"]:
-        assert pod["terminationGracePeriodSeconds"] > settings.relay.shutdown_seconds + 10
-        assert settings.relay.instance
 
 
 def stages() -> dict[str, list[str]]:

@@ -204,7 +204,7 @@ class Worker:
 
     def create(self, name: str, config: Mapping[str, str]) -> None:
         """Create a connector, and start it."""
-        self._ask("POST", "/connectors", {"name": name, "config": dict(config)})
+        self._ask("PUT", f"/connectors/{name}/config", dict(config))
 
     def delete(self, name: str) -> None:
         """Remove a connector and what is known of its offsets."""

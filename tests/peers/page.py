@@ -1,4 +1,4 @@
-"""The settings of docs/operations/debezium.md, as its readers would use them: for these tests and the benchmarks."""
+"""What docs/operations/debezium.md says and names, as its readers would use it: for these tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "operations" / "debezium.md"
-_BLOCK: Final = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = _ROOT / "docs" / "operations" / "debezium.md"
+SETTINGS: Final = ("deploy/debezium/outbox.json", "deploy/debezium/outbox-bytes.json")
+_SQL: Final = re.compile(r"^ *```sql\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _NAME: Final = "debezium_outbox"
 """Of role, slot, publication and topic prefix on the page."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The page's blocks: SQL with several statements each, and the two connectors' settings."""
+    """The page's blocks of SQL, with several statements each, and the two connectors' settings, which it names."""
 
     sql: list[str]
     json: list[dict[str, Any]]
@@ -28,11 +30,10 @@ class Blocks:
 
 
 def blocks(name: str) -> Blocks:
-    """Return the page's blocks with ``name`` in place of the page's: roles and slots belong to the whole server."""
-    found = _BLOCK.findall(PAGE.read_text().replace(_NAME, name))
-    read = Blocks(
-        [text for language, text in found if language == "sql"],
-        [json.loads(text) for language, text in found if language == "json"],
-    )
-    assert len(read.json) == 2
-    return read
+    """Return them with ``name`` in place of the page's: roles and slots belong to the whole server."""
+
+    def read(file: Path) -> str:
+        return file.read_text().replace(_NAME, name)
+
+    assert all(file in PAGE.read_text() for file in SETTINGS)
+    return Blocks(_SQL.findall(read(PAGE)), [json.loads(read(_ROOT / file)) for file in SETTINGS])

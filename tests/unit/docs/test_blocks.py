@@ -102,7 +102,7 @@ PLACEHOLDERS = {
 
 COMMANDS = {
     *("cd", "curl", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make"),
-    *("xargs", "sed", "opentelemetry-instrument", "docker", "kubectl", "spark-submit", "kafka-transactions.sh"),
+    *("xargs", "sed", "opentelemetry-instrument", "docker", "kubectl", "helm", "spark-submit", "kafka-transactions.sh"),
 }
 
 READERS = {"shop.py", "manage.py"}

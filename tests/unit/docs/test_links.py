@@ -10,7 +10,7 @@ import pytest
 from docs_support import DOCS, PAGES, ROOT
 
 # The demo's shop is a file of the user's in the text.
-FILES = re.compile(r"`((?:outbox|relay|spark_jobs|migrations|tests|examples|benchmarks|docs)/[\w./-]*)`")
+FILES = re.compile(r"`((?:outbox|relay|spark_jobs|migrations|tests|examples|benchmarks|docs|deploy)/[\w./-]*)`")
 BESIDE = re.compile(r"`((?:polling|wal|kafka|driver|task|postgres)/\w+\.py)`")
 LINKS = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
 

@@ -1,0 +1,499 @@
+"""The chart, and the manifests that are rendered from it. No cluster runs here: their commands run as processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import psycopg
+import pytest
+import yaml
+from containers import Container
+from support import look_up, wait_until
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from outbox._app.settings import check_environment
+from outbox.sandbox._ports import free_ports
+from relay.cli.app import app
+from relay.config import load
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy/chart"
+MANIFESTS = ROOT / "deploy/kubernetes"
+VALUES = ROOT / "deploy/kubernetes.values.yaml"
+MONITORING = ROOT / "docs/operations/monitoring"
+SECRETS = "/run/secrets/outbox"
+NOT_KUBERNETES_OWN = {"PodMonitor", "PrometheusRule", "ScaledObject"}
+OLDEST, NEWEST = "1.31", "1.37"
+
+DOCUMENTS: list[dict[str, Any]] = [
+    document
+    for file in sorted(MANIFESTS.glob("*.yaml"))
+    for document in yaml.safe_load_all(file.read_text())
+    if document
+]
+
+
+def of_kind(*kinds: str) -> list[dict[str, Any]]:
+    return [document for document in DOCUMENTS if document["kind"] in kinds]
+
+
+def template(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the pods that a Deployment, a Job or a CronJob makes."""
+    spec = document["spec"]
+    found: dict[str, Any] = spec.get("jobTemplate", {}).get("spec", spec)["template"]
+    return found
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a pod's containers in the order in which they begin."""
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+PODS = {
+    document["metadata"]["name"]: template(document)["spec"] for document in of_kind("Deployment", "Job", "CronJob")
+}
+[MIGRATE] = [name for name in PODS if name.startswith("outbox-migrate")]
+
+
+# --- What the chart renders
+
+
+def test_the_manifests_are_what_make_chart_wrote_of_this_chart():
+    """Without helm: neither the chart nor a manifest has changed since."""
+    lines = [line.split("  ") for line in (MANIFESTS / "SHA256SUMS").read_text().splitlines()]
+    files = {file for file in [*CHART.rglob("*"), VALUES, *MANIFESTS.glob("*.yaml")] if file.is_file()}
+    assert {name for _, name in lines} == {
+        file.relative_to(ROOT).as_posix() for file in files if not file.is_symlink()
+    }, "`make chart`"
+    changed = [name for sum_, name in lines if hashlib.sha256((ROOT / name).read_bytes()).hexdigest() != sum_]
+    assert changed == [], "`make chart`"
+
+
+@cache
+def helm() -> str:
+    built = ROOT / ".venv-helm/bin/helm"
+    found = str(built) if built.exists() else shutil.which("helm")
+    if found is None:
+        pytest.skip("no helm here: `make chart` builds it")
+    return found
+
+
+def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
+    command = [helm(), "template", release, str(CHART), "--kube-version", OLDEST, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def test_helm_renders_the_manifests():
+    found = rendered("--values", str(VALUES))
+    assert sorted(found, key=json.dumps) == sorted(DOCUMENTS, key=json.dumps)
+
+
+def test_helm_renders_valid_objects_with_what_is_not_in_the_manifests():
+    found = rendered(
+        *("--values", str(VALUES), "--set", "monitoring.rules.enabled=true,monitoring.dashboard.enabled=true"),
+        *("--set", "monitoring.rules.runbooks=https://docs.example.com/runbooks.html"),
+    )
+    for document in found:
+        validate(document)
+    by_kind = {document["kind"]: document for document in found}
+    rules = json.dumps(by_kind["PrometheusRule"]["spec"])
+    runbook = '"runbook_url": "https://docs.example.com/runbooks.html#'
+    assert rules.count(runbook) > 20
+    plain = json.loads(rules.replace(runbook, '"runbook": "runbooks.md#'))
+    assert plain == yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    dashboard = json.loads(by_kind["ConfigMap"]["data"]["outbox.json"])
+    assert dashboard == json.loads((MONITORING / "grafana.json").read_text())
+
+
+def test_helm_names_the_job_anew_for_another_image_and_each_release_apart():
+    def names(*options: str, release: str = "outbox") -> set[tuple[str, str]]:
+        return {(one["kind"], one["metadata"]["name"]) for one in rendered(*options, release=release)}
+
+    digest = f"image.digest=sha256:{'0' * 64}"
+    first, second, pinned = names(), names("--set", "image.tag=0.2.0"), names("--set", digest)
+    for one, other in ((first, second), (first, pinned), (second, pinned)):
+        assert {kind for kind, _ in one ^ other} == {"Job"}
+    assert not first & names(release="billing")
+    [relay] = [one for one in rendered("--set", digest, release="billing") if one["kind"] == "Deployment"]
+    [container] = template(relay)["spec"]["containers"]
+    assert container["image"].endswith(f"outbox@sha256:{'0' * 64}")
+    assert {"name": "OUTBOX_NAME", "value": "billing"} in container["env"]
+
+
+def test_helm_renders_a_release_of_consumers_alone():
+    off = "relay.enabled=false,migrate.enabled=false,migrate.consumer.enabled=true,migrate.consumer.secret=sink"
+    found = rendered("--set", off, "--set", "consumer.jobs.totals.job=spark_jobs.order_totals:job")
+    assert sorted(one["kind"] for one in found) == ["CronJob", "Deployment", "Job", "ServiceAccount"]
+    [job] = [template(one)["spec"] for one in found if one["kind"] == "Job"]
+    assert [one["name"] for one in containers(job)] == ["upgrade-consumer", "roles-consumer"]
+    assert [one["secret"]["secretName"] for one in job["volumes"] if "secret" in one] == ["sink"]
+    for one in found:
+        validate(one)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [("relay.replicaas=3", "replicaas"), ("settings.OUTBOX_X=3", "string"), ("page.enabled=true", "page.origin")],
+)
+def test_helm_refuses_values_that_are_wrong(values, said):
+    done = subprocess.run(
+        [helm(), "template", "outbox", str(CHART), "--kube-version", OLDEST, "--set", values],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert said in done.stderr
+
+
+def test_the_chart_has_the_rules_and_the_dashboard_of_the_documentation():
+    files = {file.name: file for file in (CHART / "files").iterdir()}
+    assert set(files) == {"alerts.yaml", "grafana.json"}
+    for name, file in files.items():
+        assert file.resolve() == MONITORING / name
+        assert f'"files/{name}"' in (CHART / "templates/monitoring.yaml").read_text()
+
+
+# --- Values
+
+
+def test_values_fit_their_schema_which_knows_no_others():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(defaults, schema)
+    jsonschema.validate(yaml.safe_load(VALUES.read_text()), schema)
+
+    def same(part: Mapping[str, Any], values: Mapping[str, Any], where: str) -> None:
+        while "$ref" in part:
+            part = schema["$defs"][part["$ref"].rpartition("/")[2]]
+        if "properties" in part and part.get("additionalProperties") is False and values:
+            assert set(part["properties"]) - {"global"} == set(values), where
+            for name, value in values.items():
+                if isinstance(value, dict):
+                    same(part["properties"][name], value, f"{where}.{name}")
+
+    same(schema, defaults, "values")
+
+
+def test_the_chart_has_the_version_of_the_package():
+    from outbox import __version__
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == __version__
+
+
+# --- The manifests
+
+
+def validate(document: dict[str, Any]) -> None:
+    if document["kind"] not in NOT_KUBERNETES_OWN:
+        for version in (OLDEST, NEWEST):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_a_manifest_is_valid(document):
+    validate(document)
+
+
+def test_an_unknown_field_is_not_valid():
+    with pytest.raises(kubernetes_validate.ValidationError, match="portz"):
+        validate({**of_kind("Service")[0], "spec": {"portz": []}})
+
+
+def test_selectors_find_their_pods():
+    documents = of_kind("Deployment", "Job", "CronJob")
+    labels = {one["metadata"]["name"]: template(one)["metadata"]["labels"] for one in documents}
+
+    def found(selector: dict[str, str]) -> set[str]:
+        return {name for name, own in labels.items() if selector.items() <= own.items()}
+
+    for deployment in of_kind("Deployment"):
+        assert found(deployment["spec"]["selector"]["matchLabels"]) == {deployment["metadata"]["name"]}
+    [service] = of_kind("Service")
+    assert found(service["spec"]["selector"]) == {"outbox-page"}
+    [budget] = of_kind("PodDisruptionBudget")
+    assert found(budget["spec"]["selector"]["matchLabels"]) == {"outbox-relay"}
+    # While Kafka is away no relay is ready, and nodes must be drained all the same.
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    [monitor] = of_kind("PodMonitor")
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    scraped = found(monitor["spec"]["selector"]["matchLabels"])
+    ports = {
+        name: {port["name"] for one in containers(pod) for port in one.get("ports", ())} for name, pod in PODS.items()
+    }
+    assert {name for name in scraped if endpoint["port"] in ports[name]} == {"outbox-relay", "outbox-order-totals"}
+    whole, job = sorted(of_kind("NetworkPolicy"), key=lambda one: len(one["spec"]["policyTypes"]), reverse=True)
+    assert found(whole["spec"]["podSelector"]["matchLabels"]) == set(PODS)
+    assert found(job["spec"]["podSelector"]["matchLabels"]) == {MIGRATE}
+    [scaled] = of_kind("ScaledObject")
+    assert scaled["spec"]["scaleTargetRef"] == {"name": "outbox-relay"}
+    [relays] = [one for one in of_kind("Deployment") if one["metadata"]["name"] == "outbox-relay"]
+    assert "replicas" not in relays["spec"], "an upgrade would set them anew"
+
+
+def test_what_comes_before_an_upgrade_needs_nothing_that_comes_with_it():
+    hooks = [one for one in DOCUMENTS if "helm.sh/hook" in one["metadata"].get("annotations", {})]
+    assert {one["kind"] for one in hooks} == {"Job", "NetworkPolicy"}
+    for one in hooks:
+        # The one of the version before is in the way otherwise.
+        assert "before-hook-creation" in one["metadata"]["annotations"]["helm.sh/hook-delete-policy"]
+    made = {one["metadata"]["name"] for one in of_kind("ServiceAccount")}
+    assert PODS[MIGRATE]["serviceAccountName"] not in made
+    assert "configMap" not in json.dumps(PODS[MIGRATE])
+    assert [one["name"] for one in containers(PODS[MIGRATE])] == [
+        "upgrade",
+        "roles",
+        "upgrade-consumer",
+        "roles-consumer",
+    ]
+
+
+def variables(container: dict[str, Any], secrets: Path) -> dict[str, str]:
+    """Return a container's environment, with its Secret in a folder."""
+    values = {one["name"]: one.get("value", "x") for one in container["env"]}
+    return {name: value.replace(SECRETS, str(secrets)) for name, value in values.items()}
+
+
+CONTAINERS = {f"{name}/{one['name']}": (name, one) for name, pod in PODS.items() for one in containers(pod)}
+
+
+@pytest.mark.parametrize(("name", "container"), CONTAINERS.values(), ids=CONTAINERS)
+def test_a_container(name, container, monkeypatch, tmp_path):
+    pod = PODS[name]
+    users = set(re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    own = pod["securityContext"]
+    assert users == {(str(own["runAsUser"]), str(own["runAsGroup"]))}
+    assert own["runAsNonRoot"] is True
+    assert own["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    may = container["securityContext"]
+    assert (may["readOnlyRootFilesystem"], may["allowPrivilegeEscalation"]) == (True, False)
+    assert may["capabilities"] == {"drop": ["ALL"]}
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+
+    # The settings are ones that are read, and the command is one that there is.
+    values = variables(container, tmp_path)
+    (tmp_path / "database-url").write_text("postgresql://relay@postgres/outbox")
+    (tmp_path / "proxy-secret").write_text("s" * 32)
+    for variable, value in values.items():
+        monkeypatch.setenv(variable, value)
+    check_environment()
+    settings = load()
+    assert settings.database_url == "postgresql://relay@postgres/outbox"
+    assert "postgresql://" not in json.dumps(container), "passwords belong into Secrets"
+    words = container["args"]
+    result = CliRunner().invoke(app, [*words, "--help"])
+    assert result.exit_code == 0, result.output
+    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[a-z-]+", result.output))
+
+    # Probes ask where something is served, and who ends a pod waits for as long as it may take.
+    served = {value.rpartition(":")[2] for variable, value in values.items() if variable.endswith("_ADDRESS")}
+    assert served == {str(port["containerPort"]) for port in container.get("ports", ())}
+    probes = {kind: container[kind] for kind in container if kind.endswith("Probe")}
+    assert bool(probes) == bool(served)
+    named = {probe[kind]["port"] for probe in probes.values() for kind in ("httpGet", "tcpSocket") if kind in probe}
+    assert named <= {port["name"] for port in container.get("ports", ())}
+    if words[:2] == ["relay", "run"]:
+        assert pod["terminationGracePeriodSeconds"] > settings.relay.shutdown_seconds + 10
+        assert settings.relay.instance
+        # Who restarts relays that are not ready restarts them while Kafka is away.
+        assert probes["livenessProbe"]["httpGet"]["path"] == probes["startupProbe"]["httpGet"]["path"] == "/livez"
+        assert probes["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+# --- The same, run
+
+
+class Cluster:
+    """Makes processes of the manifests' containers: Secrets are folders, and Kafka is one that runs here."""
+
+    def __init__(self, folder: Path, kafka: str, secrets: Mapping[str, Mapping[str, str]]) -> None:
+        self._folder = folder
+        self._kafka = kafka
+        self._secrets = secrets
+        for secret, keys in secrets.items():
+            (folder / secret).mkdir()
+            for key, value in keys.items():
+                (folder / secret / key).write_text(value)
+
+    def pod(self, name: str, instance: str = "") -> list[Container]:
+        """Return a pod's containers, as processes with ports of their own."""
+        return [self._container(name, one, instance or name) for one in containers(PODS[name])]
+
+    def only(self, name: str, instance: str = "") -> Container:
+        [found] = self.pod(name, instance)
+        return found
+
+    def _container(self, name: str, container: dict[str, Any], instance: str) -> Container:
+        [volume] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == SECRETS]
+        [secret] = [one["secret"]["secretName"] for one in PODS[name]["volumes"] if one["name"] == volume]
+        (port,) = free_ports(1)
+
+        def value(one: dict[str, Any]) -> str:
+            source = one.get("valueFrom", {})
+            if "secretKeyRef" in source:
+                return self._secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+            if "fieldRef" in source:
+                assert source["fieldRef"] == {"fieldPath": "metadata.name"}
+                return instance
+            text = str(one["value"]).replace(SECRETS, str(self._folder / secret))
+            text = text.replace("kafka-bootstrap:9092", self._kafka)
+            return re.sub(r"0\.0\.0\.0:\d+", f"127.0.0.1:{port}", text)
+
+        values = {one["name"]: value(one) for one in container["env"]}
+        words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["args"]]
+        return Container(f"{instance}-{container['name']}", ["outbox", *words], values, self._folder)
+
+
+def address(container: Container) -> str:
+    [found] = [value for name, value in container.environment.items() if name.endswith("_ADDRESS")]
+    return found
+
+
+def answers(container: Container, name: str, kind: str) -> bool:
+    """Ask what a probe of the manifests asks."""
+    probe = containers(PODS[name])[0][kind]
+    host, port = address(container).split(":")
+    try:
+        if "tcpSocket" in probe:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        else:
+            urllib.request.urlopen(f"http://{host}:{port}{probe['httpGet']['path']}", timeout=5).close()
+    except OSError:  # an HTTPError is one
+        return False
+    return True
+
+
+def verbose(container: Container) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address(container)}/readyz?verbose", timeout=5) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as not_ready:
+        with not_ready:
+            return not_ready.read().decode()
+
+
+PROXY_SECRET = "between-the-proxy-and-the-page"
+
+
+def page(container: Container, headers: Mapping[str, str]) -> tuple[int, str]:
+    origin = container.environment["OUTBOX_WEB__ORIGIN"].removeprefix("https://")
+    request = urllib.request.Request(f"http://{address(container)}/", headers={"Host": origin, **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, ""
+
+
+def order(number: int, seq: int) -> Event:
+    payload = {"order_id": f"o{number}", "seq": seq, "customer": "c", "amount_cents": 100, "status": "placed"}
+    return Event("order", f"o{number}", "OrderChanged", payload)
+
+
+def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path):
+    """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
+    kafka, topics = mortal_kafka
+    for topic in ("order-events", "enrichedorder-events"):
+        topics.create_topic(topic, 2)
+    server = private_postgres()
+
+    def url(role: str) -> str:
+        return server.url("postgres").replace("postgresql://postgres", f"postgresql://{role}:outbox")
+
+    # What docs/operations/kubernetes.md asks for before the first release.
+    with psycopg.connect(server.url("postgres"), autocommit=True) as admin:
+        admin.execute((ROOT / "deploy/postgres/roles.sql").read_text())
+    owner = ["outbox", "db", "roles", "migrator=outbox_migrator", "consumer-migrator=outbox_migrator", "--apply"]
+    Container("owner", owner, {"OUTBOX_DATABASE_URL": server.url("postgres")}, tmp_path).run()
+    page_keys = {"proxy-secret": PROXY_SECRET, "sink-url": url("outbox_page")}
+    here = Cluster(
+        tmp_path,
+        kafka.bootstrap_servers,
+        {
+            **{f"outbox-{role}": {"database-url": url(f"outbox_{role}")} for role in ("migrator", "relay", "consumer")},
+            "outbox-page": {"database-url": url("outbox_page"), **page_keys},
+        },
+    )
+    job = here.pod(MIGRATE)
+    for step in job:
+        step.run()
+
+    def write(seq: int) -> None:
+        with psycopg.connect(url("outbox_shop")) as shop:
+            Outbox().add_many(shop, [order(number, seq) for number in range(20)])
+
+    def applied(seq: int) -> bool:
+        [(orders, out_of_order)] = look_up(
+            server.url("postgres"),
+            """
+            SELECT count(*) FILTER (WHERE last_seq = %s AND events_applied = %s), coalesce(sum(out_of_order), 0)
+              FROM outbox_consumer.order_totals
+            """,
+            seq,
+            seq,
+        )
+        assert out_of_order == 0
+        return orders == 20
+
+    with ExitStack() as stack:
+        stack.callback(kafka.resume_broker, 0)
+        old, new = (here.only("outbox-relay", f"outbox-relay-{n}") for n in ("old", "new"))
+        old_relay = ExitStack()
+        stack.push(old_relay)
+        old_relay.enter_context(old.running(PODS["outbox-relay"]["terminationGracePeriodSeconds"]))
+        totals, web = here.only("outbox-order-totals"), here.only("outbox-page")
+        stack.enter_context(totals.running(PODS["outbox-order-totals"]["terminationGracePeriodSeconds"]))
+        stack.enter_context(web.running(30))
+        for name, container in (("outbox-relay", old), ("outbox-order-totals", totals), ("outbox-page", web)):
+            for kind in ("livenessProbe", "readinessProbe"):
+                wait_until(lambda a=(container, name, kind): answers(*a), 120, f"the {kind} of {name}")
+        there = "SELECT to_regclass('outbox_consumer.order_totals') IS NOT NULL"
+        wait_until(lambda: look_up(server.url("postgres"), there) == [(True,)], 120, "the consumer's table")
+        write(1)
+        wait_until(lambda: applied(1), 120, "the first events to be applied")
+
+        # The next version: its Job while the old relays work, then relays one by one.
+        for step in job:
+            step.run()
+        write(2)
+        with new.running(PODS["outbox-relay"]["terminationGracePeriodSeconds"]):
+            wait_until(lambda: answers(new, "outbox-relay", "readinessProbe"), 60, "the new relay to be ready")
+            old_relay.close()
+            write(3)
+            wait_until(lambda: applied(3), 120, "the events behind the old relay's end to be applied")
+
+            here.only("outbox-enrich-orders").run()
+            enriched = "SELECT count(*) FROM outbox_consumer.enriched_orders"
+            assert look_up(server.url("postgres"), enriched) == [(60,)]
+            for name in ("outbox-prune", "outbox-prune-consumer"):
+                assert "partition" in here.only(name).run()
+            user = {"X-Forwarded-User": "ada"}
+            assert page(web, user)[0] in {401, 403}
+            status, text = page(web, {**user, "X-Outbox-Proxy-Secret": PROXY_SECRET})
+            assert status == 200
+            assert "Backlog" in text
+
+            # Kafka does not answer: the relay lives, and its pod ends within its time. `running` checks that.
+            kafka.pause_broker(0)
+            write(4)
+            wait_until(lambda: "kafka_unavailable" in verbose(new), 60, "the relay to wait for Kafka")
+            assert answers(new, "outbox-relay", "livenessProbe")

@@ -1,0 +1,72 @@
+"""Containers as processes: what Docker and Kubernetes would run, where neither is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_ROOT: Final = Path(__file__).parents[2]
+_KEPT: Final = ("PATH", "JAVA_HOME", "JDK_JAVA_OPTIONS", "OUTBOX_PATIENCE", "OUTBOX_PG_BIN", "OUTBOX_CACHE")
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container's process.
+
+    command      with the entry point. `outbox` and `python` are those of this environment.
+    environment  only what the container names; what a process here needs to start at all is added.
+    folder       its home, for its log too.
+    """
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    folder: Path
+
+    @property
+    def _words(self) -> list[str]:
+        first, *rest = self.command
+        return {"outbox": [sys.executable, "-m", "relay.cli"], "python": [sys.executable]}.get(first, [first]) + rest
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        home = {"HOME": str(self.folder), "PYTHONPATH": str(_ROOT), "OUTBOX_CACHE": str(self.folder / "cache")}
+        return kept | self.environment | home
+
+    def run(self) -> str:
+        """Run it; it ends by itself. Returns what it prints."""
+        done = subprocess.run(
+            self._words,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=self.folder,
+            check=False,
+        )
+        assert done.returncode == 0, (self.name, done.stdout, done.stderr)
+        return done.stdout
+
+    @contextmanager
+    def running(self, grace: float = 120) -> Iterator[Path]:
+        """Run it until the block ends, then stop it as an engine does; it has ``grace`` seconds. Yields its log."""
+        log = self.folder / f"{self.name}.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(self._words, env=self._environment, stdout=file, stderr=file, cwd=self.folder)
+        try:
+            yield log
+            assert process.poll() is None, log.read_text()
+        finally:
+            process.terminate()
+            try:
+                status = process.wait(grace)
+            finally:
+                process.kill()
+        assert status in {0, -15}, (self.name, status, log.read_text())
