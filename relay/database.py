@@ -153,7 +153,6 @@ class Connector:
         self._name = application_name
 
     def __call__(self) -> PinnedConnection:
-        """Connect."""
         try:
             connection = PinnedConnection.connect(
                 self._url,

@@ -109,7 +109,6 @@ class LaneState:
 
     @property
     def held(self) -> bool:
-        """Return whether a relay holds the lane."""
         return self.owner is not None and (self.lease_seconds or 0.0) > 0
 
 
@@ -128,8 +127,6 @@ class RelayState:
 
 @dataclass(frozen=True, slots=True)
 class SlotSummary:
-    """The replication slot. ``problem`` is its gap, or None."""
-
     slot: str
     retained_bytes: int
     lag_bytes: int

@@ -183,8 +183,6 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The number of lanes that one relay should take or release next, for an even distribution."""
-
     acquire: int = 0
     release: int = 0
 
@@ -277,7 +275,6 @@ class LaneTable:
         self._run(_FORGET, {}, "deleting dead relays")
 
     def leave(self) -> None:
-        """Record that this relay is gone."""
         self._run(_LEAVE, {"me": self._me}, "recording that it is gone")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
@@ -363,7 +360,6 @@ class LaneTable:
         return bool(self._sessions.missed)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _taken(self, query: str, values: Mapping[str, object], doing: str) -> list[Lease]:

@@ -23,17 +23,11 @@ _STANDING_SECONDS: Final = 60.0
 class Meter(Protocol):
     """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
 
-    def events(self, result: str, count: int) -> None:
-        """Count events: published, refused, dead or lost."""
-        ...
+    def events(self, result: str, count: int) -> None: ...
 
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        """Record a turn of this many events, and how many seconds each of its stages took."""
-        ...
+    def turn(self, events: int, stages: Mapping[str, float]) -> None: ...
 
-    def lanes_lost(self, count: int) -> None:
-        """Count lanes that another relay has taken."""
-        ...
+    def lanes_lost(self, count: int) -> None: ...
 
 
 class Reminder:
@@ -68,7 +62,6 @@ class LoopReports:
         self._logged: dict[int, tuple[str, float]] = {}
 
     def published(self, count: int) -> None:
-        """Count published events."""
         self.count += count
         self._counted("published", count)
 
@@ -82,7 +75,6 @@ class LoopReports:
             self._meter.events(result, count)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """Log a refused event."""
         self._counted("refused", 1)
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
@@ -119,7 +111,6 @@ class LoopReports:
             )
 
     def recovered(self, lanes: Collection[int]) -> None:
-        """Log that lanes are published again."""
         self._forget(lanes)
         log.info("publishing again", lanes=listed(lanes))
 
@@ -164,7 +155,6 @@ class FailureLog:
             log.warning(self._text, **self._named, error=str(error))
 
     def over(self) -> None:
-        """Record that it works again."""
         self._reminder.over()
 
 

@@ -170,7 +170,6 @@ class _Wal:
         self._stream: Stream | None = None
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Create the stream for these lanes."""
         settings = self._settings
         self._stream = Stream(
             slot_names(settings),
@@ -190,7 +189,6 @@ class _Wal:
             stream.close()
 
     def source(self, reports: LoopReports) -> Source:
-        """Return a source on the stream."""
         assert self._stream is not None
         return StreamSource(
             self._connect,

@@ -12,8 +12,6 @@ from relay.config import load
 
 
 class Format(StrEnum):
-    """The formats of the document."""
-
     YAML = "yaml"
     JSON = "json"
 

@@ -79,7 +79,6 @@ class Reason(StrEnum):
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return the reason for an error of the loop."""
     match error:
         case StreamLost():
             return Reason.STREAM_LOST
@@ -113,8 +112,6 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of a worker at one moment."""
-
     ready: bool
     lanes: int
     waits: Sequence[Wait] = ()
@@ -179,7 +176,6 @@ class WorkerHealth:
             return now - self._upkeep.setdefault(name, now)
 
     def upkeep_goes_on(self, name: str) -> None:
-        """Record that a task other than publishing succeeded."""
         with self._lock:
             self._upkeep.pop(name, None)
 

@@ -84,7 +84,6 @@ class HeldLanes:
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
-        """Give lanes to the worker's loop."""
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
 
@@ -100,7 +99,6 @@ class HeldLanes:
             self._recalled.update(left[: max(count - len(self._recalled), 0)])
 
     def recall_all(self) -> None:
-        """Recall all lanes."""
         with self._lock:
             self._recalled |= self._leases.keys()
 

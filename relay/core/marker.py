@@ -53,8 +53,6 @@ class StateLost(OutboxError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The Postgres cluster and timeline that a batch was read from."""
-
     system_identifier: str
     timeline: int
 
@@ -80,7 +78,6 @@ class Marker:
 
     @property
     def rows(self) -> list[tuple[int, str]]:
-        """Return the row id and the event id of each event."""
         return list(zip(self.positions, self.event_ids, strict=True))
 
     def encode(self) -> bytes:

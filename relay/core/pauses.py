@@ -31,8 +31,6 @@ from typing import Any, Final, assert_never
 
 
 class ScopeKind(StrEnum):
-    """The kind of a scope."""
-
     ALL = "all"
     LANE = "lane"
     TOPIC = "topic"
@@ -87,8 +85,6 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """The pauses at one moment."""
-
     numbers: frozenset[int] = frozenset()
     every_lane: bool = False
     lanes: frozenset[int] = frozenset()

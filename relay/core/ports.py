@@ -52,7 +52,6 @@ class Claim(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the bytes of the payload."""
         return 0 if self.value is None else len(self.value)
 
 
@@ -77,7 +76,6 @@ class UnsettledBatch:
     batch: int | None = None
 
     def part(self, start: int, stop: int | None = None) -> UnsettledBatch:
-        """Return some of the events."""
         return UnsettledBatch(self.rows[start:stop], self.records[start:stop], self.batch)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
@@ -111,7 +109,6 @@ Kind = tuple[str, bool]
 
 
 def kind_of(claim: Claim) -> Kind:
-    """Return an event's kind."""
     return claim.aggregate_type, DEAD_LETTER in (claim.headers or ())
 
 
@@ -285,9 +282,7 @@ Sent = Completed | Failed | Unconfirmed
 class TakeoverStore(Protocol):
     """The database's side of taking lanes over; see kafka/takeover.py."""
 
-    def lane_count(self) -> int:
-        """Return how many lanes the outbox has."""
-        ...
+    def lane_count(self) -> int: ...
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, Mapping[int, OutboxError]]:
         """Return the database's identity, and the lanes that have another owner. No identity if all of them have."""

@@ -134,7 +134,6 @@ class TurnSizes:
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in sizes])] + groups
 
     def _clear(self, numbers: Collection[int]) -> None:
-        """Let these lanes go with the others again."""
         for number in numbers:
             self._lanes[number].size.suspected = 0
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in numbers])]

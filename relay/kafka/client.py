@@ -13,7 +13,6 @@ from outbox._clients.kafka_client import Admin
 
 
 def text_of(error: KafkaException) -> str:
-    """Return the error text of librdkafka or the broker."""
     inner = error.args[0]
     return inner.str() if isinstance(inner, KafkaError) else str(error)
 

@@ -55,7 +55,6 @@ class Fencing:
         self._busy: dict[str, tuple[IdBusy, float]] = {}
 
     def __call__(self, transactional_id: str) -> None:
-        """Fence an id. Raises as ``fence`` does."""
         known = self._busy.get(transactional_id)
         if known is not None and time.monotonic() < known[1]:
             raise IdBusy(str(known[0]))

@@ -30,7 +30,6 @@ class SharedMetadata:
         self._min_in_sync: dict[str, int | None] = {}
 
     def forget(self) -> None:
-        """Ask again next time."""
         self._answer = None
 
     def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:

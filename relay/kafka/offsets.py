@@ -19,8 +19,6 @@ _ASK_AGAIN_SECONDS: Final = 0.05
 
 
 class Partition(NamedTuple):
-    """One partition of a topic."""
-
     topic: str
     number: int
 
@@ -54,11 +52,9 @@ class Offsets:
         ]
 
     def topics(self) -> list[str]:
-        """Return the names of all topics."""
         return list(self._topics())
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Return the first available offset."""
         return self._ask(partitions, EARLIEST, IsolationLevel.READ_UNCOMMITTED)
 
     def high(self, partitions: Iterable[Partition]) -> dict[Partition, int]:

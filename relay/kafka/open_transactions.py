@@ -170,7 +170,6 @@ class TransactionWatch:
             log.info("no transaction hangs any more")
 
     def hanging(self) -> int:
-        """Return the number of partitions in which a transaction hangs."""
         return len(self._hanging)
 
     def waits(self) -> list[Wait]:

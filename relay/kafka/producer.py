@@ -146,7 +146,6 @@ class BatchProducer:
 
     @property
     def anything_sent(self) -> bool:
-        """Return whether an event of the turn was queued."""
         return any(self.sent.values())
 
     def send(self, batches: Batches, deadline: float, may_send: Callable[[int], bool] = lambda _lane: True) -> None:
@@ -367,7 +366,6 @@ class BatchProducer:
         self._topics.written(self._used)
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to for now."""
         return self._topics.paused_kinds()
 
     def explained(self, error: KafkaException) -> KafkaException:
@@ -375,11 +373,9 @@ class BatchProducer:
         return self._connections.explained(error, self.producer)
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks. Raises Unavailable."""
         self._poll(0)
 
     def close(self) -> None:
-        """Discard what is queued and in flight."""
         self.producer.purge()
         with contextlib.suppress(KafkaException):
             self.producer.poll(0)

@@ -244,7 +244,6 @@ class TransactionalPublisher:
         return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to at present."""
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:

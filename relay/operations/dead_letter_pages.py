@@ -54,14 +54,11 @@ class Filter:
     state: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Return the statements' parameters."""
         return {"kind": self.kind, "type": self.aggregate_type, "state": self.state}
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCursor:
-    """The last event of a page."""
-
     first_failed_at: dt.datetime
     lane: int
     id: int
@@ -96,14 +93,12 @@ class DeadLetterPages:
         return self._run(_GROUPS, {}, failed=failed)
 
     def page(self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE) -> Page:
-        """Return a page of failed events, without contents."""
         rows = self._chosen(chosen, after, limit + 1)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if more else None
         return Page(rows, None if last is None else FailureCursor(last["first_failed_at"], last["lane"], last["id"]))
 
     def event_ids(self, chosen: Filter, most: int = COUNTED) -> Sequence[str]:
-        """Return the ids of up to ``most`` failed events."""
         return [str(row["event_id"]) for row in self._chosen(chosen, None, most)]
 
     def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:

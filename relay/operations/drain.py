@@ -115,7 +115,6 @@ class Drain:
                 ((self._xid,),) = connection.execute(_BEGIN).fetchall()
 
     def look(self, scopes: Sequence[Scope]) -> dict[Scope, DrainProgress]:
-        """Return what is left of each scope. Raises as the class does."""
         with unavailable_on_error("looking at a drain"):
             causes = self._step()
             return {scope: self._left(scope, causes) for scope in scopes}

@@ -54,8 +54,6 @@ _MOST_COUNTED: Final = 100_000
 
 
 class EventState(StrEnum):
-    """The table that an event is in."""
-
     WAITING = "waiting"
     PUBLISHED = "published"
     DEAD = "dead"
@@ -149,7 +147,6 @@ class EventSearch:
         return {**columns, "table": self._names[table], "moved_at": sql.Identifier(moved_at)}
 
     def contents(self, event_id: UUID) -> Contents | None:
-        """Return what an event says; None if no table has it."""
         for table in ("events", "dead_letters", "published", "scheduled"):
             names = {"table": self._names[table]}
             for row in read_rows(self._connection, "reading an event", _CONTENTS, names, {"event_id": event_id}):

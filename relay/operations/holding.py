@@ -32,7 +32,6 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
 
 
 def taken(lane: int) -> OperationRefused:
-    """Return the error for a lane that has another holder."""
     return OperationRefused(f"lane {lane} was taken by another process meanwhile; run this again")
 
 
@@ -66,7 +65,6 @@ class Holding:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Each lane's epoch."""
         with self._lock:
             return {lane: lease.epoch for lane, lease in self._leases.items()}
 
@@ -82,7 +80,6 @@ class Holding:
             self._former[lane] = former
 
     def done(self, lane: int) -> None:
-        """Record that a lane was released."""
         with self._lock:
             del self._leases[lane]
 

@@ -95,7 +95,6 @@ class LaneRows:
         self._client = client_options
 
     def count(self, lanes: Collection[int]) -> dict[int, int]:
-        """Return the number of rows of each of these lanes."""
         return dict(self.run(_COUNT, (list(lanes),), "counting events"))
 
     def list_rows(self, lanes: Collection[int]) -> None:
@@ -131,7 +130,6 @@ class LaneRows:
                 self.run(_NOTE, _columns(keys), "noting what stands on Kafka")
 
     def found(self) -> dict[int, int]:
-        """Return the number of listed rows of each lane that are on Kafka."""
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
     def found_ids(self, lane: int, most: int) -> list[str]:

@@ -45,7 +45,6 @@ class PauseChange:
 
     @property
     def changed(self) -> bool:
-        """Return whether the command did something."""
         return (self.before and self.before.number) != (self.after and self.after.number)
 
 
@@ -136,7 +135,6 @@ def _alone(
 
 
 def details(paused: Paused) -> dict[str, Any]:
-    """Return a pause for JSON."""
     return {
         "scope": str(paused.scope.kind),
         "name": paused.scope.name,

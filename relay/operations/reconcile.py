@@ -121,14 +121,11 @@ class LaneComparison:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The state of the lanes and the topics."""
-
     lanes: Sequence[LaneComparison]
     hanging: Sequence[HangingPartition]
 
     @property
     def problems(self) -> list[LaneComparison]:
-        """The lanes on which a relay would stop."""
         return [state for state in self.lanes if state.problem is not None]
 
     @property
@@ -247,7 +244,6 @@ class Reconciler:
             return self._repair(holding, broken, reason)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _repair(self, holding: Holding, broken: dict[int, LaneComparison], reason: str) -> list[LaneComparison]:
@@ -445,7 +441,6 @@ class Reconciler:
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneComparison]) -> dict[int, Marker]:
-        """Return the new markers."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
             if isinstance(problem, UndecidedTransaction):

@@ -27,8 +27,6 @@ UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, lease_until = '-infinity'
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """The former holder of the lane, and the end of its lease."""
-
     owner: str | None
     lease_until: str
 

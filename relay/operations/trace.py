@@ -83,8 +83,6 @@ SELECT * FROM (
 
 @dataclass(frozen=True, slots=True)
 class MessageRef:
-    """A message in Kafka. ``at`` is its timestamp."""
-
     topic: str
     partition: int
     offset: int

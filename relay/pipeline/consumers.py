@@ -36,19 +36,16 @@ class Consumers:
 
     @contextmanager
     def pages(self) -> Iterator[ConsumerPages]:
-        """Yield the queries of the page."""
         with self._session() as connection:
             yield ConsumerPages(connection, self._settings.consumer_schema)
 
     @contextmanager
     def dead_letters(self) -> Iterator[DeadLetters]:
-        """Yield the operator's actions on dead letters."""
         with self._session() as connection:
             yield DeadLetters(connection, self._settings.consumer_schema)
 
     @contextmanager
     def reservations(self) -> Iterator[ReservationAdmin]:
-        """Yield the operator's actions on calls to other systems."""
         with self._session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
 

@@ -60,7 +60,6 @@ class TopicState:
 
     @property
     def problem(self) -> str | None:
-        """Return what is wrong with it; None if nothing is."""
         if self.partitions is None:
             return "does not exist" if self.waiting else None
         if self.leaderless:

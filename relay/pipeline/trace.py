@@ -41,7 +41,6 @@ class Step:
     text: str = ""
 
     def line(self) -> str:
-        """Return the step as one line of text."""
         line = self.title if self.at is None else f"{self.title} {time_text(self.at)}"
         if self.milliseconds is not None:
             line += f", {self.milliseconds:,.0f} ms later"
@@ -65,7 +64,6 @@ class Found:
 
     @property
     def known(self) -> bool:
-        """Return whether there is any trace of the event."""
         return self.event.state != "unknown" or bool(self.messages) or any(_met(group) for group in self.groups)
 
     def steps(self) -> list[Step]:
@@ -73,7 +71,6 @@ class Found:
         return [*_relay_side(self), *_consumers_side(self)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same data for ``--json``."""
         event = {name: value for name, value in asdict(self.event).items() if name != "message"}
         return {
             "event": event,

@@ -45,8 +45,6 @@ class Marks:
 
 
 class LowWaterMarks:
-    """The marks of a worker's lanes."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: dict[int, int] = {}
@@ -81,7 +79,6 @@ class LowWaterMarks:
         return Marks({lane: self._marks.get(lane, LOWEST) for lane in lanes}, self._ended)
 
     def above(self, lane: int) -> int:
-        """Return the lane's mark."""
         return self._marks.get(lane, LOWEST)
 
     def seen(self, marks: Marks, lane: int, lowest: int | None) -> None:

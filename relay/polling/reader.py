@@ -77,14 +77,12 @@ class LaneReader:
         self.left_out: frozenset[Kind] = frozenset()
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self._lanes[lease.lane] = PolledLane(lease)
         self._new.add(lease.lane)
         self._marks.reset(lease.lane)
         self._sweep.hold(lease.lane)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self._lanes.pop(lane, None)
 
     def close(self, in_hand: Batches) -> None:
@@ -102,7 +100,6 @@ class LaneReader:
         self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not read events of these kinds from now on."""
         before, self.left_out = self.left_out, kinds
         if before <= kinds:
             return
@@ -133,7 +130,6 @@ class LaneReader:
         return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late for lane in lanes)
 
     def above(self, lanes: Collection[int]) -> dict[int, int]:
-        """Return the marks of these lanes."""
         return {lane: self._marks.above(lane) for lane in lanes}
 
     # What to read
@@ -363,7 +359,6 @@ class LaneReader:
         return bool(self._lanes[lane].failures)
 
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
-        """Return which of these lanes have failures now."""
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
             return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}

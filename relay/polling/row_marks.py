@@ -62,11 +62,9 @@ class RowMarks:
 
     @property
     def is_due(self) -> bool:
-        """Return whether it is time to write."""
         return time.monotonic() - self._written_at >= _SECONDS
 
     def keep(self, server: str, lanes: Collection[Kept]) -> None:
-        """Write the marks that have changed."""
         self._written_at = time.monotonic()
         marks = {kept.lease.lane: (kept.mark, _digest(server, kept.mark, kept.failures)) for kept in lanes}
         changed = [kept.lease for kept in lanes if self._written.get(kept.lease.lane) != marks[kept.lease.lane]]

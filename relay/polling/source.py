@@ -127,13 +127,11 @@ class PollingSource:
         return self._connection
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self.settlement.hold(lease)
         self.reader.hold(lease)
         self._discard_ahead()
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self.settlement.end()
         self.settlement.drop(lane)
         self.reader.drop(lane)
@@ -178,7 +176,6 @@ class PollingSource:
         return self.settlement.take_failed(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not fetch events of these kinds: their topics can't be written to."""
         if kinds != self.reader.left_out:
             self.session.free()
             self.reader.leave_out(kinds)
@@ -207,7 +204,6 @@ class PollingSource:
         return failed
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes."""
         failed = self.settlement.finish()
         unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
         if not unsettled:
@@ -237,7 +233,6 @@ class PollingSource:
         return self.reader.must_look()
 
     def close(self) -> None:
-        """Close the connections."""
         self.reader.close(self._in_hand())
         self.session.close()
 
@@ -312,7 +307,6 @@ class PollingSource:
                 assert_never(plan.settling)
 
     def _in_hand(self) -> Batches:
-        """Return the published but unsettled rows, by lane."""
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
     # Reading ahead

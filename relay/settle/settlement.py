@@ -152,16 +152,13 @@ class Settlement:
         self.lanes: dict[int, SettledLane] = {}
 
     def hold(self, lease: Lease) -> None:
-        """Start with a lane."""
         self.lanes[lease.lane] = SettledLane(lease)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self.lanes.pop(lane, None)
 
     @property
     def unsettled(self) -> Collection[int]:
-        """The lanes with something to settle."""
         return [lane for lane, settled in self.lanes.items() if settled.pending]
 
     def prolongs(self, lane: int) -> bool:
@@ -170,7 +167,6 @@ class Settlement:
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
     def _values(self, sent: RunningStatement) -> dict[str, Any]:
-        """Return the statement's parameters."""
         held = [self.lanes[lane] for lane in sent.lanes]
         pending = [lane.pending for lane in held]
         rows = [claim for part in pending for claim in part.rows]

@@ -152,7 +152,6 @@ class ScheduledEvents:
             log.info("scheduled events are due", events=moved)
 
     def close(self) -> None:
-        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

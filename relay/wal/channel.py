@@ -59,14 +59,12 @@ class Channel:
             raise self.session.error
 
     def put(self, events: Sequence[StreamEvent]) -> None:
-        """Add events, in order."""
         with self._lock:
             self._waiting.extend(events)
             self.put_count += len(events)
 
     @property
     def waiting(self) -> bool:
-        """Return whether there is something to take."""
         return bool(self._waiting)
 
     def take(self, limit: int) -> list[StreamEvent]:

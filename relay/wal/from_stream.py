@@ -23,8 +23,6 @@ _MOST_ROWS: Final = 50_000
 
 
 class StreamReader:
-    """Reads turns from the stream."""
-
     def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
         self._queries = lanes.queries

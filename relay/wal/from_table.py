@@ -112,7 +112,6 @@ class TableReader:
             lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
-        """Drop events whose rows are visible in the table."""
         if drop_visible(self._connection, channel):
             self._lanes.delays.reset()
         elif channel.waiting:

@@ -69,7 +69,6 @@ class StreamLane:
 
     @property
     def streaming(self) -> bool:
-        """Return whether its events come from the stream."""
         return isinstance(self.state, Streaming)
 
     @property
@@ -136,7 +135,6 @@ class StreamLanes(dict[int, StreamLane]):
         lane.state = state
 
     def lost(self, lane: StreamLane) -> LaneLost:
-        """Return the error for a lane that another relay has taken."""
         return self.table.settlement.lost(lane.lease.lane)
 
     def each(

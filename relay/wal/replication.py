@@ -109,7 +109,6 @@ class Replication:
             raise
 
     def identify(self) -> tuple[str, int]:
-        """Return the system identifier and the timeline."""
         row = self._command("IDENTIFY_SYSTEM")
         return row[0], int(row[1])
 
@@ -156,7 +155,6 @@ class Replication:
         return messages
 
     def wait(self, seconds: float) -> bool:
-        """Wait until data has arrived. Returns whether it has."""
         return bool(self._arrived.poll(seconds * 1000))
 
     def feedback(self, flushed: int) -> None:
@@ -171,7 +169,6 @@ class Replication:
         self.reply_wanted = False
 
     def close(self) -> None:
-        """Close the connection. Safe to call twice."""
         self._connection.close()
 
     def _command(self, command: str, wanted: ExecStatus = ExecStatus.TUPLES_OK) -> list[str]:

@@ -209,7 +209,6 @@ class _Session:
         return self._channels.get(lane) if self.running.is_set() else None
 
     def freed(self, count: int) -> None:
-        """Record that so many events are no longer held."""
         if count:
             with self._room:
                 self._held_events -= count

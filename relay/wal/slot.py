@@ -164,7 +164,6 @@ class SlotNames:
 
 
 def slot_names(settings: Settings) -> SlotNames:
-    """Return the names in these settings."""
     return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
 
 
@@ -195,7 +194,6 @@ class Slot:
         }
 
     def look(self) -> SlotState:
-        """Return the slot's state in the server and the checkpoint."""
         state = self._look_once()
         if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
             return state
@@ -300,7 +298,6 @@ class Slot:
 
 
 def heartbeat_prefix(schema: str) -> str:
-    """Return the prefix of heartbeats in the WAL."""
     return f"outbox.{schema}.heartbeat"
 
 
@@ -366,7 +363,6 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
 
 
 def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
-    """Return the current snapshot."""
     with unavailable_on_error("taking a snapshot"):
         row = connection.execute(_SNAPSHOT).fetchone()
     assert row is not None

@@ -88,12 +88,10 @@ class StreamSource:
         self._warned_at = time.monotonic()
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self._table.hold(lease)
         self._lanes[lease.lane] = StreamLane(lease)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self._table.drop(lane)
         self._lanes.pop(lane, None)
 
@@ -107,7 +105,6 @@ class StreamSource:
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Leave these lanes to the table; see AbsentLanes."""
         self._absent.numbers = lanes
 
     def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
@@ -154,7 +151,6 @@ class StreamSource:
         return failed | self._table.settle(from_table)
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes."""
         return self._table.flush(lanes)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
@@ -172,7 +168,6 @@ class StreamSource:
         )
 
     def close(self) -> None:
-        """Close the connection."""
         self._table.close()
 
     # One turn
@@ -349,5 +344,4 @@ class StreamSource:
 
 
 def _positions(claims: Sequence[Claim]) -> list[WalPosition]:
-    """Return the positions of those that came from the stream."""
     return [claim.at for claim in claims if claim.at is not None]
