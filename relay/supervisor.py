@@ -76,8 +76,6 @@ class Components:
     """The topics that can't be written to, with the reasons."""
     grown: Callable[[], Mapping[str, str]] = dict
     """The topics that got more partitions lately, with what that means."""
-    figures: Callable[[], Mapping[str, float]] = dict
-    """Figures for the last line of the log."""
     meter: Meter | None = None
     pauses: CurrentPauses = field(default_factory=CurrentPauses)
     """Written by the control loop and the worker's loop; other parts read it."""
@@ -446,7 +444,7 @@ class Supervisor:
                 lanes=listed([lease.lane for lease in left]),
             )
         self._sign_off()
-        log.info("relay stopped", published=self._worker.observer.count, **self._components.figures())
+        log.info("relay stopped", published=self._worker.observer.count)
         return len(left)
 
     def _tick_while_stopping(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -10,6 +11,8 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import complete
 from outbox._clients.kafka_client import Admin
+from outbox.consumer.messages import headers_of as safe_headers
+from relay.core.ports import BrokerUnavailable
 
 
 def text_of(error: KafkaException) -> str:
@@ -30,18 +33,19 @@ def is_end(error: KafkaError) -> bool:
     return False
 
 
-def headers_of(message: Message) -> dict[str, Any]:
-    """Return a record's headers; none if a name is not UTF-8, which another program may have written.
-
-    For such a name the client's C code returns a broken list with an exception set. Only a caller in C, such as map(),
-    is certain to notice it. Call it only once: a second call returns the list without the error, and reading it
-    crashes.
-    """
+@contextmanager
+def unavailable_on_kafka_error(doing: str) -> Iterator[None]:
+    """Turn an error of librdkafka or the broker into BrokerUnavailable."""
     try:
-        [found] = map(Message.headers, [message])
-    except SystemError:
-        return {}
-    return dict(found or ())
+        yield
+    except KafkaException as error:
+        raise BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}") from error
+
+
+def headers_of(message: Message) -> dict[str, Any]:
+    """Return a record's headers, whatever another program may have written. Call it only once for a message."""
+    [found] = safe_headers([message])
+    return dict(found)
 
 
 def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:

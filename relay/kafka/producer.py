@@ -33,7 +33,7 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of
+from relay.kafka.client import text_of, unavailable_on_kafka_error
 from relay.kafka.headers import message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
@@ -355,10 +355,8 @@ class BatchProducer:
 
     def forbidden_topics(self) -> list[str]:
         """Return the topics of this turn that this user may not write to, and mark them unusable."""
-        try:
+        with unavailable_on_kafka_error("asking for rights on topics"):
             return self._topics.forbidden(self._used)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, asking for rights on topics: {text_of(error)}") from error
 
     def note_written(self) -> None:
         """Record that the turn's topics could be written to."""

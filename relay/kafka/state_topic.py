@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,7 +35,14 @@ from outbox._clients.kafka_client import Admin, silent_logger
 from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
-from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, text_of
+from relay.kafka.client import (
+    create_topic,
+    is_end,
+    partitions_text,
+    reader_options,
+    text_of,
+    unavailable_on_kafka_error,
+)
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _READ_SECONDS: Final = 10.0
@@ -128,15 +136,11 @@ class StateTopic:
             ),
             logger=silent_logger(),
         )
-        try:
+        with closing(consumer), unavailable_on_kafka_error(f"reading {self.name!r}"):
             offsets = Offsets(self._options)
             there = wanted & {partition.number for partition in offsets.partitions({self.name})}
             low, ends, undecided = self._bounds(offsets, there, decided=decided)
             values = self._last_values(consumer, low, ends)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, reading {self.name!r}: {text_of(error)}") from error
-        finally:
-            consumer.close()
         markers: dict[int, Marker | None] = dict.fromkeys(wanted - there)
         broken: dict[int, StateLost | UndecidedTransaction] = {
             found.partition.number: UndecidedTransaction.at(

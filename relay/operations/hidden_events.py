@@ -4,11 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import KafkaException
-
 from outbox.errors import OperationRefused
-from relay.core.ports import Unavailable, UndecidedTransaction
-from relay.kafka.client import text_of
+from relay.core.ports import UndecidedTransaction
+from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
@@ -77,12 +75,10 @@ class HiddenEvents:
 
     def undecided(self) -> list[Undecided]:
         """Return the partitions of the outbox's topics that are still undecided after a wait."""
-        try:
+        with unavailable_on_kafka_error("asking for what is undecided"):
             offsets = Offsets(self._client)
             topics = {topic for topic in offsets.topics() if self._router.may_write(topic)} | {self._state.name}
             return offsets.await_decided(offsets.high(offsets.partitions(topics)), self._state.decide_seconds)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, asking for what is undecided: {text_of(error)}") from error
 
     def examine(
         self, undecided: Sequence[Undecided], lanes: Collection[int]

@@ -34,8 +34,8 @@ from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.lane import PolledLane
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
-from relay.polling.row_marks import Kept, RowMarks, unsettled_above
-from relay.polling.session import Collected, Read, Session, TurnPlan
+from relay.polling.row_marks import RowMarks, unsettled_above
+from relay.polling.session import Read, ReadTurn, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.settle.settlement import Settling, by_lane, lanes_text
 from relay.settle.statements import array
@@ -247,7 +247,7 @@ class LaneReader:
 
     # What the results say
 
-    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> Collected:
+    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> ReadTurn:
         """Read a turn, unless it was read ahead, and update the marks. ``limits`` are those of all lanes.
 
         Returns the events, without those of lanes in which a key has been freed: they are read again, from a lower
@@ -267,7 +267,7 @@ class LaneReader:
         self._note_counts(counts)
         self._note_sizes(batches)
         retried = [lane for lane in batches if self._lanes[lane].reading_due and self._lanes[lane].failures]
-        return Collected(batches, retried, self._worth_reading_ahead(batches, limits))
+        return ReadTurn(batches, retried, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, batches: Batches) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -469,12 +469,15 @@ class LaneReader:
             # A row below the mark is not found otherwise while the lane changes hands more often than it is swept.
             self._sweep.due_at[lane] = 0.0
         if self._server is not None and not self.left_out and marks.is_due:
-            kept = [
-                Kept(state.lease, unsettled_above(self._marks.above(lane), in_hand.get(lane, ())), state.failures)
+            above = {
+                lane: unsettled_above(mark, in_hand.get(lane, ())) for lane, mark in self.above(self._lanes).items()
+            }
+            sure = [
+                state
                 for lane, state in self._lanes.items()
-                if state.known and not (state.unsure or state.late or state.found)
+                if above[lane] > LOWEST and state.known and not (state.unsure or state.late or state.found)
             ]
-            marks.keep(self._server.system_identifier, [one for one in kept if one.mark > LOWEST])
+            marks.keep(self._server.system_identifier, sure, above)
 
     def _draw_xid(self) -> int:
         ((xid, *server),) = self._rows_of(DRAW_XID)

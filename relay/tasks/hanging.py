@@ -18,7 +18,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaException
 
 from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import text_of
+from relay.kafka.client import text_of, unavailable_on_kafka_error
 from relay.kafka.fencing import ShortLivedProducer
 from relay.kafka.offsets import Offsets, Undecided
 
@@ -39,12 +39,9 @@ def abort_hanging(
         if not left:
             break
         _abort(options, transactional_id, left)
-        offsets = Offsets(client_options)
-        try:
+        with unavailable_on_kafka_error("after the abort of what hangs"):
             ends = {found.partition: found.end for found in left}
-            left = offsets.await_decided(ends, _DECIDE_SECONDS)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, after the abort of what hangs: {text_of(error)}") from error
+            left = Offsets(client_options).await_decided(ends, _DECIDE_SECONDS)
     return left
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from relay.core.position import WalPosition
+
+if TYPE_CHECKING:
+    from relay.wal.session import StreamSession
 
 
 class StreamEvent(NamedTuple):
@@ -20,31 +23,13 @@ class StreamEvent(NamedTuple):
     at: WalPosition
 
 
-class ChannelSession(Protocol):
-    """The part of a session that lanes use."""
-
-    running: threading.Event
-    """Set while the session reads the stream: no other reader does."""
-    error: Exception | None
-    read_lsn: int
-    """The position up to which the stream was read and distributed to the channels."""
-
-    def confirmed_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
-        ...
-
-    def freed(self, count: int) -> None:
-        """Record that so many events are no longer held."""
-        ...
-
-
 class Channel:
     """One lane's part of a session: its unsettled events, in commit order.
 
     The session's thread calls ``put``, the lane's thread everything else.
     """
 
-    def __init__(self, session: ChannelSession) -> None:
+    def __init__(self, session: StreamSession) -> None:
         self.session = session
         self._lock = threading.Lock()
         self._waiting: deque[StreamEvent] = deque()
