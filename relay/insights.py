@@ -334,8 +334,7 @@ def read_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of a statement for an operator who waits for them: it is cancelled after 10 s.
 
-    ``connection`` is in autocommit. Raises Unavailable, also when the statement takes too long, and SchemaError without
-    the tables or the rights.
+    Raises Unavailable, also when it takes too long, and SchemaError without the tables or the rights.
     """
     with (
         unavailable_on_error(doing),

@@ -188,11 +188,9 @@ class Step:
 
 
 def next_step(distribution: LaneDistribution, me: str) -> Step:
-    """Return how many lanes to take or to release; every relay computes it from the same data.
+    """Return how many lanes to take or to release, so that shares differ by at most one.
 
-    Shares differ by at most one: with L lanes and R relays each holds L // R or one more. Those with the most lanes
-    (the greatest name among equals) keep one more. Every relay computes the same shares from the same distribution,
-    releases lanes above its share, and takes free lanes up to it.
+    Those with the most lanes (the greatest name among equals) keep one more. Every relay computes the same shares.
     """
     relays = max(len(distribution.held), 1)
     floor, rest = divmod(distribution.lanes, relays)
@@ -278,8 +276,7 @@ class LaneTable:
         self._run(_LEAVE, {"me": self._me}, "recording that it is gone")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
-        """Renew these leases. Returns those that are lost, and those whose lanes were switched, to be released in
-        order.
+        """Renew these leases.
 
         A lane whose row is locked is neither renewed nor lost. Nor is one that was renewed recently, as the worker does
         when it settles: the two must not block each other.
@@ -379,10 +376,8 @@ class LaneTable:
             return cursor.fetchall() if cursor.description else []
 
     def _limited(self) -> AbstractContextManager[object]:
-        """Open a transaction behind a pooler: sent statement by statement, so that Postgres can end it between two of
-        them.
+        """Open a transaction behind a pooler, sent statement by statement, so that Postgres can end it in between.
 
-        These statements lock rows. If a whole transaction is sent as a pipeline and the relay then sleeps, it keeps the
-        locks.
+        A whole transaction sent as a pipeline would keep its row locks if the relay then sleeps.
         """
         return self._connection.transaction() if self._pooled else nullcontext()

@@ -188,9 +188,7 @@ class Supervisor:
                 return
 
     def _until_tick(self) -> float:
-        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours while we hold
-        lanes.
-        """
+        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours with lanes."""
         if self._table is None:
             hurries = self._held.leases and time.monotonic() - self._disconnected_at < _HURRY_SECONDS
             return _BROKEN_SECONDS if hurries else self._tick_seconds
@@ -380,10 +378,9 @@ class Supervisor:
             )
 
     def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
-        """Release the lanes after a while without success, if another relay is alive. Returns whether we take no lanes
-        now.
+        """Release the lanes after a while without success, if another relay is alive, and take none for a minute.
 
-        After a minute this relay takes lanes again, and tries for as long as before.
+        Returns whether we take none now.
         """
         now = time.monotonic()
         since = self._worker.loop.failing_since

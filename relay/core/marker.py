@@ -138,9 +138,8 @@ def resume(
 ) -> Marker | None:
     """Return the marker that a lane goes on from; None if there has never been one and an empty one must be written.
 
-    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows.
-
-    Raises StateLost in every case in which publishing could duplicate or lose events: see the table above.
+    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows. Raises StateLost where the
+    table above says stop.
     """
     check_origin(lane, marker, system_identifier, timeline)
     if last_batch == RECREATED:

@@ -107,13 +107,10 @@ class Pauses:
 
 
 class CurrentPauses:
-    """The pauses as one relay knows them. The control loop writes ``now``, the worker's loop ``obeyed``.
-
-    Each is replaced as a whole, so any thread may read both.
-    """
+    """The pauses as one relay knows them. Each is replaced as a whole, so any thread may read both."""
 
     def __init__(self) -> None:
         self.now = Pauses()
-        """The pauses that were read last."""
+        """The pauses that the control loop read last."""
         self.obeyed = Pauses()
         """The pauses that the current turn obeys. The turns before, which knew others, have ended."""

@@ -84,10 +84,7 @@ def is_busy(error: KafkaException) -> bool:
 
 
 class ShortLivedProducer(Producer):
-    """A producer for at most one transaction, which retries quickly.
-
-    Raises ConfigurationError for an unknown option.
-    """
+    """A producer for one transaction, which retries quickly. Raises ConfigurationError for an unknown option."""
 
     def __init__(self, options: Mapping[str, Any], transactional_id: str) -> None:
         self._errors = ConnectionErrors()

@@ -24,11 +24,7 @@ class Partition(NamedTuple):
 
 
 class Undecided(NamedTuple):
-    """A partition with a transaction that is neither committed nor aborted.
-
-    Everything before ``stable`` is decided; the transaction's first record is at ``stable``. ``end`` is the high
-    watermark.
-    """
+    """A partition with an undecided transaction, whose first record is at ``stable``. ``end`` is the high watermark."""
 
     partition: Partition
     stable: int
@@ -73,10 +69,9 @@ class Offsets:
     def await_decided(
         self, ends: Mapping[Partition, int], seconds: float, known: Collection[Partition] = ()
     ) -> list[Undecided]:
-        """Wait until all transactions before ``ends`` are decided. Returns the partitions where one is not, after
-        ``seconds``.
+        """Wait until all transactions before ``ends`` are decided, but not for partitions in ``known``.
 
-        Does not wait for partitions in ``known``.
+        Returns the partitions where one is undecided after ``seconds``.
         """
         left = list(ends)
         deadline = time.monotonic() + seconds

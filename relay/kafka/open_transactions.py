@@ -63,10 +63,9 @@ class OpenTransaction:
 
 
 class OpenTransactions:
-    """Looks for open transactions in the topics that an outbox may write to (``may_write``), and in its state topic.
+    """Looks for open transactions in the topics that an outbox may write to, and in its state topic.
 
-    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable when Kafka does not
-    answer.
+    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OpenTransactions:
         self._offsets: Offsets | None = None
 
     def look(self) -> list[Undecided]:
-        """Return the partitions that end in an open transaction now. Takes two requests to each broker."""
+        """Return the partitions that end in an open transaction now."""
         return self._await({}, 0.0)
 
     def unmoved(self, seconds: float) -> list[Undecided]:

@@ -48,10 +48,7 @@ class Grown:
 
 
 class PartitionCounts:
-    """The number of partitions of each topic that events may go to. Call ``look`` from one thread; the rest from any.
-
-    ``clock`` returns seconds.
-    """
+    """The number of partitions of each topic of events. Call ``look`` from one thread; the rest from any."""
 
     def __init__(
         self,

@@ -107,24 +107,18 @@ class StateTopic:
             self._checked = lanes
 
     def last_markers(self, lanes: Collection[int], *, decided: bool = True) -> dict[int, Marker | None]:
-        """Return each lane's last committed marker; None without a marker, or without such a partition.
-
-        Fence the lanes' former holders first. With ``decided=False`` an open transaction at the end is ignored: for a
-        look before the fence, never as the basis for publishing.
-
-        Raises UndecidedTransaction or StateLost for the first lane with such a problem (``read`` returns them by lane),
-        Unavailable when a partition can't be read to its end.
-        """
+        """Return the markers that ``read`` returns. Raises the problem of the first lane that has one."""
         read = self.read(lanes, decided=decided)
         for problem in read.problems.values():
             raise problem
         return dict(read.markers)
 
     def read(self, lanes: Collection[int], *, decided: bool = True) -> MarkersRead:
-        """Return the markers of many lanes, and the problem of each lane without a valid one.
+        """Return each lane's last committed marker, and the problem of each lane without a valid one.
 
-        One consumer reads all partitions within a fixed time. Raises Unavailable when a partition can't be read to its
-        end by then.
+        Fence the lanes' former holders first. With ``decided=False`` an open transaction at the end is ignored: for a
+        look before the fence, never as the basis for publishing. One consumer reads all partitions within a fixed time.
+        Raises Unavailable when a partition can't be read to its end by then.
         """
         wanted = set(lanes)
         consumer = Consumer(

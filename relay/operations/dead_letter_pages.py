@@ -73,21 +73,14 @@ class Page:
 
 
 class DeadLetterPages:
-    """The failed events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached or takes too long, and SchemaError without the tables
-    or the rights.
-    """
+    """The failed events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names: dict[str, sql.Composable] = {**names_of(schema), "kind": sql.SQL(_KIND).format()}
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return kind, aggregate_type, state, events, first and last of each group, the largest first.
-
-        At most COUNTED dead letters, and as many retrying events, are grouped.
-        """
+        """Return kind, aggregate_type, state, events, first and last of each group, of at most COUNTED of a state."""
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
         failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
         return self._run(_GROUPS, {}, failed=failed)

@@ -179,10 +179,7 @@ _DISCARDED: Final = (("dead", _DEAD), ("retrying", _RETRYING_LATER), ("without_e
 
 
 class DeadLetters:
-    """The failed events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached, and SchemaError without the tables or the rights.
-    """
+    """The failed events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection

@@ -95,11 +95,7 @@ class DrainProgress:
 
 
 class Drain:
-    """A drain that begins now. ``look`` takes the steps that can be taken.
-
-    With ``committed`` it does not wait for open transactions. Raises Unavailable, or SchemaError without tables or
-    rights, and on a standby.
-    """
+    """A drain that begins now. With ``committed`` it does not wait for open transactions. Not on a standby."""
 
     def __init__(
         self, connection: psycopg.Connection[Any], schema: str, router: Router, *, committed: bool = False

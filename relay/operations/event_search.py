@@ -70,9 +70,7 @@ _TABLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id. Of a
-    scheduled event it is its time.
-    """
+    """The last event of a page. ``at`` is when it got into its table, or is due; None for waiting events."""
 
     id: int
     at: dt.datetime | None = None
@@ -96,11 +94,7 @@ class Contents:
 
 
 class EventSearch:
-    """The events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached or takes too long, and SchemaError without the tables
-    or the rights.
-    """
+    """The events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection

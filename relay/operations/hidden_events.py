@@ -54,10 +54,7 @@ class HangingPartition:
 
 
 class HiddenEvents:
-    """Finds and aborts transactions that hang in an outbox's topics. ``producer_options`` are the relay's.
-
-    Raises Unavailable when Postgres or Kafka can't be reached.
-    """
+    """Finds and aborts transactions that hang in an outbox's topics. ``producer_options`` are the relay's."""
 
     def __init__(
         self,

@@ -38,8 +38,7 @@ def taken(lane: int) -> OperationRefused:
 class Holding:
     """The lanes that reconcile holds, as ``owner``: their leases and former writers. A thread renews the leases.
 
-    Each statement that matters checks by itself whether its lane is still held. Lanes that are held at the end, after
-    an error, are released; their rows still name the ids to fence.
+    Each statement that matters checks its lane by itself. What is held at the end, after an error, is released.
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], names: Mapping[str, sql.Composable]) -> None:

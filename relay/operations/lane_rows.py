@@ -77,10 +77,7 @@ SELECT max(id) FROM picked"""
 
 
 class LaneRows:
-    """Looks up the rows of lanes in their topics, and settles those that are on Kafka.
-
-    ``client_options`` are for readers. Raises Unavailable when Postgres or Kafka can't be reached.
-    """
+    """Looks up the rows of lanes in their topics, and settles those on Kafka. ``client_options`` are for readers."""
 
     def __init__(
         self,

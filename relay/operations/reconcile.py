@@ -135,11 +135,10 @@ class Findings:
 
 
 class Reconciler:
-    """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
-    relay's.
+    """Compares lanes with their topics, and repairs them. Not on a standby.
 
-    ``replicate`` is called only after a failover, and only for events from the WAL, to find where the timelines
-    diverged.
+    ``client_options`` are for readers, ``producer_options`` the relay's. ``replicate`` is called only after a failover,
+    for events from the WAL, to find where the timelines diverged.
     """
 
     def __init__(
@@ -166,10 +165,7 @@ class Reconciler:
         self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
-        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics.
-
-        Raises Unavailable when Postgres or Kafka can't be reached, SchemaError on a standby.
-        """
+        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics."""
         states = self._compared(self._chosen(lanes))
         undecided = self._hidden.undecided()
         hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
@@ -194,8 +190,7 @@ class Reconciler:
     def upgraded(self) -> Findings:
         """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
 
-        That is what pg_upgrade leaves: the markers name the server before, and the tables are as it left them. Raises
-        OperationRefused in any other case, Unavailable, or SchemaError on a standby.
+        That is what pg_upgrade leaves. Raises OperationRefused in any other case.
         """
         findings = self.look(search=False)
         seen = self._lanes()

@@ -93,14 +93,10 @@ def find_event(
     sink_url: str | None,
     since: dt.datetime | None = None,
 ) -> Found:
-    """Return everything that is known about an event.
+    """Return everything that is known about an event. Raises ConfigurationError, and the outbox's errors.
 
-    named     topics to look through besides its own, if no table says where it is.
-    seconds   how long that may take.
-    since     where to begin in the topics. By default when the event was written, by its row or its id; if neither has
-              a time, at their beginnings.
-
-    Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
+    named     topics to look through besides its own, for at most ``seconds``.
+    since     where to begin in the topics; by default when the event was written, by its row or its id.
     """
     hidden: dict[str, str] = {}
     with Connector(settings.require_database(), "outbox trace")() as connection:
@@ -139,12 +135,9 @@ def _search(
     named: bool = False,
     since: dt.datetime | None = None,
 ) -> None:
-    """Search Kafka for the event where no table names its message, or where topics are named.
+    """Search Kafka for the event where no table names its message, or where topics are ``named``: it may have repeats.
 
-    topics  where to search; for an event that left no row, and if there are none, also in all topics to which relays
-            with these settings may write.
-    named   whether the caller has named the topics: they are read even if one message of the event is known, because
-            there may be repeats.
+    For an event that left no row, also all topics to which relays with these settings may write are searched.
     """
     found.searched = True
     event = found.event

@@ -233,8 +233,7 @@ class Settlement:
         return sent
 
     def end(self, deadline: float | None = None) -> None:
-        """Wait until what ``begin`` started is done, and remember the lanes that were not held. Safe to call without
-        ``begin``.
+        """Wait until what ``begin`` started, if anything, is done, and remember the lanes that were not held.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
         """
@@ -374,10 +373,7 @@ class Settlement:
         return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons for lanes that were not held, after retrying those whose rows are only locked.
-
-        They may be locked briefly by the control loop, which renews leases.
-        """
+        """Return the reasons for lanes that were not held, after retrying those whose rows a renewal has locked."""
         failed = self._reasons(missing)
         for seconds in _LOCKED_SECONDS:
             locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]

@@ -29,10 +29,9 @@ _DECIDE_SECONDS: Final = 5.0
 def abort_hanging(
     options: Mapping[str, Any], client_options: Mapping[str, str], ids: Collection[str], hanging: Collection[Undecided]
 ) -> list[Undecided]:
-    """Abort transactions that hang in these partitions under one of the ids. Returns the partitions where one still
-    hangs.
+    """Abort what hangs in these partitions under one of the ids, fencing their producers. Returns what still hangs.
 
-    Fences every producer with one of the ids. Raises Unavailable when the brokers don't answer.
+    Raises Unavailable when the brokers don't answer.
     """
     left = list(hanging)
     for transactional_id in sorted(ids):

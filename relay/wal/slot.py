@@ -220,9 +220,8 @@ class Slot:
     def check_timeline(self, state: SlotState, replication: Replication, published_lsn: int) -> None:
         """Raise StreamLost if this is another server, or its timeline left ours before the last published event.
 
-        Raises Unavailable when the two connections lead to different servers.
-
-        ``published_lsn`` is the furthest position of all lanes and markers. Records a new timeline that has everything.
+        Raises Unavailable when the connections lead to different servers. ``published_lsn`` is the furthest position of
+        all lanes and markers. Records a new timeline that has everything.
         """
         identity, now = replication.identify()
         if identity != state.system_identifier:
@@ -268,10 +267,9 @@ class Slot:
             self._connection.execute(self._terminate, self._bound)
 
     def note(self, flushed_lsn: int, at: dt.datetime | None) -> None:
-        """Record durably how far the stream is used. Raises StreamLost when the publication has changed.
+        """Record durably how far the stream is used; ``at`` is the commit time of the last transaction (now, if None).
 
-        ``at`` is the commit time of the last transaction (now, if None). Raises Unavailable when the lanes are not
-        ours.
+        Raises StreamLost when the publication has changed, Unavailable when the lanes are not ours.
         """
         values = {"lsn": flushed_lsn, "at": at, **self._bound}
         with unavailable_on_error("recording the position of the stream"):
