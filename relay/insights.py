@@ -114,8 +114,6 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class RelayState:
-    """A relay that is running or ran recently. ``lanes`` are those that it holds now."""
-
     instance: str
     version: str
     source: str
@@ -316,7 +314,6 @@ def _counts(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]])
 
 
 def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
-    """Return the SQL condition that the event of the row ``f`` of failures was deleted by hand."""
     return sql.SQL(_WITHOUT_EVENT).format(**names)
 
 

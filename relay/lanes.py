@@ -269,7 +269,6 @@ class LaneTable:
         )
 
     def forget_dead(self) -> None:
-        """Delete the rows of relays that died long ago."""
         self._run(_FORGET, {}, "deleting dead relays")
 
     def leave(self) -> None:

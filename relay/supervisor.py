@@ -346,7 +346,6 @@ class Supervisor:
             self._held.recall_up_to(step.release)
 
     def _note_source(self, *, waits: bool) -> None:
-        """Record whether all lanes are read from the other source; log it at once, and again each minute."""
         if not waits:
             self._source_problem = None
             self._source_reminder.over()

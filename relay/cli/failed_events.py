@@ -141,7 +141,6 @@ def _print_done(
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for JSON, with bytes as hexadecimal digits."""
     return {
         name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
     }

@@ -52,7 +52,6 @@ class Backoff:
 
     @property
     def waits(self) -> bool:
-        """Return whether it is too early to try again."""
         return time.monotonic() < self.until
 
 

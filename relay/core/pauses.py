@@ -102,7 +102,6 @@ class Pauses:
         )
 
     def holds(self, lane: int) -> bool:
-        """Return whether the lane must not be read."""
         return self.every_lane or lane in self.lanes
 
 

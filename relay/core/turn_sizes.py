@@ -37,7 +37,6 @@ class TurnSizes:
         self._suspects_turn = False
 
     def forget(self, lane: int) -> None:
-        """Forget what is suspected of a lane, before its record goes."""
         self._clear([lane])
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:

@@ -63,7 +63,6 @@ def reader_options(options: Mapping[str, str], group: str, isolation: str, more:
 
 
 def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:
-    """Create a topic, unless it exists. Raises KafkaException."""
     try:
         # Without an explicit timeout the client waits a minute for a controller that has just died.
         with admin.explaining():

@@ -79,7 +79,6 @@ def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
 
 
 def is_busy(error: KafkaException) -> bool:
-    """Return whether the broker has not yet ended an id's last transaction."""
     return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 

@@ -39,7 +39,6 @@ class Offsets:
         self._admin = Admin(self._options)
 
     def partitions(self, topics: Collection[str]) -> list[Partition]:
-        """Return the partitions of these topics, as far as they exist."""
         return [
             Partition(name, number)
             for name, topic in self._topics().items()

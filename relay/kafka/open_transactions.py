@@ -169,7 +169,6 @@ class TransactionWatch:
         return len(self._hanging)
 
     def waits(self) -> list[Wait]:
-        """Return the wait to report, without lanes, if a transaction hangs."""
         hanging = self._hanging
         if not hanging:
             return []

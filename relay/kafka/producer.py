@@ -126,7 +126,6 @@ class BatchProducer:
 
     @property
     def failed(self) -> bool:
-        """Return whether a message of the turn, or the producer itself, failed."""
         return bool(self._failed) or bool(self._markers) or self.fatal is not None
 
     @property
@@ -359,7 +358,6 @@ class BatchProducer:
             return self._topics.forbidden(self._used)
 
     def note_written(self) -> None:
-        """Record that the turn's topics could be written to."""
         self._connections.forget()
         self._topics.written(self._used)
 

@@ -123,7 +123,6 @@ def document(models: Iterable[EventModel], settings: Settings, title: str, versi
 
 
 def _name(model: EventModel, taken: Mapping[str, Any]) -> str:
-    """Return a message's name, of the characters that the keys of components may have."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{model.aggregate_type}.{model.event_type}")
     if name in taken:
         raise ConfigurationError(f"models: two types of events have the name {name} once their characters are replaced")

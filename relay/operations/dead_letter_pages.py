@@ -66,8 +66,6 @@ class FailureCursor:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Failed events, the oldest failure first, and where the next page begins; None after the last one."""
-
     rows: Sequence[Mapping[str, Any]]
     next: FailureCursor | None
 

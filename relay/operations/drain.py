@@ -170,7 +170,6 @@ class Drain:
             return None
 
     def _topic_of(self, kind: Mapping[str, Any]) -> str | None:
-        """Return the topic of events of a kind; None without a route."""
         try:
             route = self._router.route(kind["kind"])
         except NoRoute:

@@ -78,8 +78,6 @@ class EventCursor:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Events without contents, newest first, and where the next page begins; None after the last one."""
-
     rows: Sequence[Mapping[str, Any]]
     next: EventCursor | None
 
@@ -133,7 +131,6 @@ class EventSearch:
         return Page(rows, found)
 
     def _columns(self, state: EventState) -> dict[str, sql.Composable]:
-        """Return the table of a state, and the columns that differ from table to table."""
         table, moved_at = _TABLES[state]
         columns = {"lane": sql.Identifier("lane"), "created_at": self._names["created_at"]}
         if state is EventState.SCHEDULED:

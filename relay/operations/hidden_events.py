@@ -40,7 +40,6 @@ class HangingPartition:
 
     @property
     def way_out(self) -> str:
-        """Return what an operator can do about events that no longer have a row."""
         named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
         rest = self.events - self.held - len(self.missing[:_NAMED])
         more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""

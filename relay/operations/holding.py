@@ -83,7 +83,6 @@ class Holding:
             del self._leases[lane]
 
     def former(self, lanes: Collection[int] | None = None) -> set[str]:
-        """Return the transactional.ids under which these lanes, or all, were written."""
         with self._lock:
             named = [ids for lane, ids in self._former.items() if lanes is None or lane in lanes]
         return {each for ids in named for each in ids}

@@ -151,14 +151,12 @@ class LaneRows:
             failpoint("reconcile.settling")
 
     def run(self, statement: str, values: Any, doing: str) -> list[Any]:
-        """Return the rows of a statement, if it returns any."""
         with unavailable_on_error(doing), self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(statement).format(**self._names), values)
             return cursor.fetchall() if cursor.description else []
 
 
 def _keys(seen: Sequence[TopicRecord]) -> list[tuple[str, str]]:
-    """Return the distinct event ids and marks of the records that have an event id."""
     return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
 
 

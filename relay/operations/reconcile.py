@@ -338,7 +338,6 @@ class Reconciler:
         return marker, None
 
     def _gone(self, lane: int, marker: Marker) -> int:
-        """Return how many of the rows that a marker names are not in the outbox."""
         named = marker.rows
         values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
         [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")

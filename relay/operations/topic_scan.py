@@ -136,7 +136,6 @@ def _seen(partition: Partition, message: Message) -> TopicRecord:
 
 
 def _uuid(text: str) -> str | None:
-    """Return the id in Postgres's form; None for a message that is not the outbox's."""
     try:
         return str(uuid.UUID(text))
     except ValueError:

@@ -50,7 +50,6 @@ class Consumers:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
 
     def dead_letter(self, number: int) -> dict[str, Any]:
-        """Return a dead letter in a readable form; ``value`` is text. Raises NotFound."""
         with self.dead_letters() as letters:
             found = readable(letters.show(number))
         if found["value_encoding"] == "json":

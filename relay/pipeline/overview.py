@@ -55,7 +55,6 @@ class Overview:
 
     @property
     def dead_letters(self) -> int | None:
-        """Return the dead letters of both sides; None if those of one side can't be read."""
         counts = [group.dead_letters for group in self.groups]
         counts.append(None if self.outbox is None else self.outbox.dead_letters)
         known = [count for count in counts if count is not None]

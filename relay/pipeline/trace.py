@@ -169,7 +169,6 @@ def _search(
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
-    """Return the event's topic; for an event that left no row, all topics that the routes name."""
     router = build_router(settings)
     if event.aggregate_type is None:
         return sorted({route.topic for route in (settings.routes or {}).values()})

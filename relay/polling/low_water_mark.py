@@ -56,12 +56,10 @@ class LowWaterMarks:
         self._looked_at = clock()
 
     def reset(self, lane: int) -> None:
-        """Make the next read start from the lane's lowest id."""
         for known in (self._marks, self._settled, self._candidates):
             known.pop(lane, None)
 
     def keep(self, lane: int, mark: int) -> None:
-        """Set the mark that the lane had in the source before."""
         self._marks[lane] = mark
 
     def lower(self, lane: int, id_: int) -> None:

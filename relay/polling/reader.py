@@ -355,7 +355,6 @@ class LaneReader:
     # Failures
 
     def has_failures(self, lane: int) -> bool:
-        """Return whether the lane has failures, as far as the last look shows."""
         return bool(self._lanes[lane].failures)
 
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
@@ -373,7 +372,6 @@ class LaneReader:
         return list(self._lanes)
 
     def must_look(self) -> bool:
-        """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self, in_hand: Batches) -> None:

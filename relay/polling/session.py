@@ -155,7 +155,6 @@ class Session:
             return settlement.answered(sent).get(lane)
 
     def close(self) -> None:
-        """Close the connection, interrupting what is in progress."""
         self.ahead = None
         self.settlement.background.close()
         self.connection.close()

@@ -173,7 +173,6 @@ class PollingSource:
         return {}
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        """Remember published events, which the next fetch settles. Refused events are recorded at once."""
         failed = self.settlement.finish()
         for lane, receipt in receipts.items():
             if published := receipt.published:

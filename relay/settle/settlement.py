@@ -347,7 +347,6 @@ class Settlement:
             yield
 
     def _writes(self, lane: SettledLane) -> bool:
-        """Return whether the lane's row has to be written, not only locked."""
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
@@ -445,7 +444,6 @@ def lanes_text(lanes: Collection[int]) -> str:
 
 
 def by_lane(claims: Iterable[Claim]) -> dict[int, list[Claim]]:
-    """Return events by lane, each lane's in the given order."""
     batches: dict[int, list[Claim]] = {}
     for lane, group in groupby(claims, attrgetter("lane")):
         batches.setdefault(lane, []).extend(group)

@@ -39,7 +39,6 @@ class Channel:
         self.done_count = 0
 
     def check(self) -> None:
-        """Raise the error that ended the session, if it has ended."""
         if self.session.error is not None:
             raise self.session.error
 

@@ -79,7 +79,6 @@ class TableReader:
                 assert_never(lane.state)
 
     def _make_room(self, lane: StreamLane, channel: Channel) -> None:
-        """Drop what need not be kept from the stream."""
         if isinstance(lane.state, CatchingUp):
             # A session starts when all lanes have joined: the others must not wait for our table.
             channel.check()

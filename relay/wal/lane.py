@@ -84,7 +84,6 @@ class Delays:
         self.reset()
 
     def reset(self) -> None:
-        """Start with short delays again, because events have come."""
         self._visibility = self._read = _FIRST_SECONDS
 
     def await_visibility(self) -> None:

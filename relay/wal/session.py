@@ -347,7 +347,6 @@ class StreamSession:
     # Reading
 
     def _read(self, replication: Replication) -> bool:
-        """Read the messages that have arrived, and distribute them. Returns whether there were any."""
         messages = replication.read(_READ)
         self._events.read(messages)
         self._hand_on()

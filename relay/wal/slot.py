@@ -368,8 +368,6 @@ def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
 
 
 class Snapshot:
-    """The visible transactions, from pg_current_snapshot's text."""
-
     def __init__(self, text: str) -> None:
         xmin, xmax, running = text.split(":")
         self._xmin, self._xmax = int(xmin), int(xmax)
