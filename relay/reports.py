@@ -59,7 +59,7 @@ class LoopReports:
         self.count = 0
         self._health = health
         self._meter = meter
-        self._logged: dict[int, tuple[str, float]] = {}
+        self._reminders: dict[int, Reminder] = {}
 
     def published(self, count: int) -> None:
         self.count += count
@@ -116,19 +116,13 @@ class LoopReports:
 
     def _is_due(self, lanes: Collection[int], what: str) -> bool:
         """Return whether this was not logged within the last minute for one of the lanes."""
-        now = time.monotonic()
-        due = [
-            lane
-            for lane in lanes
-            if (logged := self._logged.get(lane)) is None or logged[0] != what or now - logged[1] >= _STANDING_SECONDS
-        ]
-        self._logged.update(dict.fromkeys(lanes if due else (), (what, now)))
+        due = [lane for lane in lanes if self._reminders.setdefault(lane, Reminder()).is_due(what)]
         return bool(due)
 
     def _forget(self, lanes: Collection[int]) -> None:
         self._health.goes_on(lanes)
         for lane in lanes:
-            self._logged.pop(lane, None)
+            self._reminders.pop(lane, None)
 
 
 class FailureLog:
