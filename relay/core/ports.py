@@ -14,7 +14,6 @@ from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
-from relay.core.position import WalPosition
 
 if TYPE_CHECKING:
     from relay.core.marker import Identity, Marker
@@ -22,6 +21,18 @@ if TYPE_CHECKING:
 
 class StreamLost(StateLost):
     """The slot may have missed events: nothing is read until an operator has looked (``outbox cdc status``)."""
+
+
+class WalPosition(NamedTuple):
+    """An event's position in the WAL, in commit order.
+
+    ``commit_lsn`` is the byte position of its transaction's commit record, ``number`` its place among the events of
+    that transaction, from 1; ``xid`` is the transaction's id, without the epoch.
+    """
+
+    commit_lsn: int
+    number: int
+    xid: int
 
 
 class Claim(NamedTuple):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from relay.core.position import WalPosition
+from relay.core.ports import WalPosition
 
 if TYPE_CHECKING:
     from relay.wal.session import StreamSession

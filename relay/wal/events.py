@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, assert_never
 
 from outbox.errors import SchemaError
-from relay.core.position import WalPosition
+from relay.core.ports import WalPosition
 from relay.wal.channel import StreamEvent
 from relay.wal.lane_hash import lane_of
 from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers

@@ -32,8 +32,7 @@ import structlog
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch
-from relay.core.position import WalPosition
+from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch, WalPosition
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relay.core.lease import Lease
-from relay.core.ports import Unavailable
-from relay.core.position import WalPosition
+from relay.core.ports import Unavailable, WalPosition
 from relay.wal import session as stream
 from relay.wal.channel import Channel, StreamEvent
 from relay.wal.session import StreamSession
