@@ -166,10 +166,7 @@ class OutboxState:
     next_due_seconds: float | None = None
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
-        """Return the problems that need an operator.
-
-        standing_seconds  an older event is a problem, unless another problem explains its age.
-        """
+        """Return the problems that need an operator: also an event that is older, unless another explains its age."""
         found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
         for one in self.pauses:
             missing = f". Unconfirmed by: {', '.join(one.unconfirmed)}" if one.unconfirmed else ""

@@ -50,10 +50,7 @@ class Reminder:
 
 
 class LoopReports:
-    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health.
-
-    The reason of a lane's wait is logged once, and again each minute.
-    """
+    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health."""
 
     def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
         self.count = 0

@@ -100,10 +100,7 @@ def reason_of(error: Exception) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The lanes that wait for one reason, and how long the first of them has waited.
-
-    ``lanes`` is empty if the whole worker waits: it may hold none.
-    """
+    """The lanes that wait for one reason (none: the whole worker), and how long the first of them has waited."""
 
     reason: Reason
     lanes: Sequence[int]

@@ -72,10 +72,7 @@ class LetGo:
 
 
 class HeldLanes:
-    """The lanes of one worker. The control loop gives and recalls them, the worker's loop publishes them.
-
-    Every method may be called from any thread.
-    """
+    """The lanes of one worker: the control loop gives and recalls them, its own loop publishes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

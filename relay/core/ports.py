@@ -277,10 +277,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Nothing of the turn is published, because these lanes were not confirmed.
-
-    ``publisher_unusable`` as in Completed: it had already sent events.
-    """
+    """Nothing of the turn is published, because these lanes were not confirmed. ``publisher_unusable`` as above."""
 
     lanes: Mapping[int, OutboxError]
     publisher_unusable: bool = False
@@ -357,10 +354,7 @@ class Source(Protocol):
         ...
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
-        """Record the result of each lane's batch; refused events at once.
-
-        Returns the lanes for which that failed, as in ``Fetched.failed``.
-        """
+        """Record each lane's result; refused events at once. Returns lanes that failed, as in ``Fetched.failed``."""
         ...
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
@@ -368,10 +362,7 @@ class Source(Protocol):
         ...
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events, for at most about ``seconds``, or until ``stop``.
-
-        Returns whether a fetch is worth it.
-        """
+        """Wait for events of these lanes, at most about ``seconds``, or until ``stop``. Returns whether to fetch."""
         ...
 
     def close(self) -> None:
@@ -404,10 +395,7 @@ class Publisher(Protocol):
         ...
 
     def serve(self) -> None:
-        """Do the client's work besides publishing: before each fetch, and while nothing is published.
-
-        Raises Unavailable; then this publisher is unusable.
-        """
+        """Do the client's other work, before each fetch and while idle. Raises Unavailable: then it is unusable."""
         ...
 
     def close(self) -> None:

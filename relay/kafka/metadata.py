@@ -17,10 +17,7 @@ _SHARED_SECONDS: Final = 1.0
 
 
 class SharedMetadata:
-    """The metadata of all topics, and the settings of some. An answer, or the failure to get one, serves for a second.
-
-    Not thread-safe.
-    """
+    """The metadata of all topics, and settings of some. An answer or a failure serves for a second. Not thread-safe."""
 
     def __init__(self, admin: Admin, clock: Callable[[], float]) -> None:
         self._admin = admin

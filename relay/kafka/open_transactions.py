@@ -133,7 +133,7 @@ class _OpenPartition:
 
 
 class TransactionWatch:
-    """Tracks hanging transactions for a relay. Call ``look`` from time to time, from one thread; the rest from any.
+    """Tracks hanging transactions. Call ``look`` from time to time, from one thread; the rest from any.
 
     Measures from when it first saw a transaction, by this machine's clock: other clocks may differ.
     """

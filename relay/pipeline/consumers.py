@@ -75,10 +75,7 @@ class Consumers:
             return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
 
     def positions(self, group: str) -> tuple[Group, str | None]:
-        """Return a group's partitions, and why Kafka's offsets are missing; None if they are not.
-
-        Raises NotFound, ConsumerUnavailable and SchemaError.
-        """
+        """Return a group's partitions, and why Kafka's offsets are missing; None if they are not. Raises NotFound."""
         self._kafka = self._kafka or KafkaAdmin(client_options(self._settings), seconds=_KAFKA_SECONDS)
         with self._session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)

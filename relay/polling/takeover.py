@@ -19,10 +19,7 @@ from relay.settle.statements import lease_values
 
 
 class RowTakeover:
-    """Takes over lanes. See ports.TakeoverStore for the contract.
-
-    ``on_adopted`` is called with each lane that was taken over, and the marker to go on from.
-    """
+    """See ports.TakeoverStore. ``on_adopted`` is called with each lane, and the marker to go on from."""
 
     def __init__(
         self,

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 class StreamEvent(NamedTuple):
-    """An inserted row of ``events``, by its id, and its position in the stream: its contents are read from the table.
-
-    A tuple, not a dataclass: a relay creates tens of thousands of these a second.
-    """
+    """An inserted row of ``events``, by its id, and its position in the stream. Its contents are in the table."""
 
     id: int
     at: WalPosition

@@ -77,10 +77,7 @@ def parse_lsn(text: str) -> int:
 
 
 class Replication:
-    """One replication connection to a database.
-
-    Raises Unavailable when the server can't be reached or ends the stream, SchemaError when it refuses.
-    """
+    """One replication connection. Raises Unavailable without a server or stream, SchemaError when it refuses."""
 
     def __init__(self, url: str, application_name: str) -> None:
         self._url = libpq_url(url)

@@ -54,10 +54,7 @@ _LOG_SECONDS: Final = 10.0
 
 
 class StreamSource:
-    """The lanes of a worker that reads the WAL. See ports.Source for the contract.
-
-    A polling source reads the table, on the same connection. ``stream`` is that of these lanes.
-    """
+    """The lanes of a worker that reads the WAL; see ports.Source. A polling source beside it reads the table."""
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
         self._stream = stream
