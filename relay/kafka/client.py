@@ -11,6 +11,7 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import complete
 from outbox._clients.kafka_client import Admin
+from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
 from relay.core.ports import BrokerUnavailable
 
@@ -43,9 +44,9 @@ def unavailable_on_kafka_error(doing: str) -> Iterator[None]:
 
 
 def headers_of(message: Message) -> dict[str, Any]:
-    """Return a record's headers, whatever another program may have written. Call it only once for a message."""
+    """Return a record's headers; none if a name is not UTF-8: no relay has written it. Call it once for a message."""
     [found] = safe_headers([message])
-    return dict(found)
+    return {} if isinstance(found, UndecodableHeaders) else dict(found)
 
 
 def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
