@@ -104,7 +104,6 @@ def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
 
 
 def state_topic_name(settings: Settings) -> str:
-    """Return the name of the topic for exactly-once markers."""
     return settings.name + STATE_SUFFIX
 
 

@@ -49,8 +49,7 @@ class StandingError(SchemaError):
 
 @contextmanager
 def unavailable_on_error(doing: str) -> Iterator[None]:
-    """Turn a transient database error into Unavailable, and one that needs an operator into SchemaError or
-    StandingError.
+    """Turn a transient database error into Unavailable, and one that needs an operator into SchemaError.
 
     Any other error is a mistake in a statement, and is raised unchanged.
     """
@@ -153,7 +152,6 @@ class Connector:
         self._name = application_name
 
     def __call__(self) -> PinnedConnection:
-        """Connect."""
         try:
             connection = PinnedConnection.connect(
                 self._url,

@@ -109,14 +109,11 @@ class LaneState:
 
     @property
     def held(self) -> bool:
-        """Return whether a relay holds the lane."""
         return self.owner is not None and (self.lease_seconds or 0.0) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class RelayState:
-    """A relay that is running or ran recently. ``lanes`` are those that it holds now."""
-
     instance: str
     version: str
     source: str
@@ -128,8 +125,6 @@ class RelayState:
 
 @dataclass(frozen=True, slots=True)
 class SlotSummary:
-    """The replication slot. ``problem`` is its gap, or None."""
-
     slot: str
     retained_bytes: int
     lag_bytes: int
@@ -171,10 +166,7 @@ class OutboxState:
     next_due_seconds: float | None = None
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
-        """Return the problems that need an operator.
-
-        standing_seconds  an older event is a problem, unless another problem explains its age.
-        """
+        """Return the problems that need an operator: also an event that is older, unless another explains its age."""
         found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
         for one in self.pauses:
             missing = f". Unconfirmed by: {', '.join(one.unconfirmed)}" if one.unconfirmed else ""
@@ -319,7 +311,6 @@ def _counts(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]])
 
 
 def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
-    """Return the SQL condition that the event of the row ``f`` of failures was deleted by hand."""
     return sql.SQL(_WITHOUT_EVENT).format(**names)
 
 
@@ -337,8 +328,7 @@ def read_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of a statement for an operator who waits for them: it is cancelled after 10 s.
 
-    ``connection`` is in autocommit. Raises Unavailable, also when the statement takes too long, and SchemaError without
-    the tables or the rights.
+    Raises Unavailable, also when it takes too long, and SchemaError without the tables or the rights.
     """
     with (
         unavailable_on_error(doing),

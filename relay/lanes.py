@@ -183,18 +183,14 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The number of lanes that one relay should take or release next, for an even distribution."""
-
     acquire: int = 0
     release: int = 0
 
 
 def next_step(distribution: LaneDistribution, me: str) -> Step:
-    """Return how many lanes to take or to release; every relay computes it from the same data.
+    """Return how many lanes to take or to release, so that shares differ by at most one.
 
-    Shares differ by at most one: with L lanes and R relays each holds L // R or one more. Those with the most lanes
-    (the greatest name among equals) keep one more. Every relay computes the same shares from the same distribution,
-    releases lanes above its share, and takes free lanes up to it.
+    Those with the most lanes (the greatest name among equals) keep one more. Every relay computes the same shares.
     """
     relays = max(len(distribution.held), 1)
     floor, rest = divmod(distribution.lanes, relays)
@@ -273,16 +269,13 @@ class LaneTable:
         )
 
     def forget_dead(self) -> None:
-        """Delete the rows of relays that died long ago."""
         self._run(_FORGET, {}, "deleting dead relays")
 
     def leave(self) -> None:
-        """Record that this relay is gone."""
         self._run(_LEAVE, {"me": self._me}, "recording that it is gone")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
-        """Renew these leases. Returns those that are lost, and those whose lanes were switched, to be released in
-        order.
+        """Renew these leases.
 
         A lane whose row is locked is neither renewed nor lost. Nor is one that was renewed recently, as the worker does
         when it settles: the two must not block each other.
@@ -363,7 +356,6 @@ class LaneTable:
         return bool(self._sessions.missed)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _taken(self, query: str, values: Mapping[str, object], doing: str) -> list[Lease]:
@@ -383,10 +375,8 @@ class LaneTable:
             return cursor.fetchall() if cursor.description else []
 
     def _limited(self) -> AbstractContextManager[object]:
-        """Open a transaction behind a pooler: sent statement by statement, so that Postgres can end it between two of
-        them.
+        """Open a transaction behind a pooler, sent statement by statement, so that Postgres can end it in between.
 
-        These statements lock rows. If a whole transaction is sent as a pipeline and the relay then sleeps, it keeps the
-        locks.
+        A whole transaction sent as a pipeline would keep its row locks if the relay then sleeps.
         """
         return self._connection.transaction() if self._pooled else nullcontext()

@@ -27,7 +27,6 @@ def build_router(settings: Settings) -> Router:
 
 
 def build_failures(settings: Settings) -> Failures:
-    """Return what records failures as these settings say."""
     failures = settings.failures
     policy = FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
     return Failures(settings.db_schema, policy, build_router(settings))

@@ -23,17 +23,11 @@ _STANDING_SECONDS: Final = 60.0
 class Meter(Protocol):
     """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
 
-    def events(self, result: str, count: int) -> None:
-        """Count events: published, refused, dead or lost."""
-        ...
+    def events(self, result: str, count: int) -> None: ...
 
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        """Record a turn of this many events, and how many seconds each of its stages took."""
-        ...
+    def turn(self, events: int, stages: Mapping[str, float]) -> None: ...
 
-    def lanes_lost(self, count: int) -> None:
-        """Count lanes that another relay has taken."""
-        ...
+    def lanes_lost(self, count: int) -> None: ...
 
 
 class Reminder:
@@ -56,19 +50,15 @@ class Reminder:
 
 
 class LoopReports:
-    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health.
-
-    The reason of a lane's wait is logged once, and again each minute.
-    """
+    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health."""
 
     def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
         self.count = 0
         self._health = health
         self._meter = meter
-        self._logged: dict[int, tuple[str, float]] = {}
+        self._reminders: dict[int, Reminder] = {}
 
     def published(self, count: int) -> None:
-        """Count published events."""
         self.count += count
         self._counted("published", count)
 
@@ -82,7 +72,6 @@ class LoopReports:
             self._meter.events(result, count)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """Log a refused event."""
         self._counted("refused", 1)
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
@@ -119,25 +108,18 @@ class LoopReports:
             )
 
     def recovered(self, lanes: Collection[int]) -> None:
-        """Log that lanes are published again."""
         self._forget(lanes)
         log.info("publishing again", lanes=listed(lanes))
 
     def _is_due(self, lanes: Collection[int], what: str) -> bool:
         """Return whether this was not logged within the last minute for one of the lanes."""
-        now = time.monotonic()
-        due = [
-            lane
-            for lane in lanes
-            if (logged := self._logged.get(lane)) is None or logged[0] != what or now - logged[1] >= _STANDING_SECONDS
-        ]
-        self._logged.update(dict.fromkeys(lanes if due else (), (what, now)))
+        due = [lane for lane in lanes if self._reminders.setdefault(lane, Reminder()).is_due(what)]
         return bool(due)
 
     def _forget(self, lanes: Collection[int]) -> None:
         self._health.goes_on(lanes)
         for lane in lanes:
-            self._logged.pop(lane, None)
+            self._reminders.pop(lane, None)
 
 
 class FailureLog:
@@ -164,7 +146,6 @@ class FailureLog:
             log.warning(self._text, **self._named, error=str(error))
 
     def over(self) -> None:
-        """Record that it works again."""
         self._reminder.over()
 
 

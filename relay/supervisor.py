@@ -76,8 +76,6 @@ class Components:
     """The topics that can't be written to, with the reasons."""
     grown: Callable[[], Mapping[str, str]] = dict
     """The topics that got more partitions lately, with what that means."""
-    figures: Callable[[], Mapping[str, float]] = dict
-    """Figures for the last line of the log."""
     meter: Meter | None = None
     pauses: CurrentPauses = field(default_factory=CurrentPauses)
     """Written by the control loop and the worker's loop; other parts read it."""
@@ -190,9 +188,7 @@ class Supervisor:
                 return
 
     def _until_tick(self) -> float:
-        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours while we hold
-        lanes.
-        """
+        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours with lanes."""
         if self._table is None:
             hurries = self._held.leases and time.monotonic() - self._disconnected_at < _HURRY_SECONDS
             return _BROKEN_SECONDS if hurries else self._tick_seconds
@@ -350,7 +346,6 @@ class Supervisor:
             self._held.recall_up_to(step.release)
 
     def _note_source(self, *, waits: bool) -> None:
-        """Record whether all lanes are read from the other source; log it at once, and again each minute."""
         if not waits:
             self._source_problem = None
             self._source_reminder.over()
@@ -382,10 +377,9 @@ class Supervisor:
             )
 
     def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
-        """Release the lanes after a while without success, if another relay is alive. Returns whether we take no lanes
-        now.
+        """Release the lanes after a while without success, if another relay is alive, and take none for a minute.
 
-        After a minute this relay takes lanes again, and tries for as long as before.
+        Returns whether we take none now.
         """
         now = time.monotonic()
         since = self._worker.loop.failing_since
@@ -446,7 +440,7 @@ class Supervisor:
                 lanes=listed([lease.lane for lease in left]),
             )
         self._sign_off()
-        log.info("relay stopped", published=self._worker.observer.count, **self._components.figures())
+        log.info("relay stopped", published=self._worker.observer.count)
         return len(left)
 
     def _tick_while_stopping(self) -> None:

@@ -31,11 +31,9 @@ class TracedPublisher:
         self._outbox = outbox
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
-        """Take over lanes; see Publisher."""
         return self._publisher.join(leases)
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        """Publish and wait for the acknowledgements; see Publisher."""
         if not tracing.configured():
             return self._publisher.publish(batches, confirm)
         traces = dict.fromkeys(_traces(batches))
@@ -52,15 +50,12 @@ class TracedPublisher:
             return sent
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events that can't be published at present; see Publisher."""
         return self._publisher.paused()
 
     def serve(self) -> None:
-        """Do the client's periodic work; see Publisher."""
         self._publisher.serve()
 
     def close(self) -> None:
-        """Discard what is queued and disconnect; see Publisher."""
         self._publisher.close()
 
     def _topics(self, batches: Batches) -> set[str]:

@@ -33,7 +33,7 @@ from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
-from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
+from relay.kafka.transactional import TransactionalPublisher
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.topics import TopicAges
@@ -50,7 +50,7 @@ from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.tracing import TracedPublisher
 from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
-from relay.wal.session import Stream, StreamLimits
+from relay.wal.session import Stream
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
 
@@ -74,7 +74,6 @@ def build(settings: Settings) -> Supervisor:
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
     exact = settings.delivery is Delivery.EXACTLY_ONCE
-    figures = TransactionFigures()
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
     if settings.delivery is Delivery.AT_MOST_ONCE:
         # A turn's rows are deleted: what is not sent in time is lost.
@@ -82,7 +81,7 @@ def build(settings: Settings) -> Supervisor:
     pauses = CurrentPauses()
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
-    new_publisher = _publisher(settings, figures, topics)
+    new_publisher = _publisher(settings, topics)
     wal = None
     if settings.source is SourceKind.WAL:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
@@ -128,7 +127,6 @@ def build(settings: Settings) -> Supervisor:
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,
             grown=grown,
-            figures=figures.summary if exact else dict,
             meter=meter,
             pauses=pauses,
             next_due=next_due,
@@ -170,17 +168,14 @@ class _Wal:
         self._stream: Stream | None = None
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Create the stream for these lanes."""
         settings = self._settings
         self._stream = Stream(
             slot_names(settings),
             lambda: Replication(settings.require_database(), self._name),
             self._connect,
             leases,
-            StreamLimits(
-                max_events=4 * settings.relay.batch_size * min(len(leases), 8),
-                heartbeat_seconds=settings.wal.heartbeat_seconds,
-            ),
+            max_events=4 * settings.relay.batch_size * min(len(leases), 8),
+            heartbeat_seconds=settings.wal.heartbeat_seconds,
         )
 
     def end(self) -> None:
@@ -190,7 +185,6 @@ class _Wal:
             stream.close()
 
     def source(self, reports: LoopReports) -> Source:
-        """Return a source on the stream."""
         assert self._stream is not None
         return StreamSource(
             self._connect,
@@ -232,7 +226,7 @@ def _source(
     return new_source
 
 
-def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) -> Callable[[Source], Publisher]:
+def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publisher]:
     options, seconds, router = producer_options(settings), delivery_seconds(settings), build_router(settings)
     archive = settings.relay.archive_days > 0
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
@@ -256,7 +250,6 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
             takeover=Takeover(store, state, fencing, base_id, abandoned=abandoned),
             lanes=store.lane_count(),
             state=state,
-            figures=figures,
             headers=settings.headers,
             record_offsets=archive,
         )

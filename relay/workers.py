@@ -32,10 +32,7 @@ _LOOK_SECONDS: Final = 0.1
 
 
 def run_workers(count: int, environment: Mapping[str, str]) -> int:
-    """Run ``outbox relay run`` in this environment ``count`` times, until all have ended.
-
-    Returns the exit status of the first that failed, or 0.
-    """
+    """Run ``outbox relay run`` ``count`` times, until all have ended. Returns the status of the first that failed."""
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "relay.cli", "relay", "run", "--worker", str(number)],

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
-from confluent_kafka import KafkaException, Message
+from confluent_kafka import Message
 
 from outbox.event import CE_ID, CE_SOURCE, CE_TIME, DEAD_LETTER, REPLAY
 from relay.audit.content import content_of
 from relay.audit.sums import NOTHING, WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
-from relay.core.ports import Unavailable
-from relay.kafka.client import headers_of, text_of
+from relay.kafka.client import headers_of, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
 from relay.operations.topic_scan import read
 
@@ -78,12 +77,10 @@ class Topics:
         Raises Unavailable.
         """
         milliseconds = max(int((since.timestamp() - _SLACK_SECONDS) * 1000), 0)
-        try:
+        with unavailable_on_kafka_error("looking for the records to audit"):
             partitions = self._offsets.partitions(self._topics)
             low, ends = self._offsets.low(partitions), self._offsets.stable(partitions)
             found = self._offsets.since(partitions, milliseconds)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, looking for the records to audit: {text_of(error)}") from error
         extents = {}
         for one in partitions:
             start = ends[one] if found[one] < 0 else found[one]
@@ -96,11 +93,9 @@ class Topics:
 
         Raises Unavailable.
         """
-        try:
+        with unavailable_on_kafka_error("looking for the ends of the topics"):
             partitions = self._offsets.partitions(self._topics)
             stable, high = self._offsets.stable(partitions), self._offsets.high(partitions)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, looking for the ends of the topics: {text_of(error)}") from error
         behind = {one: extents[one].end if one in extents else 0 for one in partitions}
         new = {one: Extent(behind[one], max(stable[one], behind[one])) for one in partitions}
         return new, {one.topic for one in partitions if stable[one] < high[one]}
@@ -187,11 +182,9 @@ class Topics:
             if (message.offset() or 0) < ends[place]:
                 add(place, message)
 
-        try:
+        with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
             for _ in read(self._options, starts, ends, within, isolation="read_committed", group="outbox-audit"):
                 pass
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, reading {', '.join(sorted(self._topics))}: {text_of(error)}") from error
 
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:

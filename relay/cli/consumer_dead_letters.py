@@ -23,7 +23,6 @@ class FailedMessages:
         self._filters = group, topic, cause
 
     def list(self, limit: int, *, as_json: bool) -> None:
-        """Print them, oldest first, without their contents."""
         from outbox.consumer.admin.dead_letters import Selection, readable
 
         with self._opened() as letters:
@@ -44,7 +43,6 @@ class FailedMessages:
             say("no dead letters")
 
     def show(self, dead_letter: str, *, as_json: bool) -> None:
-        """Print one with key, value and headers decoded."""
         from outbox.consumer.admin.dead_letters import readable
 
         with self._opened() as letters:

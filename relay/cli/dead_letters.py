@@ -16,8 +16,6 @@ app = typer.Typer(help="Events and messages that could not be published or appli
 
 
 class Side(StrEnum):
-    """The side that failed."""
-
     RELAY = "relay"
     CONSUMER = "consumer"
 

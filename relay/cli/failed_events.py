@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 
 
 class FailedEvents:
-    """The failed events of an outbox, or only those of one aggregate type."""
-
     def __init__(self, database_url: str | None, aggregate_type: str | None) -> None:
         self._database_url = database_url
         self._type = aggregate_type
 
     def list(self, limit: int, *, as_json: bool) -> None:
-        """Print them, oldest failure first."""
         from relay.operations.dead_letters import Selection
 
         with self._opened() as letters:
@@ -41,7 +38,6 @@ class FailedEvents:
             say("no failed events")
 
     def show(self, event_id: str, *, as_json: bool) -> None:
-        """Print one with its payload."""
         import orjson
 
         with self._opened() as letters:
@@ -145,7 +141,6 @@ def _print_done(
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for JSON, with bytes as hexadecimal digits."""
     return {
         name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
     }

@@ -210,7 +210,6 @@ def _plain(change: PauseChange) -> dict[str, Any]:
 
 @contextmanager
 def _opened(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str, Router]]:
-    """Yield a connection, the outbox's schema, and the routes of its events."""
     from relay.parts import build_router
 
     with outbox_session(database_url, "relay pause") as (connection, settings):

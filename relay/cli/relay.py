@@ -217,7 +217,8 @@ def release(
     if freed is None:
         say(f"Lane {lane} is already free.")
     else:
-        say(f"Lane {lane} is free: {freed.owner} held it until {freed.lease_until}.")
+        owner, lease_until = freed
+        say(f"Lane {lane} is free: {owner} held it until {lease_until}.")
 
 
 @app.command()

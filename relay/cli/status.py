@@ -47,9 +47,10 @@ def status(
             _print(overview, as_json=as_json)
             if overview.problems:
                 raise typer.Exit(1)
-        elif as_json:
+        elif as_json or not table_console().is_terminal:
+            # Live would print only the last view.
             while True:
-                _print(overview, as_json=True)
+                _print(overview, as_json=as_json)
                 time.sleep(watch)
                 overview = look(overview)
         else:
@@ -59,15 +60,9 @@ def status(
 def _watch(look: Callable[[Overview | None], Overview], overview: Overview, seconds: float) -> None:
     from rich.live import Live
 
-    console = table_console()
-    if not console.is_terminal:
-        # Live would print only the last view.
-        while True:
-            console.print(_rendered(overview, problems_first=True))
-            time.sleep(seconds)
-            overview = look(overview)
     # A terminal may be too small for everything: problems come first.
-    with Live(_rendered(overview, problems_first=True), console=console, auto_refresh=False, screen=True) as live:
+    shown = _rendered(overview, problems_first=True)
+    with Live(shown, console=table_console(), auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(seconds)

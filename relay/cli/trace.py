@@ -82,7 +82,6 @@ def _list(database_url: str | None, aggregate: str, limit: int, *, as_json: bool
 
 
 def show(found: Found) -> None:
-    """Print the path of an event as a tree."""
     from rich.text import Text
     from rich.tree import Tree
 

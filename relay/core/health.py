@@ -79,7 +79,6 @@ class Reason(StrEnum):
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return the reason for an error of the loop."""
     match error:
         case StreamLost():
             return Reason.STREAM_LOST
@@ -101,10 +100,7 @@ def reason_of(error: Exception) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The lanes that wait for one reason, and how long the first of them has waited.
-
-    ``lanes`` is empty if the whole worker waits: it may hold none.
-    """
+    """The lanes that wait for one reason (none: the whole worker), and how long the first of them has waited."""
 
     reason: Reason
     lanes: Sequence[int]
@@ -113,8 +109,6 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of a worker at one moment."""
-
     ready: bool
     lanes: int
     waits: Sequence[Wait] = ()
@@ -179,7 +173,6 @@ class WorkerHealth:
             return now - self._upkeep.setdefault(name, now)
 
     def upkeep_goes_on(self, name: str) -> None:
-        """Record that a task other than publishing succeeded."""
         with self._lock:
             self._upkeep.pop(name, None)
 

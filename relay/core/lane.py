@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from outbox._clients.backoff import doubled, jittered
 from relay.core.lease import Lease
@@ -52,21 +52,7 @@ class Backoff:
 
     @property
     def waits(self) -> bool:
-        """Return whether it is too early to try again."""
         return time.monotonic() < self.until
-
-
-@dataclass(slots=True)
-class TurnSize:
-    """The slot of turn_sizes.py. ``taken`` is the lane's number of events in the last turn.
-
-    ``suspected``: so many of its next events were refused, or may be what was; 0 if none. ``limit``: the size of its
-    next turn while there are some.
-    """
-
-    taken: int = 0
-    suspected: int = 0
-    limit: int = 0
 
 
 @dataclass(slots=True)
@@ -74,6 +60,9 @@ class Lane:
     """One lane. A new lease begins a new record.
 
     ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled.
+
+    For turn_sizes.py: ``taken`` is the number of its events in the last turn; ``suspected``: so many of its next events
+    were refused, or may be what was; ``limit``: the size of its next turn while there are some.
     """
 
     lease: Lease
@@ -81,4 +70,6 @@ class Lane:
     joined: bool = False
     paused: bool = False
     unsettled: UnsettledBatch = NOTHING
-    size: TurnSize = field(default_factory=TurnSize)
+    taken: int = 0
+    suspected: int = 0
+    limit: int = 0

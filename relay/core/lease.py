@@ -72,10 +72,7 @@ class LetGo:
 
 
 class HeldLanes:
-    """The lanes of one worker. The control loop gives and recalls them, the worker's loop publishes them.
-
-    Every method may be called from any thread.
-    """
+    """The lanes of one worker: the control loop gives and recalls them, its own loop publishes them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,7 +81,6 @@ class HeldLanes:
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
-        """Give lanes to the worker's loop."""
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
 
@@ -100,7 +96,6 @@ class HeldLanes:
             self._recalled.update(left[: max(count - len(self._recalled), 0)])
 
     def recall_all(self) -> None:
-        """Recall all lanes."""
         with self._lock:
             self._recalled |= self._leases.keys()
 

@@ -446,7 +446,6 @@ class WorkerLoop:
         lane.unsettled = NOTHING
 
     def _note_settled(self, lanes: Collection[int]) -> None:
-        """Record that Postgres has settled all published events of these lanes."""
         for number in lanes:
             if (lane := self._lanes.get(number)) is not None:
                 lane.unsettled = NOTHING

@@ -53,8 +53,6 @@ class StateLost(OutboxError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The Postgres cluster and timeline that a batch was read from."""
-
     system_identifier: str
     timeline: int
 
@@ -80,7 +78,6 @@ class Marker:
 
     @property
     def rows(self) -> list[tuple[int, str]]:
-        """Return the row id and the event id of each event."""
         return list(zip(self.positions, self.event_ids, strict=True))
 
     def encode(self) -> bytes:
@@ -141,9 +138,8 @@ def resume(
 ) -> Marker | None:
     """Return the marker that a lane goes on from; None if there has never been one and an empty one must be written.
 
-    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows.
-
-    Raises StateLost in every case in which publishing could duplicate or lose events: see the table above.
+    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows. Raises StateLost where the
+    table above says stop.
     """
     check_origin(lane, marker, system_identifier, timeline)
     if last_batch == RECREATED:

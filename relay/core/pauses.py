@@ -31,8 +31,6 @@ from typing import Any, Final, assert_never
 
 
 class ScopeKind(StrEnum):
-    """The kind of a scope."""
-
     ALL = "all"
     LANE = "lane"
     TOPIC = "topic"
@@ -87,8 +85,6 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """The pauses at one moment."""
-
     numbers: frozenset[int] = frozenset()
     every_lane: bool = False
     lanes: frozenset[int] = frozenset()
@@ -106,18 +102,14 @@ class Pauses:
         )
 
     def holds(self, lane: int) -> bool:
-        """Return whether the lane must not be read."""
         return self.every_lane or lane in self.lanes
 
 
 class CurrentPauses:
-    """The pauses as one relay knows them. The control loop writes ``now``, the worker's loop ``obeyed``.
-
-    Each is replaced as a whole, so any thread may read both.
-    """
+    """The pauses as one relay knows them. Each is replaced as a whole, so any thread may read both."""
 
     def __init__(self) -> None:
         self.now = Pauses()
-        """The pauses that were read last."""
+        """The pauses that the control loop read last."""
         self.obeyed = Pauses()
         """The pauses that the current turn obeys. The turns before, which knew others, have ended."""

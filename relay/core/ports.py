@@ -14,7 +14,6 @@ from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
-from relay.core.position import WalPosition
 
 if TYPE_CHECKING:
     from relay.core.marker import Identity, Marker
@@ -22,6 +21,18 @@ if TYPE_CHECKING:
 
 class StreamLost(StateLost):
     """The slot may have missed events: nothing is read until an operator has looked (``outbox cdc status``)."""
+
+
+class WalPosition(NamedTuple):
+    """An event's position in the WAL, in commit order.
+
+    ``commit_lsn`` is the byte position of its transaction's commit record, ``number`` its place among the events of
+    that transaction, from 1; ``xid`` is the transaction's id, without the epoch.
+    """
+
+    commit_lsn: int
+    number: int
+    xid: int
 
 
 class Claim(NamedTuple):
@@ -52,7 +63,6 @@ class Claim(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the bytes of the payload."""
         return 0 if self.value is None else len(self.value)
 
 
@@ -77,7 +87,6 @@ class UnsettledBatch:
     batch: int | None = None
 
     def part(self, start: int, stop: int | None = None) -> UnsettledBatch:
-        """Return some of the events."""
         return UnsettledBatch(self.rows[start:stop], self.records[start:stop], self.batch)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
@@ -111,7 +120,6 @@ Kind = tuple[str, bool]
 
 
 def kind_of(claim: Claim) -> Kind:
-    """Return an event's kind."""
     return claim.aggregate_type, DEAD_LETTER in (claim.headers or ())
 
 
@@ -269,10 +277,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Nothing of the turn is published, because these lanes were not confirmed.
-
-    ``publisher_unusable`` as in Completed: it had already sent events.
-    """
+    """Nothing of the turn is published, because these lanes were not confirmed. ``publisher_unusable`` as above."""
 
     lanes: Mapping[int, OutboxError]
     publisher_unusable: bool = False
@@ -285,9 +290,7 @@ Sent = Completed | Failed | Unconfirmed
 class TakeoverStore(Protocol):
     """The database's side of taking lanes over; see kafka/takeover.py."""
 
-    def lane_count(self) -> int:
-        """Return how many lanes the outbox has."""
-        ...
+    def lane_count(self) -> int: ...
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, Mapping[int, OutboxError]]:
         """Return the database's identity, and the lanes that have another owner. No identity if all of them have."""
@@ -351,10 +354,7 @@ class Source(Protocol):
         ...
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
-        """Record the result of each lane's batch; refused events at once.
-
-        Returns the lanes for which that failed, as in ``Fetched.failed``.
-        """
+        """Record each lane's result; refused events at once. Returns lanes that failed, as in ``Fetched.failed``."""
         ...
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
@@ -362,10 +362,7 @@ class Source(Protocol):
         ...
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events, for at most about ``seconds``, or until ``stop``.
-
-        Returns whether a fetch is worth it.
-        """
+        """Wait for events of these lanes, at most about ``seconds``, or until ``stop``. Returns whether to fetch."""
         ...
 
     def close(self) -> None:
@@ -398,10 +395,7 @@ class Publisher(Protocol):
         ...
 
     def serve(self) -> None:
-        """Do the client's work besides publishing: before each fetch, and while nothing is published.
-
-        Raises Unavailable; then this publisher is unusable.
-        """
+        """Do the client's other work, before each fetch and while idle. Raises Unavailable: then it is unusable."""
         ...
 
     def close(self) -> None:

@@ -37,7 +37,6 @@ class TurnSizes:
         self._suspects_turn = False
 
     def forget(self, lane: int) -> None:
-        """Forget what is suspected of a lane, before its record goes."""
         self._clear([lane])
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
@@ -47,23 +46,23 @@ class TurnSizes:
         """
         known = lanes & self._lanes.keys()
         for number in known:
-            self._lanes[number].size.taken = len(batches.get(number, ()))
+            self._lanes[number].taken = len(batches.get(number, ()))
         if self._suspects_turn:
             self._clear([number for number in known if not batches.get(number)])
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
         """Return the lanes of this turn, out of those that are ready, with the most events of each."""
-        good = [number for number in ready if not self._lanes[number].size.suspected]
+        good = [number for number in ready if not self._lanes[number].suspected]
         group = [] if self._suspects_turn and good else self._next_suspects(ready)
         self._suspects_turn = bool(group)
-        return {number: self._lanes[number].size.limit for number in group} or self._shares(good)
+        return {number: self._lanes[number].limit for number in group} or self._shares(good)
 
     def _next_suspects(self, ready: Collection[int]) -> list[int]:
         for number, group in enumerate(self._suspects):
             if here := [lane for lane in group if lane in ready]:
                 self._suspects.append(self._suspects.pop(number))
                 # First what comes before the likeliest events of a group, then these together.
-                return [lane for lane in here if self._lanes[lane].size.suspected > 1] or here
+                return [lane for lane in here if self._lanes[lane].suspected > 1] or here
         return []
 
     def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
@@ -76,10 +75,10 @@ class TurnSizes:
             return {}
         most = self._limit * _LANES_AT_ONCE
         even = max(min(self._limit, most // len(numbers)), 1)
-        full = [number for number in numbers if self._lanes[number].size.taken >= even]
+        full = [number for number in numbers if self._lanes[number].taken >= even]
         if not full:
             return dict.fromkeys(numbers, even)
-        left = most - sum(self._lanes[number].size.taken for number in numbers if self._lanes[number].size.taken < even)
+        left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
         more = max(min(self._limit, left // len(full)), even)
         return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
 
@@ -98,7 +97,7 @@ class TurnSizes:
             self._clean, self._limit = 0, half
             return
         for number in batches:
-            self._lanes[number].size.limit = half
+            self._lanes[number].limit = half
 
     def _isolated(self, batches: Batches, failed: Failed) -> Failed:
         found = {number for number, receipt in failed.receipts.items() if receipt.refused}
@@ -115,7 +114,7 @@ class TurnSizes:
         guesses = {
             number: before
             for number in blamed
-            if not self._lanes[number].size.suspected
+            if not self._lanes[number].suspected
             and (before := _before(batches[number], failed.likeliest.get(number))) is not None
         }
         # If a guess is wrong, the others are refused again, without these events.
@@ -126,7 +125,7 @@ class TurnSizes:
         """Give these lanes turns of their own, by the number of their events that were refused together."""
         groups = [list(sizes)] if guesses else [part for part in _halves(list(sizes)) if part]
         for number, size in sizes.items():
-            lane = self._lanes[number].size
+            lane = self._lanes[number]
             if guesses:
                 lane.suspected, lane.limit = guesses[number] + 1, guesses[number] or 1
             else:
@@ -134,9 +133,8 @@ class TurnSizes:
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in sizes])] + groups
 
     def _clear(self, numbers: Collection[int]) -> None:
-        """Let these lanes go with the others again."""
         for number in numbers:
-            self._lanes[number].size.suspected = 0
+            self._lanes[number].suspected = 0
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in numbers])]
 
     def completed(self, lanes: AbstractSet[int]) -> None:
@@ -144,7 +142,7 @@ class TurnSizes:
         if self._suspects_turn:
             alone = len(lanes) == 1
             for number in lanes & self._lanes.keys():
-                lane = self._lanes[number].size
+                lane = self._lanes[number]
                 lane.suspected = max(lane.suspected - lane.taken, 0)
                 lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
                 if not lane.suspected:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
@@ -10,10 +11,12 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import complete
 from outbox._clients.kafka_client import Admin
+from outbox.consumer.messages import UndecodableHeaders
+from outbox.consumer.messages import headers_of as safe_headers
+from relay.core.ports import BrokerUnavailable
 
 
 def text_of(error: KafkaException) -> str:
-    """Return the error text of librdkafka or the broker."""
     inner = error.args[0]
     return inner.str() if isinstance(inner, KafkaError) else str(error)
 
@@ -31,18 +34,19 @@ def is_end(error: KafkaError) -> bool:
     return False
 
 
-def headers_of(message: Message) -> dict[str, Any]:
-    """Return a record's headers; none if a name is not UTF-8, which another program may have written.
-
-    For such a name the client's C code returns a broken list with an exception set. Only a caller in C, such as map(),
-    is certain to notice it. Call it only once: a second call returns the list without the error, and reading it
-    crashes.
-    """
+@contextmanager
+def unavailable_on_kafka_error(doing: str) -> Iterator[None]:
+    """Turn an error of librdkafka or the broker into BrokerUnavailable."""
     try:
-        [found] = map(Message.headers, [message])
-    except SystemError:
-        return {}
-    return dict(found or ())
+        yield
+    except KafkaException as error:
+        raise BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}") from error
+
+
+def headers_of(message: Message) -> dict[str, Any]:
+    """Return a record's headers; none if a name is not UTF-8: no relay has written it. Call it once for a message."""
+    [found] = safe_headers([message])
+    return {} if isinstance(found, UndecodableHeaders) else dict(found)
 
 
 def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +64,6 @@ def reader_options(options: Mapping[str, str], group: str, isolation: str, more:
 
 
 def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:
-    """Create a topic, unless it exists. Raises KafkaException."""
     try:
         # Without an explicit timeout the client waits a minute for a controller that has just died.
         with admin.explaining():

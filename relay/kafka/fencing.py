@@ -55,7 +55,6 @@ class Fencing:
         self._busy: dict[str, tuple[IdBusy, float]] = {}
 
     def __call__(self, transactional_id: str) -> None:
-        """Fence an id. Raises as ``fence`` does."""
         known = self._busy.get(transactional_id)
         if known is not None and time.monotonic() < known[1]:
             raise IdBusy(str(known[0]))
@@ -80,15 +79,11 @@ def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
 
 
 def is_busy(error: KafkaException) -> bool:
-    """Return whether the broker has not yet ended an id's last transaction."""
     return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 
 class ShortLivedProducer(Producer):
-    """A producer for at most one transaction, which retries quickly.
-
-    Raises ConfigurationError for an unknown option.
-    """
+    """A producer for one transaction, which retries quickly. Raises ConfigurationError for an unknown option."""
 
     def __init__(self, options: Mapping[str, Any], transactional_id: str) -> None:
         self._errors = ConnectionErrors()

@@ -33,31 +33,19 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
     """
     event_id = claim.event_id
     headers: Headers
-    if which is HeaderSet.BOTH:
-        headers = [
-            (CE_SPECVERSION, "1.0"),
-            (CE_ID, event_id),
-            (CE_SOURCE, ce_source),
-            (CE_TYPE, claim.event_type),
-            (CE_SUBJECT, claim.aggregate_id),
-            (CE_TIME, claim.time),
-            (ID, event_id),
-            (EVENT_TYPE, claim.event_type),
-            (AGGREGATE_TYPE, claim.aggregate_type),
-            (IDEMPOTENCY_KEY, event_id),
-        ]
-    elif which is HeaderSet.CLOUDEVENTS:
-        headers = [
-            (CE_SPECVERSION, "1.0"),
-            (CE_ID, event_id),
-            (CE_SOURCE, ce_source),
-            (CE_TYPE, claim.event_type),
-            (CE_SUBJECT, claim.aggregate_id),
-            (CE_TIME, claim.time),
-        ]
+    if which is HeaderSet.DEBEZIUM:
+        headers = [(CE_ID, event_id)]
     else:
         headers = [
+            (CE_SPECVERSION, "1.0"),
             (CE_ID, event_id),
+            (CE_SOURCE, ce_source),
+            (CE_TYPE, claim.event_type),
+            (CE_SUBJECT, claim.aggregate_id),
+            (CE_TIME, claim.time),
+        ]
+    if which is not HeaderSet.CLOUDEVENTS:
+        headers += [
             (ID, event_id),
             (EVENT_TYPE, claim.event_type),
             (AGGREGATE_TYPE, claim.aggregate_type),

@@ -136,11 +136,9 @@ class IdempotentPublisher:
         )
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to at present."""
         return frozenset() if self._sender is None else self._sender.paused()
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks."""
         if self._sender is not None:
             self._sender.serve()
 

@@ -17,10 +17,7 @@ _SHARED_SECONDS: Final = 1.0
 
 
 class SharedMetadata:
-    """The metadata of all topics, and the settings of some. An answer, or the failure to get one, serves for a second.
-
-    Not thread-safe.
-    """
+    """The metadata of all topics, and settings of some. An answer or a failure serves for a second. Not thread-safe."""
 
     def __init__(self, admin: Admin, clock: Callable[[], float]) -> None:
         self._admin = admin
@@ -30,7 +27,6 @@ class SharedMetadata:
         self._min_in_sync: dict[str, int | None] = {}
 
     def forget(self) -> None:
-        """Ask again next time."""
         self._answer = None
 
     def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:

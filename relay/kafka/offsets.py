@@ -19,18 +19,12 @@ _ASK_AGAIN_SECONDS: Final = 0.05
 
 
 class Partition(NamedTuple):
-    """One partition of a topic."""
-
     topic: str
     number: int
 
 
 class Undecided(NamedTuple):
-    """A partition with a transaction that is neither committed nor aborted.
-
-    Everything before ``stable`` is decided; the transaction's first record is at ``stable``. ``end`` is the high
-    watermark.
-    """
+    """A partition with an undecided transaction, whose first record is at ``stable``. ``end`` is the high watermark."""
 
     partition: Partition
     stable: int
@@ -45,7 +39,6 @@ class Offsets:
         self._admin = Admin(self._options)
 
     def partitions(self, topics: Collection[str]) -> list[Partition]:
-        """Return the partitions of these topics, as far as they exist."""
         return [
             Partition(name, number)
             for name, topic in self._topics().items()
@@ -54,11 +47,9 @@ class Offsets:
         ]
 
     def topics(self) -> list[str]:
-        """Return the names of all topics."""
         return list(self._topics())
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Return the first available offset."""
         return self._ask(partitions, EARLIEST, IsolationLevel.READ_UNCOMMITTED)
 
     def high(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
@@ -77,10 +68,9 @@ class Offsets:
     def await_decided(
         self, ends: Mapping[Partition, int], seconds: float, known: Collection[Partition] = ()
     ) -> list[Undecided]:
-        """Wait until all transactions before ``ends`` are decided. Returns the partitions where one is not, after
-        ``seconds``.
+        """Wait until all transactions before ``ends`` are decided, but not for partitions in ``known``.
 
-        Does not wait for partitions in ``known``.
+        Returns the partitions where one is undecided after ``seconds``.
         """
         left = list(ends)
         deadline = time.monotonic() + seconds

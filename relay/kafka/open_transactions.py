@@ -30,8 +30,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID
 from relay.core.health import Reason, Wait
-from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import headers_of, reader_options, text_of
+from relay.kafka.client import headers_of, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 log = structlog.get_logger("relay")
@@ -42,6 +41,7 @@ _LONGEST_SECONDS: Final = 900.0
 _GRACE_SECONDS: Final = 15.0
 _LOG_AGAIN_SECONDS: Final = 300.0
 _READ_SECONDS: Final = 10.0
+_DOING: Final = "looking for transactions that hang"
 _FORBIDDEN: Final = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED})
 
 
@@ -63,10 +63,9 @@ class OpenTransaction:
 
 
 class OpenTransactions:
-    """Looks for open transactions in the topics that an outbox may write to (``may_write``), and in its state topic.
+    """Looks for open transactions in the topics that an outbox may write to, and in its state topic.
 
-    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable when Kafka does not
-    answer.
+    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class OpenTransactions:
         self._offsets: Offsets | None = None
 
     def look(self) -> list[Undecided]:
-        """Return the partitions that end in an open transaction now. Takes two requests to each broker."""
+        """Return the partitions that end in an open transaction now."""
         return self._await({}, 0.0)
 
     def unmoved(self, seconds: float) -> list[Undecided]:
@@ -96,10 +95,8 @@ class OpenTransactions:
 
     def examine(self, undecided: Collection[Undecided]) -> list[OpenTransaction]:
         """Return the transactions that these partitions wait for."""
-        try:
+        with unavailable_on_kafka_error(_DOING):
             first = _first_records(self._options, undecided)
-        except KafkaException as error:
-            raise _away(error) from error
         examined = []
         for found in undecided:
             message = first.get(found.partition)
@@ -114,16 +111,15 @@ class OpenTransactions:
         return examined
 
     def _await(self, ends: Mapping[Partition, int], seconds: float) -> list[Undecided]:
-        try:
-            # The client, with its threads and connections, is kept.
-            offsets = self._offsets = self._offsets or Offsets(self._options)
+        # The client, with its threads and connections, is kept while it works.
+        offsets, self._offsets = self._offsets or Offsets(self._options), None
+        with unavailable_on_kafka_error(_DOING):
             if not ends:
                 topics = {topic for topic in offsets.topics() if self._may_write(topic) or topic == self._state_topic}
                 ends = offsets.high(offsets.partitions(topics))
-            return offsets.await_decided(ends, seconds)
-        except KafkaException as error:
-            self._offsets = None
-            raise _away(error) from error
+            found = offsets.await_decided(ends, seconds)
+        self._offsets = offsets
+        return found
 
 
 @dataclass(slots=True)
@@ -137,7 +133,7 @@ class _OpenPartition:
 
 
 class TransactionWatch:
-    """Tracks hanging transactions for a relay. Call ``look`` from time to time, from one thread; the rest from any.
+    """Tracks hanging transactions. Call ``look`` from time to time, from one thread; the rest from any.
 
     Measures from when it first saw a transaction, by this machine's clock: other clocks may differ.
     """
@@ -170,11 +166,9 @@ class TransactionWatch:
             log.info("no transaction hangs any more")
 
     def hanging(self) -> int:
-        """Return the number of partitions in which a transaction hangs."""
         return len(self._hanging)
 
     def waits(self) -> list[Wait]:
-        """Return the wait to report, without lanes, if a transaction hangs."""
         hanging = self._hanging
         if not hanging:
             return []
@@ -240,7 +234,3 @@ def _first_records(options: Mapping[str, str], undecided: Collection[Undecided])
     finally:
         consumer.close()
     return found
-
-
-def _away(error: KafkaException) -> BrokerUnavailable:
-    return BrokerUnavailable(f"Kafka, looking for transactions that hang: {text_of(error)}")

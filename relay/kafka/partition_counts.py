@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
-from confluent_kafka import KafkaException
 
 from outbox._clients.kafka_client import Admin
-from relay.core.ports import BrokerUnavailable
-from relay.kafka.client import text_of
+from relay.kafka.client import unavailable_on_kafka_error
 
 log = structlog.get_logger("relay")
 
@@ -50,10 +48,7 @@ class Grown:
 
 
 class PartitionCounts:
-    """The number of partitions of each topic that events may go to. Call ``look`` from one thread; the rest from any.
-
-    ``clock`` returns seconds.
-    """
+    """The number of partitions of each topic of events. Call ``look`` from one thread; the rest from any."""
 
     def __init__(
         self,
@@ -69,12 +64,9 @@ class PartitionCounts:
 
     def look(self) -> None:
         """Compare the topics' partitions with those of the look before. Raises BrokerUnavailable."""
-        try:
+        with unavailable_on_kafka_error("counting partitions"), self._admin.explaining():
             # All topics: a request by name could make the broker create one.
-            with self._admin.explaining():
-                found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, counting partitions: {text_of(error)}") from error
+            found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
         # A topic that is gone may be created again, with any number.
         self._known = {topic: count for topic, count in self._known.items() if topic in found}
         grown = {topic: change for topic, change in self._grown.items() if topic in found}

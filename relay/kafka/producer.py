@@ -33,7 +33,7 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of
+from relay.kafka.client import text_of, unavailable_on_kafka_error
 from relay.kafka.headers import message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
@@ -126,7 +126,6 @@ class BatchProducer:
 
     @property
     def failed(self) -> bool:
-        """Return whether a message of the turn, or the producer itself, failed."""
         return bool(self._failed) or bool(self._markers) or self.fatal is not None
 
     @property
@@ -146,7 +145,6 @@ class BatchProducer:
 
     @property
     def anything_sent(self) -> bool:
-        """Return whether an event of the turn was queued."""
         return any(self.sent.values())
 
     def send(self, batches: Batches, deadline: float, may_send: Callable[[int], bool] = lambda _lane: True) -> None:
@@ -356,18 +354,14 @@ class BatchProducer:
 
     def forbidden_topics(self) -> list[str]:
         """Return the topics of this turn that this user may not write to, and mark them unusable."""
-        try:
+        with unavailable_on_kafka_error("asking for rights on topics"):
             return self._topics.forbidden(self._used)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, asking for rights on topics: {text_of(error)}") from error
 
     def note_written(self) -> None:
-        """Record that the turn's topics could be written to."""
         self._connections.forget()
         self._topics.written(self._used)
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to for now."""
         return self._topics.paused_kinds()
 
     def explained(self, error: KafkaException) -> KafkaException:
@@ -375,11 +369,9 @@ class BatchProducer:
         return self._connections.explained(error, self.producer)
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks. Raises Unavailable."""
         self._poll(0)
 
     def close(self) -> None:
-        """Discard what is queued and in flight."""
         self.producer.purge()
         with contextlib.suppress(KafkaException):
             self.producer.poll(0)

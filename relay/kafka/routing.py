@@ -86,7 +86,6 @@ class Router:
         return relay_topic_problem(topic) is None and (made or topic == self._dead_letter_topic)
 
     def topic(self, claim: Claim) -> str:
-        """Return the topic of an event. Raises NoRoute."""
         return self.topic_of(claim.aggregate_type, copy=claim.headers is not None and DEAD_LETTER in claim.headers)
 
     def topic_of(self, aggregate_type: str, *, copy: bool) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,7 +35,14 @@ from outbox._clients.kafka_client import Admin, silent_logger
 from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
-from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, text_of
+from relay.kafka.client import (
+    create_topic,
+    is_end,
+    partitions_text,
+    reader_options,
+    text_of,
+    unavailable_on_kafka_error,
+)
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _READ_SECONDS: Final = 10.0
@@ -99,24 +107,18 @@ class StateTopic:
             self._checked = lanes
 
     def last_markers(self, lanes: Collection[int], *, decided: bool = True) -> dict[int, Marker | None]:
-        """Return each lane's last committed marker; None without a marker, or without such a partition.
-
-        Fence the lanes' former holders first. With ``decided=False`` an open transaction at the end is ignored: for a
-        look before the fence, never as the basis for publishing.
-
-        Raises UndecidedTransaction or StateLost for the first lane with such a problem (``read`` returns them by lane),
-        Unavailable when a partition can't be read to its end.
-        """
+        """Return the markers that ``read`` returns. Raises the problem of the first lane that has one."""
         read = self.read(lanes, decided=decided)
         for problem in read.problems.values():
             raise problem
         return dict(read.markers)
 
     def read(self, lanes: Collection[int], *, decided: bool = True) -> MarkersRead:
-        """Return the markers of many lanes, and the problem of each lane without a valid one.
+        """Return each lane's last committed marker, and the problem of each lane without a valid one.
 
-        One consumer reads all partitions within a fixed time. Raises Unavailable when a partition can't be read to its
-        end by then.
+        Fence the lanes' former holders first. With ``decided=False`` an open transaction at the end is ignored: for a
+        look before the fence, never as the basis for publishing. One consumer reads all partitions within a fixed time.
+        Raises Unavailable when a partition can't be read to its end by then.
         """
         wanted = set(lanes)
         consumer = Consumer(
@@ -128,15 +130,11 @@ class StateTopic:
             ),
             logger=silent_logger(),
         )
-        try:
+        with closing(consumer), unavailable_on_kafka_error(f"reading {self.name!r}"):
             offsets = Offsets(self._options)
             there = wanted & {partition.number for partition in offsets.partitions({self.name})}
             low, ends, undecided = self._bounds(offsets, there, decided=decided)
             values = self._last_values(consumer, low, ends)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"Kafka, reading {self.name!r}: {text_of(error)}") from error
-        finally:
-            consumer.close()
         markers: dict[int, Marker | None] = dict.fromkeys(wanted - there)
         broken: dict[int, StateLost | UndecidedTransaction] = {
             found.partition.number: UndecidedTransaction.at(

@@ -176,7 +176,6 @@ class Topics:
         return self._reasons
 
     def refused(self, topic: str, reason: str) -> None:
-        """Record that the broker refuses messages to the topic."""
         with self._lock:
             self._refuse(topic, reason)
 
@@ -221,7 +220,6 @@ class Topics:
         return max((max(state.wait_seconds * _TRIAL_PART, _TRIAL_SECONDS) for state in states), default=None)
 
     def written(self, topics: Collection[str]) -> None:
-        """Record that these topics could be written to."""
         if not self._unusable:
             return
         with self._lock:

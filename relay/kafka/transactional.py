@@ -45,7 +45,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -88,25 +87,6 @@ _INIT_SECONDS: Final = 10.0
 _ABORT_SECONDS: Final = 2.0
 
 
-class TransactionFigures:
-    """Figures of this process's transactions. Times are in seconds, of the last 10,000 commits."""
-
-    def __init__(self) -> None:
-        self.commits = 0
-        self.renewed = 0
-        self.commit_seconds: deque[float] = deque(maxlen=10_000)
-
-    def summary(self) -> dict[str, float]:
-        """Return counts and percentiles, for the log and the benchmarks."""
-        times = sorted(self.commit_seconds)
-        return {
-            "transactions": self.commits,
-            "producers_renewed": self.renewed,
-            "commit_ms_p50": round(times[len(times) // 2] * 1000, 2) if times else 0.0,
-            "commit_ms_p99": round(times[len(times) * 99 // 100] * 1000, 2) if times else 0.0,
-        }
-
-
 class _TransactionalProducer(BatchProducer):
     """A producer with its transactional id that checks whether its commits were clean."""
 
@@ -145,7 +125,6 @@ class TransactionalPublisher:
         takeover: Takeover,
         lanes: int,
         state: StateTopic,
-        figures: TransactionFigures,
         headers: HeaderSet = HeaderSet.BOTH,
         record_offsets: bool = False,
     ) -> None:
@@ -157,7 +136,6 @@ class TransactionalPublisher:
         self._lanes = lanes
         self._topics = topics
         self._state = state
-        self._figures = figures
         self._joined: dict[int, Marker] = {}
         """The lanes that were taken over, each with its last marker on Kafka, under our epoch."""
         self._turn = 0
@@ -244,7 +222,6 @@ class TransactionalPublisher:
         return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to at present."""
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:
@@ -291,8 +268,6 @@ class TransactionalPublisher:
         failpoint("txn.committed")
         self._turn += 1
         sender.note_written()
-        if sender.suspicious:
-            self._figures.renewed += 1
         receipts = {
             lane: Receipt(
                 sender.acknowledged(lane, numbers.get(lane)), sender.refused.get(lane, []), lane in sender.left_out
@@ -305,10 +280,8 @@ class TransactionalPublisher:
         """Return the result of a turn that can't begin: this is closed, or an earlier commit was not clean."""
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
-        if not any(sender.initialized for sender in self._senders):
-            return Completed({}, publisher_unusable=True)
-        if any(sender.suspicious for sender in self._senders):
-            self._figures.renewed += 1
+        initialized = any(sender.initialized for sender in self._senders)
+        if not initialized or any(sender.suspicious for sender in self._senders):
             return Completed({}, publisher_unusable=True)
         return None
 
@@ -371,10 +344,7 @@ class TransactionalPublisher:
         sender.ends += 1
         started = time.monotonic()
         sender.producer.commit_transaction(max(deadline - started, 0.1))
-        seconds = time.monotonic() - started
-        sender.suspicious = sender.suspicious or seconds >= self._clean_seconds
-        self._figures.commits += 1
-        self._figures.commit_seconds.append(seconds)
+        sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds
 
     def _aborted(
         self,

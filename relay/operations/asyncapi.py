@@ -123,7 +123,6 @@ def document(models: Iterable[EventModel], settings: Settings, title: str, versi
 
 
 def _name(model: EventModel, taken: Mapping[str, Any]) -> str:
-    """Return a message's name, of the characters that the keys of components may have."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", f"{model.aggregate_type}.{model.event_type}")
     if name in taken:
         raise ConfigurationError(f"models: two types of events have the name {name} once their characters are replaced")
@@ -248,35 +247,3 @@ def _common_headers(settings: Settings) -> dict[str, Any]:
         properties[CE_SOURCE]["const"] = settings.ce_source
     always = [name for name in names if _HEADERS[name] is not _TRACE]
     return {"type": "object", "properties": properties, "required": always}
-
-
-_PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_SPECIAL: Final = re.compile("[\x7f-\x9f\ud800-\udfff\u2028\u2029\ufeff\ufffe\uffff]")
-"""What YAML takes for the end of a line, or does not take."""
-_MEANS_ELSE: Final = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n"})
-
-
-def yaml(value: Any, indent: int = 0) -> str:
-    """Return a document of JSON's types as YAML, in blocks. All texts are quoted as in JSON."""
-    pad = "  " * indent
-    if isinstance(value, dict) and value:
-        return "".join(f"{pad}{_key(key)}:{_behind(item, indent)}" for key, item in value.items())
-    if isinstance(value, list) and value:
-        return "".join(f"{pad}-{_behind(item, indent)}" for item in value)
-    return f"{pad}{_scalar(value)}\n"
-
-
-def _behind(value: Any, indent: int) -> str:
-    if isinstance(value, dict | list) and value:
-        return "\n" + yaml(value, indent + 1)
-    return f" {_scalar(value)}\n"
-
-
-def _key(key: str) -> str:
-    return key if _PLAIN.fullmatch(key) and key.lower() not in _MEANS_ELSE else _scalar(key)
-
-
-def _scalar(value: Any) -> str:
-    text = _SPECIAL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
-    # A float without a dot would be read as text.
-    return text.replace("e", ".0e") if isinstance(value, float) and "." not in text else text

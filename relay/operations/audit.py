@@ -30,8 +30,5 @@ def note(
 def read(
     connection: psycopg.Connection[Any], schema: str, *, before: int | None = None, limit: int = 50
 ) -> Sequence[Mapping[str, Any]]:
-    """Return lines of the audit, the newest first, from the one before the id ``before`` on.
-
-    Raises Unavailable, and SchemaError without the table or the right.
-    """
+    """Return lines of the audit, the newest first, from the one before the id ``before`` on."""
     return read_rows(connection, "reading the audit", _READ, names_of(schema), {"before": before, "limit": limit})

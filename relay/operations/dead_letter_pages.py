@@ -54,14 +54,11 @@ class Filter:
     state: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Return the statements' parameters."""
         return {"kind": self.kind, "type": self.aggregate_type, "state": self.state}
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCursor:
-    """The last event of a page."""
-
     first_failed_at: dt.datetime
     lane: int
     id: int
@@ -69,41 +66,30 @@ class FailureCursor:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Failed events, the oldest failure first, and where the next page begins; None after the last one."""
-
     rows: Sequence[Mapping[str, Any]]
     next: FailureCursor | None
 
 
 class DeadLetterPages:
-    """The failed events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached or takes too long, and SchemaError without the tables
-    or the rights.
-    """
+    """The failed events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names: dict[str, sql.Composable] = {**names_of(schema), "kind": sql.SQL(_KIND).format()}
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return kind, aggregate_type, state, events, first and last of each group, the largest first.
-
-        At most COUNTED dead letters, and as many retrying events, are grouped.
-        """
+        """Return kind, aggregate_type, state, events, first and last of each group, of at most COUNTED of a state."""
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
         failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
         return self._run(_GROUPS, {}, failed=failed)
 
     def page(self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE) -> Page:
-        """Return a page of failed events, without contents."""
         rows = self._chosen(chosen, after, limit + 1)
         more, rows = len(rows) > limit, rows[:limit]
         last = rows[-1] if more else None
         return Page(rows, None if last is None else FailureCursor(last["first_failed_at"], last["lane"], last["id"]))
 
     def event_ids(self, chosen: Filter, most: int = COUNTED) -> Sequence[str]:
-        """Return the ids of up to ``most`` failed events."""
         return [str(row["event_id"]) for row in self._chosen(chosen, None, most)]
 
     def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:

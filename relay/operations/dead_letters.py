@@ -163,7 +163,6 @@ class Selection:
     aggregate_type: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Return the statements' parameters."""
         return {"ids": list(self.event_ids) if self.event_ids else None, "type": self.aggregate_type}
 
 
@@ -180,10 +179,7 @@ _DISCARDED: Final = (("dead", _DEAD), ("retrying", _RETRYING_LATER), ("without_e
 
 
 class DeadLetters:
-    """The failed events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached, and SchemaError without the tables or the rights.
-    """
+    """The failed events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
@@ -211,7 +207,6 @@ class DeadLetters:
             return failure | (event[0] if event else {}) | {"events_behind_it": behind[0]["count"]}
 
     def count(self, selection: Selection, *, discard: bool) -> dict[str, int]:
-        """Return how many events ``discard``, or else ``retry``, would affect."""
         with unavailable_on_error("counting failures"):
             return {
                 name: int(self._run(_COUNT, selection.bound(), rows=self._rows(rows))[0]["count"])

@@ -95,11 +95,7 @@ class DrainProgress:
 
 
 class Drain:
-    """A drain that begins now. ``look`` takes the steps that can be taken.
-
-    With ``committed`` it does not wait for open transactions. Raises Unavailable, or SchemaError without tables or
-    rights, and on a standby.
-    """
+    """A drain that begins now. With ``committed`` it does not wait for open transactions. Not on a standby."""
 
     def __init__(
         self, connection: psycopg.Connection[Any], schema: str, router: Router, *, committed: bool = False
@@ -115,7 +111,6 @@ class Drain:
                 ((self._xid,),) = connection.execute(_BEGIN).fetchall()
 
     def look(self, scopes: Sequence[Scope]) -> dict[Scope, DrainProgress]:
-        """Return what is left of each scope. Raises as the class does."""
         with unavailable_on_error("looking at a drain"):
             causes = self._step()
             return {scope: self._left(scope, causes) for scope in scopes}
@@ -175,7 +170,6 @@ class Drain:
             return None
 
     def _topic_of(self, kind: Mapping[str, Any]) -> str | None:
-        """Return the topic of events of a kind; None without a route."""
         try:
             route = self._router.route(kind["kind"])
         except NoRoute:

@@ -54,8 +54,6 @@ _MOST_COUNTED: Final = 100_000
 
 
 class EventState(StrEnum):
-    """The table that an event is in."""
-
     WAITING = "waiting"
     PUBLISHED = "published"
     DEAD = "dead"
@@ -72,9 +70,7 @@ _TABLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id. Of a
-    scheduled event it is its time.
-    """
+    """The last event of a page. ``at`` is when it got into its table, or is due; None for waiting events."""
 
     id: int
     at: dt.datetime | None = None
@@ -82,8 +78,6 @@ class EventCursor:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Events without contents, newest first, and where the next page begins; None after the last one."""
-
     rows: Sequence[Mapping[str, Any]]
     next: EventCursor | None
 
@@ -98,11 +92,7 @@ class Contents:
 
 
 class EventSearch:
-    """The events of one outbox. ``connection`` is in autocommit.
-
-    All methods raise Unavailable when Postgres can't be reached or takes too long, and SchemaError without the tables
-    or the rights.
-    """
+    """The events of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
@@ -141,7 +131,6 @@ class EventSearch:
         return Page(rows, found)
 
     def _columns(self, state: EventState) -> dict[str, sql.Composable]:
-        """Return the table of a state, and the columns that differ from table to table."""
         table, moved_at = _TABLES[state]
         columns = {"lane": sql.Identifier("lane"), "created_at": self._names["created_at"]}
         if state is EventState.SCHEDULED:
@@ -149,7 +138,6 @@ class EventSearch:
         return {**columns, "table": self._names[table], "moved_at": sql.Identifier(moved_at)}
 
     def contents(self, event_id: UUID) -> Contents | None:
-        """Return what an event says; None if no table has it."""
         for table in ("events", "dead_letters", "published", "scheduled"):
             names = {"table": self._names[table]}
             for row in read_rows(self._connection, "reading an event", _CONTENTS, names, {"event_id": event_id}):

@@ -36,7 +36,6 @@ class Guarantee:
 
     @property
     def found(self) -> str:
-        """Return the word and its meaning."""
         return f"{self.word}: {self.text}"
 
 
@@ -62,7 +61,6 @@ _BY_VERSION: Final = Guarantee(
 
 
 def on_kafka(delivery: Delivery, source: SourceKind) -> Guarantee:
-    """Return what readers of the topics can rely on."""
     order = _ORDER[source]
     match delivery:
         case Delivery.AT_MOST_ONCE:

@@ -19,10 +19,7 @@ log = structlog.get_logger("relay")
 
 
 class SlotHealing:
-    """Looks at the slot, and replaces it if it has a gap; see ``Cdc.heal``.
-
-    Call ``look`` from time to time, from one thread. ``on_repair`` is called after each repair.
-    """
+    """Replaces the slot if it has a gap; see ``Cdc.heal``. ``on_repair`` is called after each repair."""
 
     def __init__(self, connect: Connector, names: SlotNames, instance: str, on_repair: Callable[[], None]) -> None:
         self._connect = connect

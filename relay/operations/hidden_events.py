@@ -1,5 +1,14 @@
-"""Events that a hanging transaction hides from readers, and how to end it. For reconcile.py."""
+"""Events that a hanging transaction hides from readers, and how to end it. For reconcile.py.
 
+A broker that restarts can lose the markers of a prepared transaction (KAFKA-20734). The partition then holds the
+transaction open for the producer id that wrote it. The coordinator assigns the same producer id, with a higher epoch,
+to the next producer of the same transactional.id; when that producer writes to the partition and aborts, the abort
+marker ends the hanging transaction too, and read_committed readers see neither. So an ordinary client can end it if the
+transactional.id is known. If it is not, Kafka's own tool can. It can only be aborted: committing it would also publish
+a record of ours.
+"""
+
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -7,15 +16,17 @@ from typing import Any, Final
 from confluent_kafka import KafkaException
 
 from outbox.errors import OperationRefused
-from relay.core.ports import Unavailable, UndecidedTransaction
-from relay.kafka.client import text_of
+from relay.core.ports import BrokerUnavailable, UndecidedTransaction
+from relay.kafka.client import text_of, unavailable_on_kafka_error
+from relay.kafka.fencing import ShortLivedProducer
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.operations.lane_rows import LaneRows
 from relay.operations.topic_scan import behind
-from relay.tasks.hanging import abort_command, abort_hanging, read_command
 
+_SECONDS: Final = 30.0
+_DECIDE_SECONDS: Final = 5.0
 _SAME_CLOCK_MS: Final = 2000
 _NAMED: Final = 10
 _MOST_MISSING: Final = 1000
@@ -42,7 +53,6 @@ class HangingPartition:
 
     @property
     def way_out(self) -> str:
-        """Return what an operator can do about events that no longer have a row."""
         named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
         rest = self.events - self.held - len(self.missing[:_NAMED])
         more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
@@ -56,10 +66,7 @@ class HangingPartition:
 
 
 class HiddenEvents:
-    """Finds and aborts transactions that hang in an outbox's topics. ``producer_options`` are the relay's.
-
-    Raises Unavailable when Postgres or Kafka can't be reached.
-    """
+    """Finds and aborts transactions that hang in an outbox's topics. ``producer_options`` are the relay's."""
 
     def __init__(
         self,
@@ -77,12 +84,10 @@ class HiddenEvents:
 
     def undecided(self) -> list[Undecided]:
         """Return the partitions of the outbox's topics that are still undecided after a wait."""
-        try:
+        with unavailable_on_kafka_error("asking for what is undecided"):
             offsets = Offsets(self._client)
             topics = {topic for topic in offsets.topics() if self._router.may_write(topic)} | {self._state.name}
             return offsets.await_decided(offsets.high(offsets.partitions(topics)), self._state.decide_seconds)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, asking for what is undecided: {text_of(error)}") from error
 
     def examine(
         self, undecided: Sequence[Undecided], lanes: Collection[int]
@@ -127,7 +132,7 @@ class HiddenEvents:
                 found.end,
                 *counts[found.partition],
                 self._command(found),
-                read_command(self._servers, found),
+                self._read_command(found),
                 missing[found.partition],
             )
             for found in events
@@ -162,8 +167,60 @@ class HiddenEvents:
             )
 
     def _command(self, found: Undecided) -> str:
-        return abort_command(self._servers, found)
+        """Return the command of Kafka's distribution that aborts the transaction that a partition waits for."""
+        return (
+            f"kafka-transactions.sh --bootstrap-server {self._servers} abort --topic {found.partition.topic} "
+            f"--partition {found.partition.number} --start-offset {found.stable}"
+        )
+
+    def _read_command(self, found: Undecided) -> str:
+        """Return the command of Kafka's distribution that shows the records from the hanging transaction's first on."""
+        return (
+            f"kafka-console-consumer.sh --bootstrap-server {self._servers} --topic {found.partition.topic} "
+            f"--partition {found.partition.number} --offset {found.stable} "
+            f"--max-messages {found.end - found.stable} --timeout-ms 10000 --isolation-level read_uncommitted "
+            "--property print.headers=true --property print.key=true --property print.offset=true"
+        )
 
     @property
     def _servers(self) -> str:
         return self._client.get("bootstrap.servers", "…")
+
+
+def abort_hanging(
+    options: Mapping[str, Any], client_options: Mapping[str, str], ids: Collection[str], hanging: Collection[Undecided]
+) -> list[Undecided]:
+    """Abort what hangs in these partitions under one of the ids, fencing their producers. Returns what still hangs.
+
+    Raises Unavailable when the brokers don't answer.
+    """
+    left = list(hanging)
+    for transactional_id in sorted(ids):
+        if not left:
+            break
+        _abort(options, transactional_id, left)
+        with unavailable_on_kafka_error("after the abort of what hangs"):
+            ends = {found.partition: found.end for found in left}
+            left = Offsets(client_options).await_decided(ends, _DECIDE_SECONDS)
+    return left
+
+
+def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
+    producer = ShortLivedProducer(options, transactional_id)
+    try:
+        producer.init_transactions(_SECONDS)
+        producer.begin_transaction()
+        for found in hanging:
+            # Abort markers go only to partitions that the transaction has written to.
+            producer.produce(found.partition.topic, b"", b"aborted", partition=found.partition.number)
+        deadline = time.monotonic() + _SECONDS
+        while len(producer) and time.monotonic() < deadline:
+            producer.poll(0.1)
+        producer.abort_transaction(_SECONDS)
+    except KafkaException as error:
+        text = text_of(producer.explained(error))
+        raise BrokerUnavailable(
+            f"Kafka, aborting what hangs under the transactional.id {transactional_id!r}: {text}"
+        ) from error
+    finally:
+        producer.purge()

@@ -32,15 +32,13 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
 
 
 def taken(lane: int) -> OperationRefused:
-    """Return the error for a lane that has another holder."""
     return OperationRefused(f"lane {lane} was taken by another process meanwhile; run this again")
 
 
 class Holding:
     """The lanes that reconcile holds, as ``owner``: their leases and former writers. A thread renews the leases.
 
-    Each statement that matters checks by itself whether its lane is still held. Lanes that are held at the end, after
-    an error, are released; their rows still name the ids to fence.
+    Each statement that matters checks its lane by itself. What is held at the end, after an error, is released.
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], names: Mapping[str, sql.Composable]) -> None:
@@ -66,7 +64,6 @@ class Holding:
 
     @property
     def epochs(self) -> dict[int, int]:
-        """Each lane's epoch."""
         with self._lock:
             return {lane: lease.epoch for lane, lease in self._leases.items()}
 
@@ -82,12 +79,10 @@ class Holding:
             self._former[lane] = former
 
     def done(self, lane: int) -> None:
-        """Record that a lane was released."""
         with self._lock:
             del self._leases[lane]
 
     def former(self, lanes: Collection[int] | None = None) -> set[str]:
-        """Return the transactional.ids under which these lanes, or all, were written."""
         with self._lock:
             named = [ids for lane, ids in self._former.items() if lanes is None or lane in lanes]
         return {each for ids in named for each in ids}

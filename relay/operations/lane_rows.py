@@ -77,10 +77,7 @@ SELECT max(id) FROM picked"""
 
 
 class LaneRows:
-    """Looks up the rows of lanes in their topics, and settles those that are on Kafka.
-
-    ``client_options`` are for readers. Raises Unavailable when Postgres or Kafka can't be reached.
-    """
+    """Looks up the rows of lanes in their topics, and settles those on Kafka. ``client_options`` are for readers."""
 
     def __init__(
         self,
@@ -95,7 +92,6 @@ class LaneRows:
         self._client = client_options
 
     def count(self, lanes: Collection[int]) -> dict[int, int]:
-        """Return the number of rows of each of these lanes."""
         return dict(self.run(_COUNT, (list(lanes),), "counting events"))
 
     def list_rows(self, lanes: Collection[int]) -> None:
@@ -131,7 +127,6 @@ class LaneRows:
                 self.run(_NOTE, _columns(keys), "noting what stands on Kafka")
 
     def found(self) -> dict[int, int]:
-        """Return the number of listed rows of each lane that are on Kafka."""
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
     def found_ids(self, lane: int, most: int) -> list[str]:
@@ -156,14 +151,12 @@ class LaneRows:
             failpoint("reconcile.settling")
 
     def run(self, statement: str, values: Any, doing: str) -> list[Any]:
-        """Return the rows of a statement, if it returns any."""
         with unavailable_on_error(doing), self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(statement).format(**self._names), values)
             return cursor.fetchall() if cursor.description else []
 
 
 def _keys(seen: Sequence[TopicRecord]) -> list[tuple[str, str]]:
-    """Return the distinct event ids and marks of the records that have an event id."""
     return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
 
 

@@ -45,7 +45,6 @@ class PauseChange:
 
     @property
     def changed(self) -> bool:
-        """Return whether the command did something."""
         return (self.before and self.before.number) != (self.after and self.after.number)
 
 
@@ -58,11 +57,7 @@ def pause(
     may_write: Callable[[str], bool],
     what: str = "pause",
 ) -> list[PauseChange]:
-    """Pause these scopes. ``what`` names the action in the audit.
-
-    ``may_write`` returns whether a route leads to a topic. Raises ConfigurationError for an unknown lane or topic, and
-    changes nothing then; SchemaError and Unavailable as ``read_pauses`` does.
-    """
+    """Pause these scopes. ``what`` names the action in the audit. Raises as ``require_scopes`` does."""
     before: dict[Scope, Paused | None] = {}
     with _alone(connection, schema, "setting pauses") as (names, known):
         require_scopes(connection, schema, scopes, may_write)
@@ -81,7 +76,7 @@ def pause(
 def require_scopes(
     connection: psycopg.Connection[Any], schema: str, scopes: Sequence[Scope], may_write: Callable[[str], bool]
 ) -> None:
-    """Raise ConfigurationError for an unknown lane, or a topic to which no route leads."""
+    """Raise ConfigurationError for an unknown lane, or a topic to which no route leads, by ``may_write``."""
     lanes = {str(one.lane) for one in read_lanes(connection, schema)}
     for scope in scopes:
         if scope.kind is ScopeKind.TOPIC and not may_write(scope.name):
@@ -95,7 +90,7 @@ def require_scopes(
 def resume(
     connection: psycopg.Connection[Any], schema: str, scopes: Sequence[Scope], reason: str | None
 ) -> list[PauseChange]:
-    """End the pauses of exactly these scopes. Raises SchemaError and Unavailable as ``read_pauses`` does."""
+    """End the pauses of exactly these scopes."""
     changes = []
     with _alone(connection, schema, "ending pauses") as (names, known):
         for scope in scopes:
@@ -136,7 +131,6 @@ def _alone(
 
 
 def details(paused: Paused) -> dict[str, Any]:
-    """Return a pause for JSON."""
     return {
         "scope": str(paused.scope.kind),
         "name": paused.scope.name,

@@ -121,14 +121,11 @@ class LaneComparison:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The state of the lanes and the topics."""
-
     lanes: Sequence[LaneComparison]
     hanging: Sequence[HangingPartition]
 
     @property
     def problems(self) -> list[LaneComparison]:
-        """The lanes on which a relay would stop."""
         return [state for state in self.lanes if state.problem is not None]
 
     @property
@@ -138,11 +135,10 @@ class Findings:
 
 
 class Reconciler:
-    """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
-    relay's.
+    """Compares lanes with their topics, and repairs them. Not on a standby.
 
-    ``replicate`` is called only after a failover, and only for events from the WAL, to find where the timelines
-    diverged.
+    ``client_options`` are for readers, ``producer_options`` the relay's. ``replicate`` is called only after a failover,
+    for events from the WAL, to find where the timelines diverged.
     """
 
     def __init__(
@@ -169,10 +165,7 @@ class Reconciler:
         self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
-        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics.
-
-        Raises Unavailable when Postgres or Kafka can't be reached, SchemaError on a standby.
-        """
+        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics."""
         states = self._compared(self._chosen(lanes))
         undecided = self._hidden.undecided()
         hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
@@ -197,8 +190,7 @@ class Reconciler:
     def upgraded(self) -> Findings:
         """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
 
-        That is what pg_upgrade leaves: the markers name the server before, and the tables are as it left them. Raises
-        OperationRefused in any other case, Unavailable, or SchemaError on a standby.
+        That is what pg_upgrade leaves. Raises OperationRefused in any other case.
         """
         findings = self.look(search=False)
         seen = self._lanes()
@@ -247,7 +239,6 @@ class Reconciler:
             return self._repair(holding, broken, reason)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _repair(self, holding: Holding, broken: dict[int, LaneComparison], reason: str) -> list[LaneComparison]:
@@ -347,7 +338,6 @@ class Reconciler:
         return marker, None
 
     def _gone(self, lane: int, marker: Marker) -> int:
-        """Return how many of the rows that a marker names are not in the outbox."""
         named = marker.rows
         values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
         [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
@@ -445,7 +435,6 @@ class Reconciler:
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneComparison]) -> dict[int, Marker]:
-        """Return the new markers."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
             if isinstance(problem, UndecidedTransaction):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
@@ -25,16 +24,10 @@ UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, lease_until = '-infinity'
  WHERE lane = %s"""
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
-    """The former holder of the lane, and the end of its lease."""
-
-    owner: str | None
-    lease_until: str
-
-
-def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, reason: str) -> Freed | None:
-    """Free a lane, and record that in the audit. Returns its former holder, or None if it was free already.
+def release_lane(
+    connection: psycopg.Connection[Any], schema: str, lane: int, reason: str
+) -> tuple[str | None, str] | None:
+    """Free a lane, and record that in the audit. Returns its holder and the lease's end; None if it was free.
 
     Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
     """
@@ -50,4 +43,4 @@ def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, re
         details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
         note(connection, names, "release", reason, details)
         connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
-    return Freed(owner, lease_until)
+    return owner, lease_until

@@ -71,10 +71,7 @@ class ReplaySelection:
 
 
 class Replay:
-    """Replays from the archive of one outbox. ``connection`` is in autocommit.
-
-    Raises Unavailable when Postgres can't be reached, and SchemaError without the tables or the rights.
-    """
+    """Replays from the archive of one outbox."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection

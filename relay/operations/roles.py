@@ -52,7 +52,6 @@ class RoleKind(StrEnum):
 
     @property
     def default_role(self) -> str:
-        """Return the name of the role if no other is given."""
         return f"outbox_{self.value.replace('-', '_')}"
 
 

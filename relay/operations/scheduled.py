@@ -37,20 +37,13 @@ SELECT count(*) FROM gone"""
 def list_scheduled(
     connection: psycopg.Connection[Any], schema: str, aggregate_type: str | None, limit: int
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the scheduled events that are due next: event_id, aggregate_type, aggregate_id, event_type, not_before and
-    scheduled_at.
-
-    ``connection`` is in autocommit. Raises Unavailable, and SchemaError without the table or the right.
-    """
+    """Return the scheduled events that are due next, as in _LIST."""
     bound = {"type": aggregate_type, "limit": limit}
     return read_rows(connection, "listing scheduled events", _LIST, names_of(schema), bound)
 
 
 def cancel(connection: psycopg.Connection[Any], schema: str, event_id: UUID, reason: str) -> None:
-    """Delete a scheduled event; the audit keeps all of it.
-
-    Raises NotFound if there is none, Unavailable, and SchemaError without the tables or the rights.
-    """
+    """Delete a scheduled event; the audit keeps all of it. Raises NotFound if there is none."""
     bound = {"event_id": event_id, "why": reason}
     with unavailable_on_error("cancelling a scheduled event"), connection.transaction():
         connection.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))

@@ -32,17 +32,11 @@ SELECT current_setting('server_version') AS version, current_database() AS datab
 
 
 def table_sizes(connection: psycopg.Connection[Any], schema: str) -> Sequence[Mapping[str, Any]]:
-    """Return the tables of a schema, partitions included: bytes with indexes, and the planner's count of rows.
-
-    Raises Unavailable.
-    """
+    """Return the tables of a schema, partitions included: bytes with indexes, and the planner's count of rows."""
     return read_rows(connection, _DOING, _SIZES, {}, {"schema": schema})
 
 
 def server(connection: psycopg.Connection[Any]) -> Mapping[str, Any]:
-    """Return the server's version, the database and its size, our role, and the age of the oldest transaction.
-
-    Raises Unavailable.
-    """
+    """Return the server's version, the database and its size, our role, and the age of the oldest transaction."""
     (row,) = read_rows(connection, _DOING, _SERVER, {})
     return row

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
-from relay.kafka.client import headers_of, is_end, reader_options, text_of
+from relay.kafka.client import headers_of, is_end, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _SECONDS: Final = 30.0
@@ -43,7 +43,7 @@ def committed_since(
     Ignores topics that do not exist. Raises Unavailable when one can't be read to its end, or not within ``seconds``:
     after the records of those that can.
     """
-    try:
+    with unavailable_on_kafka_error(f"reading {', '.join(sorted(since))}"):
         offsets = Offsets(options)
         partitions = offsets.partitions(since)
         # Including open transactions: a committed event may be behind one.
@@ -54,18 +54,14 @@ def committed_since(
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from read(options, starts, ends, _seen, isolation="read_committed", seconds=seconds)
-    except KafkaException as error:
-        raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
 
 
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[TopicRecord]]:
     """Yield all records from where each partition is undecided to its end, including those of open transactions."""
-    try:
+    with unavailable_on_kafka_error("reading what is undecided"):
         starts = {found.partition: found.stable for found in undecided}
         ends = {found.partition: found.end for found in undecided}
         yield from read(options, starts, ends, _seen, isolation="read_uncommitted")
-    except KafkaException as error:
-        raise Unavailable(f"Kafka, reading what is undecided: {text_of(error)}") from error
 
 
 def read(
@@ -163,7 +159,6 @@ def _seen(partition: Partition, message: Message) -> TopicRecord:
 
 
 def _uuid(text: str) -> str | None:
-    """Return the id in Postgres's form; None for a message that is not the outbox's."""
     try:
         return str(uuid.UUID(text))
     except ValueError:

@@ -14,7 +14,6 @@ from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
-from confluent_kafka import KafkaException
 from psycopg import sql
 from psycopg.rows import dict_row
 
@@ -22,7 +21,7 @@ from outbox._clients.visible import VisibleTables
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.insights import read_rows
-from relay.kafka.client import text_of
+from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets
 from relay.operations.topic_scan import committed_since
 from relay.settle.statements import STATEMENT_LIMIT, names_of
@@ -83,8 +82,6 @@ SELECT * FROM (
 
 @dataclass(frozen=True, slots=True)
 class MessageRef:
-    """A message in Kafka. ``at`` is its timestamp."""
-
     topic: str
     partition: int
     offset: int
@@ -183,10 +180,8 @@ def of_key(
 
 def topics_of(options: Mapping[str, str], may_write: Callable[[str], bool]) -> list[str]:
     """Return the topics that exist and that relays may write to. Raises Unavailable when no broker answers."""
-    try:
+    with unavailable_on_kafka_error("asking for its topics"):
         return sorted(filter(may_write, Offsets(options).topics()))
-    except KafkaException as error:
-        raise Unavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
 
 
 def search(

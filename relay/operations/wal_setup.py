@@ -141,7 +141,6 @@ class Cdc:
         self._tables["publication"] = sql.Identifier(names.publication)
 
     def status(self) -> Status:
-        """Return the state of slot, checkpoint and lanes."""
         state = self._slot.look()
         problem = find_problem(state, self._names)
         return Status(
@@ -258,7 +257,6 @@ class Cdc:
             raise OperationRefused(problem)
 
     def _fault(self) -> str | None:
-        """Return the fault of a slot that has a checkpoint."""
         state = self._slot.look()
         return slot_fault(state, self._names) if state.known else None
 
@@ -280,7 +278,6 @@ class Cdc:
             )
 
     def _ask(self, query: LiteralString) -> Any:
-        """Return the one value of a query."""
         values = self._bound() | {
             "streams": self._tables["streams"].as_string(None),
             "audit": self._tables["audit"].as_string(None),

@@ -36,24 +36,20 @@ class Consumers:
 
     @contextmanager
     def pages(self) -> Iterator[ConsumerPages]:
-        """Yield the queries of the page."""
         with self._session() as connection:
             yield ConsumerPages(connection, self._settings.consumer_schema)
 
     @contextmanager
     def dead_letters(self) -> Iterator[DeadLetters]:
-        """Yield the operator's actions on dead letters."""
         with self._session() as connection:
             yield DeadLetters(connection, self._settings.consumer_schema)
 
     @contextmanager
     def reservations(self) -> Iterator[ReservationAdmin]:
-        """Yield the operator's actions on calls to other systems."""
         with self._session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
 
     def dead_letter(self, number: int) -> dict[str, Any]:
-        """Return a dead letter in a readable form; ``value`` is text. Raises NotFound."""
         with self.dead_letters() as letters:
             found = readable(letters.show(number))
         if found["value_encoding"] == "json":
@@ -79,10 +75,7 @@ class Consumers:
             return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
 
     def positions(self, group: str) -> tuple[Group, str | None]:
-        """Return a group's partitions, and why Kafka's offsets are missing; None if they are not.
-
-        Raises NotFound, ConsumerUnavailable and SchemaError.
-        """
+        """Return a group's partitions, and why Kafka's offsets are missing; None if they are not. Raises NotFound."""
         self._kafka = self._kafka or KafkaAdmin(client_options(self._settings), seconds=_KAFKA_SECONDS)
         with self._session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)

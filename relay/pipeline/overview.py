@@ -55,7 +55,6 @@ class Overview:
 
     @property
     def dead_letters(self) -> int | None:
-        """Return the dead letters of both sides; None if those of one side can't be read."""
         counts = [group.dead_letters for group in self.groups]
         counts.append(None if self.outbox is None else self.outbox.dead_letters)
         known = [count for count in counts if count is not None]
@@ -63,7 +62,6 @@ class Overview:
 
     @property
     def problems(self) -> list[str]:
-        """Return the problems that need an operator."""
         found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
         found += [
             f"topic {topic!r} does not exist, or these credentials may not DESCRIBE it, and its events wait: create "
@@ -74,7 +72,6 @@ class Overview:
         return [*found, *(problem for group in self.groups for problem in group.problems())]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same data for ``--json``."""
         outbox = asdict(self.outbox) if self.outbox else None
         if outbox is not None:
             outbox |= {"written_per_second": self.written, "gone_per_second": self.published}
@@ -134,7 +131,6 @@ class _Reader:
         self._sessions: dict[str, Any] = {}
 
     def read(self, before: Overview | None) -> Overview:
-        """Return a reading."""
         unseen: dict[str, str] = {}
         outbox = self._outbox(unseen)
         groups: Sequence[GroupState] = ()
@@ -145,7 +141,6 @@ class _Reader:
         return Overview(outbox, groups, unseen, before, missing)
 
     def close(self) -> None:
-        """Close the sessions."""
         for one in self._sessions.values():
             one.close()
 

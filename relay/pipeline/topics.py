@@ -18,7 +18,7 @@ from outbox.event import DEAD_LETTER
 from relay.config import Settings
 from relay.core.ports import BrokerUnavailable
 from relay.insights import read_rows
-from relay.kafka.client import text_of
+from relay.kafka.client import text_of, unavailable_on_kafka_error
 from relay.kafka.metadata import SharedMetadata
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
@@ -60,7 +60,6 @@ class TopicState:
 
     @property
     def problem(self) -> str | None:
-        """Return what is wrong with it; None if nothing is."""
         if self.partitions is None:
             return "does not exist" if self.waiting else None
         if self.leaderless:
@@ -136,7 +135,7 @@ class MissingTopics:
 
 
 def _described(settings: Settings, named: Collection[str], may_write: Any) -> dict[str, dict[str, Any]]:
-    try:
+    with unavailable_on_kafka_error("asking for its topics"):
         admin = Admin(client_options(settings))
         # All topics, not only these: a request by name could make the broker create it.
         with admin.explaining():
@@ -149,8 +148,6 @@ def _described(settings: Settings, named: Collection[str], may_write: Any) -> di
                 # A partition without a leader has no offsets now.
                 with suppress(KafkaException):
                     sums[part.topic][what] = sums[part.topic].get(what, 0) + answered(part, answer).offset
-    except KafkaException as error:
-        raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
     return {
         name: {
             "partitions": len(found.partitions),

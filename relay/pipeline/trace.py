@@ -41,7 +41,6 @@ class Step:
     text: str = ""
 
     def line(self) -> str:
-        """Return the step as one line of text."""
         line = self.title if self.at is None else f"{self.title} {time_text(self.at)}"
         if self.milliseconds is not None:
             line += f", {self.milliseconds:,.0f} ms later"
@@ -65,7 +64,6 @@ class Found:
 
     @property
     def known(self) -> bool:
-        """Return whether there is any trace of the event."""
         return self.event.state != "unknown" or bool(self.messages) or any(_met(group) for group in self.groups)
 
     def steps(self) -> list[Step]:
@@ -73,7 +71,6 @@ class Found:
         return [*_relay_side(self), *_consumers_side(self)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same data for ``--json``."""
         event = {name: value for name, value in asdict(self.event).items() if name != "message"}
         return {
             "event": event,
@@ -96,14 +93,10 @@ def find_event(
     sink_url: str | None,
     since: dt.datetime | None = None,
 ) -> Found:
-    """Return everything that is known about an event.
+    """Return everything that is known about an event. Raises ConfigurationError, and the outbox's errors.
 
-    named     topics to look through besides its own, if no table says where it is.
-    seconds   how long that may take.
-    since     where to begin in the topics. By default when the event was written, by its row or its id; if neither has
-              a time, at their beginnings.
-
-    Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
+    named     topics to look through besides its own, for at most ``seconds``.
+    since     where to begin in the topics; by default when the event was written, by its row or its id.
     """
     hidden: dict[str, str] = {}
     with Connector(settings.require_database(), "outbox trace")() as connection:
@@ -142,12 +135,9 @@ def _search(
     named: bool = False,
     since: dt.datetime | None = None,
 ) -> None:
-    """Search Kafka for the event where no table names its message, or where topics are named.
+    """Search Kafka for the event where no table names its message, or where topics are ``named``: it may have repeats.
 
-    topics  where to search; for an event that left no row, and if there are none, also in all topics to which relays
-            with these settings may write.
-    named   whether the caller has named the topics: they are read even if one message of the event is known, because
-            there may be repeats.
+    For an event that left no row, also all topics to which relays with these settings may write are searched.
     """
     found.searched = True
     event = found.event
@@ -179,7 +169,6 @@ def _search(
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
-    """Return the event's topic; for an event that left no row, all topics that the routes name."""
     router = build_router(settings)
     if event.aggregate_type is None:
         return sorted({route.topic for route in (settings.routes or {}).values()})

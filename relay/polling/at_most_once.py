@@ -99,7 +99,6 @@ class AtMostOnceSource(PollingSource):
         return {}
 
     def close(self) -> None:
-        """Close the connection."""
         self._lose(self._sent)
         super().close()
 

@@ -45,8 +45,6 @@ class Marks:
 
 
 class LowWaterMarks:
-    """The marks of a worker's lanes."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: dict[int, int] = {}
@@ -58,12 +56,10 @@ class LowWaterMarks:
         self._looked_at = clock()
 
     def reset(self, lane: int) -> None:
-        """Make the next read start from the lane's lowest id."""
         for known in (self._marks, self._settled, self._candidates):
             known.pop(lane, None)
 
     def keep(self, lane: int, mark: int) -> None:
-        """Set the mark that the lane had in the source before."""
         self._marks[lane] = mark
 
     def lower(self, lane: int, id_: int) -> None:
@@ -81,7 +77,6 @@ class LowWaterMarks:
         return Marks({lane: self._marks.get(lane, LOWEST) for lane in lanes}, self._ended)
 
     def above(self, lane: int) -> int:
-        """Return the lane's mark."""
         return self._marks.get(lane, LOWEST)
 
     def seen(self, marks: Marks, lane: int, lowest: int | None) -> None:

@@ -34,8 +34,8 @@ from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.lane import PolledLane
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
-from relay.polling.row_marks import Kept, RowMarks, unsettled_above
-from relay.polling.session import Collected, Read, Session, TurnPlan
+from relay.polling.row_marks import RowMarks, unsettled_above
+from relay.polling.session import Read, ReadTurn, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.settle.settlement import Settling, by_lane, lanes_text
 from relay.settle.statements import array
@@ -77,14 +77,12 @@ class LaneReader:
         self.left_out: frozenset[Kind] = frozenset()
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self._lanes[lease.lane] = PolledLane(lease)
         self._new.add(lease.lane)
         self._marks.reset(lease.lane)
         self._sweep.hold(lease.lane)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self._lanes.pop(lane, None)
 
     def close(self, in_hand: Batches) -> None:
@@ -102,7 +100,6 @@ class LaneReader:
         self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not read events of these kinds from now on."""
         before, self.left_out = self.left_out, kinds
         if before <= kinds:
             return
@@ -133,7 +130,6 @@ class LaneReader:
         return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late for lane in lanes)
 
     def above(self, lanes: Collection[int]) -> dict[int, int]:
-        """Return the marks of these lanes."""
         return {lane: self._marks.above(lane) for lane in lanes}
 
     # What to read
@@ -251,7 +247,7 @@ class LaneReader:
 
     # What the results say
 
-    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> Collected:
+    def read(self, plan: TurnPlan, limits: Mapping[int, int]) -> ReadTurn:
         """Read a turn, unless it was read ahead, and update the marks. ``limits`` are those of all lanes.
 
         Returns the events, without those of lanes in which a key has been freed: they are read again, from a lower
@@ -271,7 +267,7 @@ class LaneReader:
         self._note_counts(counts)
         self._note_sizes(batches)
         retried = [lane for lane in batches if self._lanes[lane].reading_due and self._lanes[lane].failures]
-        return Collected(batches, retried, self._worth_reading_ahead(batches, limits))
+        return ReadTurn(batches, retried, self._worth_reading_ahead(batches, limits))
 
     def _freed(self, batches: Batches) -> set[int]:
         """Return the lanes with an event that should wait for a failure, as far as is known: it must be gone."""
@@ -359,11 +355,9 @@ class LaneReader:
     # Failures
 
     def has_failures(self, lane: int) -> bool:
-        """Return whether the lane has failures, as far as the last look shows."""
         return bool(self._lanes[lane].failures)
 
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
-        """Return which of these lanes have failures now."""
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
             return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}
@@ -378,7 +372,6 @@ class LaneReader:
         return list(self._lanes)
 
     def must_look(self) -> bool:
-        """Return whether it is time to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self, in_hand: Batches) -> None:
@@ -474,12 +467,15 @@ class LaneReader:
             # A row below the mark is not found otherwise while the lane changes hands more often than it is swept.
             self._sweep.due_at[lane] = 0.0
         if self._server is not None and not self.left_out and marks.is_due:
-            kept = [
-                Kept(state.lease, unsettled_above(self._marks.above(lane), in_hand.get(lane, ())), state.failures)
+            above = {
+                lane: unsettled_above(mark, in_hand.get(lane, ())) for lane, mark in self.above(self._lanes).items()
+            }
+            sure = [
+                state
                 for lane, state in self._lanes.items()
-                if state.known and not (state.unsure or state.late or state.found)
+                if above[lane] > LOWEST and state.known and not (state.unsure or state.late or state.found)
             ]
-            marks.keep(self._server.system_identifier, [one for one in kept if one.mark > LOWEST])
+            marks.keep(self._server.system_identifier, sure, above)
 
     def _draw_xid(self) -> int:
         ((xid, *server),) = self._rows_of(DRAW_XID)

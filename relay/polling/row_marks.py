@@ -22,24 +22,16 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from relay.core.lease import Lease
 from relay.core.ports import Claim
 from relay.polling.blocked_keys import BlockedKeys
+from relay.polling.lane import PolledLane
 from relay.polling.queries import Queries
 from relay.polling.session import Session
 from relay.settle.statements import array, lease_values
 
 _SECONDS: Final = 10.0
-
-
-class Kept(NamedTuple):
-    """A lane's mark, and the failures that are known."""
-
-    lease: Lease
-    mark: int
-    failures: BlockedKeys
 
 
 class RowMarks:
@@ -62,14 +54,14 @@ class RowMarks:
 
     @property
     def is_due(self) -> bool:
-        """Return whether it is time to write."""
         return time.monotonic() - self._written_at >= _SECONDS
 
-    def keep(self, server: str, lanes: Collection[Kept]) -> None:
-        """Write the marks that have changed."""
+    def keep(self, server: str, lanes: Collection[PolledLane], above: Mapping[int, int]) -> None:
+        """Write the marks of these lanes that have changed; ``above`` are all marks by lane."""
         self._written_at = time.monotonic()
-        marks = {kept.lease.lane: (kept.mark, _digest(server, kept.mark, kept.failures)) for kept in lanes}
-        changed = [kept.lease for kept in lanes if self._written.get(kept.lease.lane) != marks[kept.lease.lane]]
+        digests = {lane.lease.lane: _digest(server, above[lane.lease.lane], lane.failures) for lane in lanes}
+        marks = {number: (above[number], digest) for number, digest in digests.items()}
+        changed = [lane.lease for lane in lanes if self._written.get(lane.lease.lane) != marks[lane.lease.lane]]
         if not changed:
             return
         values = {

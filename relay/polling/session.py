@@ -65,15 +65,20 @@ class TurnPlan:
     stale: bool = False
 
 
-class Collected(NamedTuple):
-    """What a turn has. ``retried`` are the lanes that have due events, and nothing else.
+class ReadTurn(NamedTuple):
+    """What was read, and when the previous turn is settled.
 
-    ``backlog``: there are more events, and no failures: the next turn is worth reading ahead.
+    ``retried`` are the lanes that have due events, and nothing else. ``backlog``: there are more events, and no
+    failures: the next turn is worth reading ahead. ``settled`` are the lanes that have been settled, or, unless
+    ``settling`` is FIRST, will be while this turn is published; of those in ``failed`` nothing may be published.
     """
 
     batches: Batches
     retried: Collection[int]
     backlog: bool
+    settling: Settling = Settling.FIRST
+    settled: Collection[int] = ()
+    failed: Mapping[int, OutboxError] = {}
 
 
 class Session:
@@ -150,7 +155,6 @@ class Session:
             return settlement.answered(sent).get(lane)
 
     def close(self) -> None:
-        """Close the connection, interrupting what is in progress."""
         self.ahead = None
         self.settlement.background.close()
         self.connection.close()

@@ -34,7 +34,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 import psycopg
@@ -48,7 +47,7 @@ from relay.failpoints import failpoint
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.queries import Queries
 from relay.polling.reader import LaneReader
-from relay.polling.session import Collected, Session, TurnPlan
+from relay.polling.session import ReadTurn, Session, TurnPlan
 from relay.polling.sweep import Sweep
 from relay.polling.takeover import RowTakeover
 from relay.settle.retries import Failures
@@ -59,20 +58,6 @@ _CLIENT_STEP_SECONDS: Final = 0.002
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
 # memory.
 TURN_BYTES: Final = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """What was read, and the lanes of which nothing may be published.
-
-    ``settled`` are the lanes that have been settled, or, unless ``settling`` is FIRST, will be while the turn is
-    published.
-    """
-
-    read: Collected
-    settling: Settling
-    settled: Collection[int]
-    failed: dict[int, OutboxError] = field(default_factory=dict)
 
 
 class PollingSource:
@@ -127,13 +112,11 @@ class PollingSource:
         return self._connection
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self.settlement.hold(lease)
         self.reader.hold(lease)
         self._discard_ahead()
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self.settlement.end()
         self.settlement.drop(lane)
         self.reader.drop(lane)
@@ -145,15 +128,15 @@ class PollingSource:
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
             turn = self._run(limits)
         failed |= turn.failed
-        batches = {lane: batch for lane, batch in turn.read.batches.items() if lane not in failed}
-        retried = turn.read.retried
+        batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
+        retried = turn.retried
         if batches:
             self._step = _CLIENT_STEP_SECONDS
             failpoint("batch.fetched")
         self._unconfirmed = ()
         match turn.settling:
             case Settling.FIRST:
-                if self._overlaps and turn.read.backlog and not failed:
+                if self._overlaps and turn.backlog and not failed:
                     with unavailable_on_error("reading ahead"):
                         # Includes lanes that have joined since.
                         self.session.read_ahead(self.reader.plan_ahead(limits, batches))
@@ -178,7 +161,6 @@ class PollingSource:
         return self.settlement.take_failed(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not fetch events of these kinds: their topics can't be written to."""
         if kinds != self.reader.left_out:
             self.session.free()
             self.reader.leave_out(kinds)
@@ -191,7 +173,6 @@ class PollingSource:
         return {}
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        """Remember published events, which the next fetch settles. Refused events are recorded at once."""
         failed = self.settlement.finish()
         for lane, receipt in receipts.items():
             if published := receipt.published:
@@ -207,7 +188,6 @@ class PollingSource:
         return failed
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes."""
         failed = self.settlement.finish()
         unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
         if not unsettled:
@@ -237,7 +217,6 @@ class PollingSource:
         return self.reader.must_look()
 
     def close(self) -> None:
-        """Close the connections."""
         self.reader.close(self._in_hand())
         self.session.close()
 
@@ -269,7 +248,7 @@ class PollingSource:
         renews = any(self.settlement.prolongs(held.lease.lane) for held in about)
         return Settling.FIRST if renews else Settling.MEANWHILE
 
-    def _run(self, limits: Mapping[int, int]) -> _Turn:
+    def _run(self, limits: Mapping[int, int]) -> ReadTurn:
         """Read, and settle the previous turn, unless that comes later."""
         plan = self._plan(limits)
         with self.settlement.one_session(limits):
@@ -284,17 +263,17 @@ class PollingSource:
         failpoint("batch.settled")
         # Behind a pooler, a transaction that has locked nothing proves nothing by its commit: these are read again.
         proven = not self.session.pooled or sent.cursor.rowcount
-        return replace(turn, read=turn.read if proven else turn.read._replace(batches={}), failed=failed)
+        return turn._replace(batches=turn.batches if proven else {}, failed=failed)
 
-    def _decided(self, plan: TurnPlan, read: Collected, limits: Mapping[int, int]) -> _Turn:
+    def _decided(self, plan: TurnPlan, turn: ReadTurn, limits: Mapping[int, int]) -> ReadTurn:
         """Decide when to settle the previous turn, now that it is known what this one has."""
-        batches = read.batches
+        batches = turn.batches
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         unsettled = {
             lane for lane in self.settlement.unsettled if lane in limits or self.settlement.lanes[lane].own_id is None
         }
-        first = _Turn(read, Settling.FIRST, sorted(batches.keys() | unsettled))
-        if read.backlog or not batches:
+        first = turn._replace(settled=sorted(batches.keys() | unsettled))
+        if turn.backlog or not batches:
             return first
         match plan.settling:
             case Settling.FIRST:
@@ -305,14 +284,15 @@ class PollingSource:
                     len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
                 lost = self.settlement.checked(batches.keys()) if small else None
-                return first if lost is None else _Turn(read, Settling.MEANWHILE, sorted(unsettled), lost)
+                if lost is None:
+                    return first
+                return turn._replace(settling=Settling.MEANWHILE, settled=sorted(unsettled), failed=lost)
             case Settling.BEFORE_COMMIT:
-                return replace(first, settling=Settling.BEFORE_COMMIT)
+                return first._replace(settling=Settling.BEFORE_COMMIT)
             case _:
                 assert_never(plan.settling)
 
     def _in_hand(self) -> Batches:
-        """Return the published but unsettled rows, by lane."""
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
     # Reading ahead

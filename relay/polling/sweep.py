@@ -72,7 +72,6 @@ class Sweep:
         self._connection: psycopg.Connection[Any] | None = None
 
     def hold(self, lane: int) -> None:
-        """Start with a lane, whose next reads start from its lowest id."""
         self.due_at[lane] = self._clock() + _SWEEP_SECONDS
 
     def begin(self, above: Mapping[int, int], left_out: Collection[Kind]) -> None:
@@ -154,7 +153,6 @@ class Sweep:
     def _sweep(
         self, connection: psycopg.Connection[Any], lane: int, mark: int, left_out: Collection[Kind]
     ) -> list[int]:
-        """Sweep a lane. Returns the ids that were found."""
         values: dict[str, Any] = {"lane": lane, "upto": mark, "window": _WINDOW, "most": _MOST, "copy": DEAD_LETTER}
         values["left_types"] = [kind for kind, _ in left_out]
         values["left_copies"] = [copy for _, copy in left_out]

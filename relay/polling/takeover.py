@@ -19,10 +19,7 @@ from relay.settle.statements import lease_values
 
 
 class RowTakeover:
-    """Takes over lanes. See ports.TakeoverStore for the contract.
-
-    ``on_adopted`` is called with each lane that was taken over, and the marker to go on from.
-    """
+    """See ports.TakeoverStore. ``on_adopted`` is called with each lane, and the marker to go on from."""
 
     def __init__(
         self,
@@ -40,7 +37,6 @@ class RowTakeover:
         self._identity: Identity | None = None
 
     def lane_count(self) -> int:
-        """Return the number of lanes of the outbox."""
         self._session.free()
         with unavailable_on_error("counting lanes"):
             row = self._connection.execute(self._queries.lane_count).fetchone()
@@ -48,7 +44,6 @@ class RowTakeover:
         return int(row[0])
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
-        """Return this Postgres's identity, and the lanes that have another owner. No identity if all of them have."""
         self._session.free()
         with unavailable_on_error("looking at the lanes"):
             rows = self._connection.execute(self._queries.still_held, lease_values(leases)).fetchall()

@@ -152,16 +152,13 @@ class Settlement:
         self.lanes: dict[int, SettledLane] = {}
 
     def hold(self, lease: Lease) -> None:
-        """Start with a lane."""
         self.lanes[lease.lane] = SettledLane(lease)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self.lanes.pop(lane, None)
 
     @property
     def unsettled(self) -> Collection[int]:
-        """The lanes with something to settle."""
         return [lane for lane, settled in self.lanes.items() if settled.pending]
 
     def prolongs(self, lane: int) -> bool:
@@ -170,7 +167,6 @@ class Settlement:
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
     def _values(self, sent: RunningStatement) -> dict[str, Any]:
-        """Return the statement's parameters."""
         held = [self.lanes[lane] for lane in sent.lanes]
         pending = [lane.pending for lane in held]
         rows = [claim for part in pending for claim in part.rows]
@@ -233,8 +229,7 @@ class Settlement:
         return sent
 
     def end(self, deadline: float | None = None) -> None:
-        """Wait until what ``begin`` started is done, and remember the lanes that were not held. Safe to call without
-        ``begin``.
+        """Wait until what ``begin`` started, if anything, is done, and remember the lanes that were not held.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
         """
@@ -348,7 +343,6 @@ class Settlement:
             yield
 
     def _writes(self, lane: SettledLane) -> bool:
-        """Return whether the lane's row has to be written, not only locked."""
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
@@ -374,10 +368,7 @@ class Settlement:
         return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons for lanes that were not held, after retrying those whose rows are only locked.
-
-        They may be locked briefly by the control loop, which renews leases.
-        """
+        """Return the reasons for lanes that were not held, after retrying those whose rows a renewal has locked."""
         failed = self._reasons(missing)
         for seconds in _LOCKED_SECONDS:
             locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
@@ -464,7 +455,6 @@ def lanes_text(lanes: Collection[int]) -> str:
 
 
 def by_lane(claims: Iterable[Claim]) -> dict[int, list[Claim]]:
-    """Return events by lane, each lane's in the given order."""
     batches: dict[int, list[Claim]] = {}
     for lane, group in groupby(claims, attrgetter("lane")):
         batches.setdefault(lane, []).extend(group)

@@ -156,8 +156,6 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
 
 
 class SettlingStatements:
-    """The statements of settlement.py on one outbox."""
-
     def __init__(self, schema: str, *, archive: bool) -> None:
         names = names_of(schema)
 

@@ -1,1 +1,1 @@
-"""What runs beside the turns: the archive, scheduled events, the repair of slots, the watch of hanging transactions."""
+"""What runs beside the turns: the archive, scheduled events, the repair of slots."""

@@ -89,7 +89,6 @@ class PrunePlan:
 
     @property
     def empty(self) -> bool:
-        """Return whether there is nothing to do."""
         return not self.create and not self.drop and not self.stray_rows
 
 

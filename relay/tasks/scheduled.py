@@ -133,7 +133,6 @@ class ScheduledEvents:
         self._connection: psycopg.Connection[Any] | None = None
 
     def look(self) -> None:
-        """Move what is due now. Raises Unavailable or SchemaError."""
         seconds = self._due.seconds
         if seconds is None or seconds > 0:
             if seconds is None or seconds > _KEEP_SECONDS:
@@ -152,7 +151,6 @@ class ScheduledEvents:
             log.info("scheduled events are due", events=moved)
 
     def close(self) -> None:
-        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -5,37 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from relay.core.position import WalPosition
+from relay.core.ports import WalPosition
+
+if TYPE_CHECKING:
+    from relay.wal.session import StreamSession
 
 
 class StreamEvent(NamedTuple):
-    """An inserted row of ``events``, by its id, and its position in the stream: its contents are read from the table.
-
-    A tuple, not a dataclass: a relay creates tens of thousands of these a second.
-    """
+    """An inserted row of ``events``, by its id, and its position in the stream. Its contents are in the table."""
 
     id: int
     at: WalPosition
-
-
-class ChannelSession(Protocol):
-    """The part of a session that lanes use."""
-
-    running: threading.Event
-    """Set while the session reads the stream: no other reader does."""
-    error: Exception | None
-    read_lsn: int
-    """The position up to which the stream was read and distributed to the channels."""
-
-    def confirmed_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
-        ...
-
-    def freed(self, count: int) -> None:
-        """Record that so many events are no longer held."""
-        ...
 
 
 class Channel:
@@ -44,7 +26,7 @@ class Channel:
     The session's thread calls ``put``, the lane's thread everything else.
     """
 
-    def __init__(self, session: ChannelSession) -> None:
+    def __init__(self, session: StreamSession) -> None:
         self.session = session
         self._lock = threading.Lock()
         self._waiting: deque[StreamEvent] = deque()
@@ -54,19 +36,16 @@ class Channel:
         self.done_count = 0
 
     def check(self) -> None:
-        """Raise the error that ended the session, if it has ended."""
         if self.session.error is not None:
             raise self.session.error
 
     def put(self, events: Sequence[StreamEvent]) -> None:
-        """Add events, in order."""
         with self._lock:
             self._waiting.extend(events)
             self.put_count += len(events)
 
     @property
     def waiting(self) -> bool:
-        """Return whether there is something to take."""
         return bool(self._waiting)
 
     def take(self, limit: int) -> list[StreamEvent]:

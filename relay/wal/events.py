@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, assert_never
 
 from outbox.errors import SchemaError
-from relay.core.position import WalPosition
+from relay.core.ports import WalPosition
 from relay.wal.channel import StreamEvent
 from relay.wal.lane_hash import lane_of
 from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
@@ -45,7 +45,6 @@ class EventReader:
         self._events_oid, self._check = events_oid, check
 
     def read(self, messages: Sequence[bytes]) -> None:
-        """Read these messages."""
         for data in messages:
             # One loop, because nearly all of a stream's work is done here.
             named = two_numbers(data, self._head)
@@ -118,7 +117,6 @@ class _Columns:
         """Whether a row has only its id and its lane."""
 
     def event(self, row: Sequence[Value], lanes: int) -> tuple[int, int]:
-        """Return a row's id and its lane."""
         values: Sequence[Any] = row
         if len(self._key) == 1:
             lane = int(values[self._key[0]])

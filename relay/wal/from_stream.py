@@ -9,8 +9,7 @@ from typing import Any, Final
 from psycopg.rows import tuple_row
 
 from outbox.errors import OutboxError
-from relay.core.ports import Claim
-from relay.core.position import WalPosition
+from relay.core.ports import Claim, WalPosition
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.settlement import lanes_text
@@ -23,8 +22,6 @@ _MOST_ROWS: Final = 50_000
 
 
 class StreamReader:
-    """Reads turns from the stream."""
-
     def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
         self._queries = lanes.queries

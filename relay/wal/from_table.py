@@ -79,7 +79,6 @@ class TableReader:
                 assert_never(lane.state)
 
     def _make_room(self, lane: StreamLane, channel: Channel) -> None:
-        """Drop what need not be kept from the stream."""
         if isinstance(lane.state, CatchingUp):
             # A session starts when all lanes have joined: the others must not wait for our table.
             channel.check()
@@ -112,7 +111,6 @@ class TableReader:
             lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
-        """Drop events whose rows are visible in the table."""
         if drop_visible(self._connection, channel):
             self._lanes.delays.reset()
         elif channel.waiting:

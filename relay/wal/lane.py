@@ -69,7 +69,6 @@ class StreamLane:
 
     @property
     def streaming(self) -> bool:
-        """Return whether its events come from the stream."""
         return isinstance(self.state, Streaming)
 
     @property
@@ -85,7 +84,6 @@ class Delays:
         self.reset()
 
     def reset(self) -> None:
-        """Start with short delays again, because events have come."""
         self._visibility = self._read = _FIRST_SECONDS
 
     def await_visibility(self) -> None:
@@ -136,7 +134,6 @@ class StreamLanes(dict[int, StreamLane]):
         lane.state = state
 
     def lost(self, lane: StreamLane) -> LaneLost:
-        """Return the error for a lane that another relay has taken."""
         return self.table.settlement.lost(lane.lease.lane)
 
     def each(

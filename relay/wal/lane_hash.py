@@ -25,7 +25,6 @@ SAMPLES: Final = (
 
 @lru_cache(maxsize=65_536)
 def lane_of(aggregate_type: str, aggregate_id: str, lanes: int) -> int:
-    """Return the lane, 0 to ``lanes`` - 1, as tables.lane_expression does."""
     return abs(hash_text(aggregate_id, _type_hash(aggregate_type))) % lanes
 
 

@@ -69,10 +69,7 @@ class Relation:
 
 
 class Insert(NamedTuple):
-    """A row was inserted: one value for each column of the relation.
-
-    A tuple, not a dataclass: nearly all messages of a stream are inserts.
-    """
+    """A row was inserted: one value for each column of the relation. Nearly all messages of a stream are inserts."""
 
     relation: int
     new: Sequence[Value]

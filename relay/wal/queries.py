@@ -57,8 +57,6 @@ SELECT e.*, s.lane, s.cut
 
 
 class StreamQueries:
-    """The statements on one outbox."""
-
     def __init__(self, schema: str) -> None:
         names = names_of(schema)
         names["columns"] = sql.SQL(COLUMNS.replace("id, event_id", "e.id, e.event_id", 1))

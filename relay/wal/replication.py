@@ -77,10 +77,7 @@ def parse_lsn(text: str) -> int:
 
 
 class Replication:
-    """One replication connection to a database.
-
-    Raises Unavailable when the server can't be reached or ends the stream, SchemaError when it refuses.
-    """
+    """One replication connection. Raises Unavailable without a server or stream, SchemaError when it refuses."""
 
     def __init__(self, url: str, application_name: str) -> None:
         self._url = libpq_url(url)
@@ -109,7 +106,6 @@ class Replication:
             raise
 
     def identify(self) -> tuple[str, int]:
-        """Return the system identifier and the timeline."""
         row = self._command("IDENTIFY_SYSTEM")
         return row[0], int(row[1])
 
@@ -156,7 +152,6 @@ class Replication:
         return messages
 
     def wait(self, seconds: float) -> bool:
-        """Wait until data has arrived. Returns whether it has."""
         return bool(self._arrived.poll(seconds * 1000))
 
     def feedback(self, flushed: int) -> None:
@@ -171,7 +166,6 @@ class Replication:
         self.reply_wanted = False
 
     def close(self) -> None:
-        """Close the connection. Safe to call twice."""
         self._connection.close()
 
     def _command(self, command: str, wanted: ExecStatus = ExecStatus.TUPLES_OK) -> list[str]:

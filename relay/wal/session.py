@@ -33,7 +33,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import psycopg
@@ -60,20 +60,13 @@ _ENDS: Final = 1000
 Connect = Callable[[], psycopg.Connection[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamLimits:
-    """The most events that are held, and the idle seconds after which a heartbeat is written."""
-
-    max_events: int = 30_000
-    heartbeat_seconds: float = 10.0
-
-
 class Stream:
     """The stream that a relay reads from the WAL for all its lanes. Thread-safe.
 
     ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. A
     session starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names
-    the lanes that can't be taken over: their events are held until they join, or dropped by the source.
+    the lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
+    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
     """
 
     def __init__(
@@ -82,11 +75,14 @@ class Stream:
         replicate: Callable[[], Replication],
         connect: Connect,
         leases: Sequence[Lease],
-        limits: StreamLimits,
+        max_events: int = 30_000,
+        heartbeat_seconds: float = 10.0,
     ) -> None:
-        self._new_session: Callable[[], _Session] = lambda: _Session(names, replicate, connect, leases, limits)
+        self._new_session = partial(
+            StreamSession, names, replicate, connect, leases, max_events=max_events, heartbeat_seconds=heartbeat_seconds
+        )
         self._lock = threading.Lock()
-        self._session: _Session | None = None
+        self._session: StreamSession | None = None
         self._closed = False
 
     def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
@@ -137,7 +133,7 @@ class Stream:
             session.stop()
 
 
-class _Session:
+class StreamSession:
     """The lifetime of one replication connection, in a thread. ``error`` is what ended it."""
 
     def __init__(
@@ -146,13 +142,16 @@ class _Session:
         replicate: Callable[[], Replication],
         connect: Connect,
         leases: Sequence[Lease],
-        limits: StreamLimits,
+        *,
+        max_events: int,
+        heartbeat_seconds: float,
     ) -> None:
         self._names = names
         self._replicate = replicate
         self._connect = connect
         self._leases = leases
-        self._limits = limits
+        self._max_events = max_events
+        self._heartbeat_seconds = heartbeat_seconds
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
         # Lanes that have a channel but have not joined.
@@ -166,6 +165,7 @@ class _Session:
         self._full_since: float | None = None
         self._full_events = 0
         self.running = threading.Event()
+        """Set while this reads the stream: no other reader does."""
         self.error: Exception | None = None
 
         self._events = EventReader(names.schema, len(leases))
@@ -174,6 +174,7 @@ class _Session:
         self._confirmed_lsn = 0
         self._requested_lsn = 0
         self.read_lsn = 0
+        """The position up to which the stream was read and distributed to the channels."""
         self._moved_at = time.monotonic()
 
     def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
@@ -209,7 +210,6 @@ class _Session:
         return self._channels.get(lane) if self.running.is_set() else None
 
     def freed(self, count: int) -> None:
-        """Record that so many events are no longer held."""
         if count:
             with self._room:
                 self._held_events -= count
@@ -231,6 +231,7 @@ class _Session:
         return self.error is not None or any(channel.waiting for channel in channels)
 
     def confirmed_up_to(self, lsn: int) -> bool:
+        """Return whether all lanes have settled everything before ``lsn``; if unknown, the next report tells."""
         self._requested_lsn = max(self._requested_lsn, lsn)
         return self._confirmed_lsn >= lsn
 
@@ -322,7 +323,7 @@ class _Session:
 
     def _has_room(self) -> bool:
         with self._room:
-            if self._held_events < self._limits.max_events:
+            if self._held_events < self._max_events:
                 self._full_since = None
                 return True
             self._room.wait(_WAIT_SECONDS)
@@ -346,7 +347,6 @@ class _Session:
     # Reading
 
     def _read(self, replication: Replication) -> bool:
-        """Read the messages that have arrived, and distribute them. Returns whether there were any."""
         messages = replication.read(_READ)
         self._events.read(messages)
         self._hand_on()
@@ -391,7 +391,7 @@ class _Session:
         failpoint("stream.confirmed")
 
     def _beat(self, slot: Slot, now: float) -> None:
-        if not self._held_events and now - self._moved_at >= self._limits.heartbeat_seconds:
+        if not self._held_events and now - self._moved_at >= self._heartbeat_seconds:
             self._moved_at = now
             slot.heartbeat(self._confirmed_lsn)
         elif self._confirmed_lsn < self._requested_lsn <= self.read_lsn and not self._ends:

@@ -164,7 +164,6 @@ class SlotNames:
 
 
 def slot_names(settings: Settings) -> SlotNames:
-    """Return the names in these settings."""
     return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
 
 
@@ -195,7 +194,6 @@ class Slot:
         }
 
     def look(self) -> SlotState:
-        """Return the slot's state in the server and the checkpoint."""
         state = self._look_once()
         if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
             return state
@@ -222,9 +220,8 @@ class Slot:
     def check_timeline(self, state: SlotState, replication: Replication, published_lsn: int) -> None:
         """Raise StreamLost if this is another server, or its timeline left ours before the last published event.
 
-        Raises Unavailable when the two connections lead to different servers.
-
-        ``published_lsn`` is the furthest position of all lanes and markers. Records a new timeline that has everything.
+        Raises Unavailable when the connections lead to different servers. ``published_lsn`` is the furthest position of
+        all lanes and markers. Records a new timeline that has everything.
         """
         identity, now = replication.identify()
         if identity != state.system_identifier:
@@ -270,10 +267,9 @@ class Slot:
             self._connection.execute(self._terminate, self._bound)
 
     def note(self, flushed_lsn: int, at: dt.datetime | None) -> None:
-        """Record durably how far the stream is used. Raises StreamLost when the publication has changed.
+        """Record durably how far the stream is used; ``at`` is the commit time of the last transaction (now, if None).
 
-        ``at`` is the commit time of the last transaction (now, if None). Raises Unavailable when the lanes are not
-        ours.
+        Raises StreamLost when the publication has changed, Unavailable when the lanes are not ours.
         """
         values = {"lsn": flushed_lsn, "at": at, **self._bound}
         with unavailable_on_error("recording the position of the stream"):
@@ -300,7 +296,6 @@ class Slot:
 
 
 def heartbeat_prefix(schema: str) -> str:
-    """Return the prefix of heartbeats in the WAL."""
     return f"outbox.{schema}.heartbeat"
 
 
@@ -366,7 +361,6 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
 
 
 def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
-    """Return the current snapshot."""
     with unavailable_on_error("taking a snapshot"):
         row = connection.execute(_SNAPSHOT).fetchone()
     assert row is not None
@@ -374,8 +368,6 @@ def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
 
 
 class Snapshot:
-    """The visible transactions, from pg_current_snapshot's text."""
-
     def __init__(self, text: str) -> None:
         xmin, xmax, running = text.split(":")
         self._xmin, self._xmax = int(xmin), int(xmax)

@@ -32,8 +32,7 @@ import structlog
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch
-from relay.core.position import WalPosition
+from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch, WalPosition
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
@@ -55,10 +54,7 @@ _LOG_SECONDS: Final = 10.0
 
 
 class StreamSource:
-    """The lanes of a worker that reads the WAL. See ports.Source for the contract.
-
-    A polling source reads the table, on the same connection. ``stream`` is that of these lanes.
-    """
+    """The lanes of a worker that reads the WAL; see ports.Source. A polling source beside it reads the table."""
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
         self._stream = stream
@@ -88,12 +84,10 @@ class StreamSource:
         self._warned_at = time.monotonic()
 
     def hold(self, lease: Lease) -> None:
-        """Start reading a lane."""
         self._table.hold(lease)
         self._lanes[lease.lane] = StreamLane(lease)
 
     def drop(self, lane: int) -> None:
-        """Forget a lane."""
         self._table.drop(lane)
         self._lanes.pop(lane, None)
 
@@ -107,7 +101,6 @@ class StreamSource:
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Leave these lanes to the table; see AbsentLanes."""
         self._absent.numbers = lanes
 
     def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
@@ -154,7 +147,6 @@ class StreamSource:
         return failed | self._table.settle(from_table)
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes."""
         return self._table.flush(lanes)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
@@ -172,7 +164,6 @@ class StreamSource:
         )
 
     def close(self) -> None:
-        """Close the connection."""
         self._table.close()
 
     # One turn
@@ -349,5 +340,4 @@ class StreamSource:
 
 
 def _positions(claims: Sequence[Claim]) -> list[WalPosition]:
-    """Return the positions of those that came from the stream."""
     return [claim.at for claim in claims if claim.at is not None]

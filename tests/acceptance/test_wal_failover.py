@@ -31,7 +31,7 @@ from relay.lanes import Lease
 from relay.settle.statements import TIMELINE
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Switch
-from relay.wal.session import Stream, StreamLimits
+from relay.wal.session import Stream
 from relay.wal.slot import Slot, SlotNames
 
 __all__ = ["order", "wal"]
@@ -325,7 +325,7 @@ def test_a_lane_that_asks_another_server_ends_the_session():
         raise AssertionError("not all lanes have joined")
 
     leases = [Lease(lane, 1, 10.0, time.monotonic()) for lane in range(3)]
-    stream = Stream(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases, StreamLimits())
+    stream = Stream(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases)
     old = stream.join(0, 0, 1)
     with pytest.raises(Unavailable, match="timeline 1, Postgres is on 2 now"):
         stream.join(1, 0, 2)

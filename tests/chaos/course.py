@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, Literal
 
-from relay.failpoints import NAMES
+import relay
+
+NAMES: Final = frozenset(
+    name
+    for path in Path(relay.__file__).parent.rglob("*.py")
+    for name in re.findall(r'failpoint\("([a-z_.]+)"\)', path.read_text())
+)
+"""The failpoints that the relay has."""
 
 Source = Literal["polling", "wal"]
 Delivery = Literal["at-least-once", "exactly-once"]

@@ -24,7 +24,7 @@ from outbox.testing.fixtures import Topics
 from relay.core.marker import Marker
 from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
-from relay.tasks.hanging import abort_hanging
+from relay.operations.hidden_events import abort_hanging
 
 
 class Outbox:

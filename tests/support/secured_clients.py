@@ -27,7 +27,7 @@ from relay.kafka.routing import Route, Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
-from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
+from relay.kafka.transactional import TransactionalPublisher
 from relay.operations.doctor import examine
 from relay.operations.doctor import kafka as doctor_kafka
 from relay.pipeline import topics as pipeline
@@ -74,7 +74,6 @@ def by_publisher(database_url: str, options: dict[str, str], topic: str) -> None
         takeover=cast("Takeover", None),
         lanes=1,
         state=StateTopic(options, topic),
-        figures=TransactionFigures(),
     )
 
 

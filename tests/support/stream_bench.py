@@ -41,7 +41,7 @@ from relay.lanes import LaneTable
 from relay.operations.wal_setup import Cdc
 from relay.settle.retries import FailurePolicy, Failures
 from relay.wal.replication import Replication
-from relay.wal.session import Stream, StreamLimits
+from relay.wal.session import Stream
 from relay.wal.slot import SlotNames
 from relay.wal.source import StreamSource
 
@@ -244,7 +244,7 @@ class Outboxed:
         attempts: int = MANY,
         *,
         once: bool = False,
-        limits: StreamLimits | None = None,
+        max_events: int = 30_000,
         batch: int = 100,
         backoff: float = 600.0,
         **options: Any,
@@ -257,7 +257,7 @@ class Outboxed:
         leases = table.acquire_all()
         assert len(leases) == self.lanes
         self.stream = stream = Stream(
-            self.names, lambda: Replication(self.url, "relay"), connect, leases, limits or StreamLimits()
+            self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events=max_events
         )
         failures = Failures("outbox", FailurePolicy(attempts, backoff, backoff), router)
 

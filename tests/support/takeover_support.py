@@ -25,7 +25,7 @@ from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
-from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
+from relay.kafka.transactional import TransactionalPublisher
 from relay.lanes import LaneTable
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
@@ -102,7 +102,6 @@ class Worker:
         self.base_id = place.settings.name + ".relay." + base_id
         self.leases = list(leases)
         self.exact = exact
-        self.figures = TransactionFigures()
         self.source = place.tables.source(leases)
         self.fenced: list[str] = []
         self.abandoned: list[str] = []
@@ -136,7 +135,6 @@ class Worker:
                 takeover=takeover,
                 lanes=LANES,
                 state=self.place.state,
-                figures=self.figures,
             )
             if not self.place.slow_commits_count:
                 made._clean_seconds = 3600.0

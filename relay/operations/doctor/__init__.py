@@ -64,7 +64,6 @@ class _Known:
     """Whether the outbox's database answers."""
 
     def status(self, state: OutboxState) -> Iterator[Finding]:
-        """Keep the lanes, and yield the problems that `outbox status` shows."""
         for one in state.lanes:
             self.lanes.setdefault(SourceKind(one.source), []).append(one.lane)
         for problem in state.problems():

@@ -194,7 +194,6 @@ def _highest_id(connection: psycopg.Connection[Any], schema: str, table: str) ->
 
 
 def _rights(schema: str, rows: Rows) -> Iterator[Finding]:
-    """Name roles that can write what only the relay may write."""
     for (role,) in rows:
         yield warning(
             f"role {role}",
@@ -205,7 +204,6 @@ def _rights(schema: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _sources(settings: Settings, status: Status) -> Iterator[Finding]:
-    """Check the source that the lanes are read from, and the slot."""
     sources = sorted({lane.source for lane in status.lanes})
     if sources and sources != [settings.source]:
         yield warning(

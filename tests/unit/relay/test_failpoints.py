@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from chaos.course import NAMES
 
 from relay.failpoints import VARIABLE
 
@@ -40,3 +44,15 @@ def test_a_pause_halts_its_own_thread_at_once():
                 os.kill(process.pid, signal.SIGCONT)
         finally:
             process.kill()
+
+
+def test_tests_arm_only_failpoints_that_there_are():
+    """One that there is not is never reached, and nothing fails."""
+    tests = Path(__file__).parents[3]
+    armed = {
+        name
+        for path in tests.rglob("*.py")
+        for name in re.findall(r"\b([a-z_]+\.[a-z_]+)=(?:kill|pause|error|delay)", path.read_text())
+    }
+    assert armed
+    assert armed <= NAMES

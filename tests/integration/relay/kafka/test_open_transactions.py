@@ -17,7 +17,7 @@ from relay.kafka.offsets import Offsets
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch, Whose
 from relay.operations.doctor import examine
 from relay.operations.doctor import kafka as doctor_kafka
-from relay.tasks.hanging import abort_hanging
+from relay.operations.hidden_events import abort_hanging
 
 __all__ = ["hanging", "unverified"]
 

@@ -50,11 +50,11 @@ def test_a_turn_of_all_lanes_is_one_transaction_with_a_marker_for_each(place):
     assert worker.fenced == []
     assert place.tables.ids() == dict.fromkeys(range(LANES), worker.base_id)
     # The lanes' first markers, one transaction.
-    assert (worker.figures.commits, place.tables.batches()) == (1, dict.fromkeys(range(LANES), 1))
+    assert (worker.publisher._turn, place.tables.batches()) == (1, dict.fromkeys(range(LANES), 1))
     place.add()
     for turn in (2, 3):
         assert worker.turn(2) == 2 * LANES
-        assert worker.figures.commits == turn
+        assert worker.publisher._turn == turn
         assert place.tables.batches() == dict.fromkeys(range(LANES), turn)
         markers = place.state.last_markers(range(LANES))
         assert {lane: (found.batch, len(found.positions)) for lane, found in markers.items()} == dict.fromkeys(

@@ -16,8 +16,8 @@ from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
 from relay.kafka.offsets import Offsets
 from relay.operations import topic_scan
+from relay.operations.hidden_events import abort_hanging
 from relay.operations.lane_rows import _SETTLE_ROWS
-from relay.tasks.hanging import abort_hanging
 
 __all__ = ["hanging", "outbox", "unverified"]
 

@@ -12,7 +12,6 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from relay.wal.lane_hash import lane_of
-from relay.wal.session import StreamLimits
 
 __all__ = ["outboxed"]
 
@@ -32,7 +31,7 @@ class RandomHistory:
     def start(self) -> None:
         self.box.relay(
             once=self.once,
-            limits=StreamLimits(max_events=self.random.choice([5, 50, 5000])),
+            max_events=self.random.choice([5, 50, 5000]),
             batch=self.random.choice([1, 3, 20]),
             backoff=0.001,
         )

@@ -13,7 +13,6 @@ from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavai
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp
 from relay.wal.lane_hash import lane_of
-from relay.wal.session import StreamLimits
 
 __all__ = ["outboxed"]
 
@@ -29,7 +28,7 @@ def test_a_lane_with_a_backlog_does_not_hold_up_the_others(outboxed):
     box = outboxed(2)
     slow, quick = keys_of_lanes()
     box.add(*(f"{slow}{number:04}" for number in range(1500)))
-    box.relay(limits=StreamLimits(max_events=20), batch=10)
+    box.relay(max_events=20, batch=10)
     box.until(lambda: box.rows("SELECT streaming FROM outbox.lanes WHERE lane = 1") == [(True,)], "a lane to stream")
     more = [f"{slow}{number:04}" for number in range(1500, 1560)]
     for number in range(30):
@@ -133,7 +132,7 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
     names = {key: [f"{key}{number:03}" for number in range(60)] for key in (slow, quick)}
     if not streamed:
         box.kafka.stuck = {0}
-    box.relay(once=once, limits=StreamLimits(max_events=20), batch=5)
+    box.relay(once=once, max_events=20, batch=5)
     if streamed:
         box.streams()
         box.add(*names[slow][:3], *names[quick][:3])

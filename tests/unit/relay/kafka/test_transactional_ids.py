@@ -11,7 +11,6 @@ import pytest
 from relay import wiring
 from relay.config import load
 from relay.core.ports import IdBusy
-from relay.kafka.transactional import TransactionFigures
 from relay.parts import build_topics
 
 
@@ -27,7 +26,7 @@ def test_the_ids_that_are_remembered_do_not_grow_with_the_refusals(monkeypatch: 
 
     monkeypatch.setattr(wiring, "TransactionalPublisher", publisher)
     settings = load(delivery="exactly-once", kafka={"bootstrap.servers": "127.0.0.1:1"})
-    new = wiring._publisher(settings, TransactionFigures(), build_topics(settings))
+    new = wiring._publisher(settings, build_topics(settings))
     source: Any = SimpleNamespace(store=SimpleNamespace(lane_count=lambda: 4))
     for _ in range(1000):
         new(source)

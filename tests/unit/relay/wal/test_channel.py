@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relay.core.lease import Lease
-from relay.core.ports import Unavailable
-from relay.core.position import WalPosition
+from relay.core.ports import Unavailable, WalPosition
 from relay.wal import session as stream
 from relay.wal.channel import Channel, StreamEvent
-from relay.wal.session import StreamLimits, _Session
+from relay.wal.session import StreamSession
 from relay.wal.slot import SlotNames
 
 
@@ -164,7 +163,8 @@ class Replicating:
 
 def session_of(lanes: int) -> Any:
     leases = [Lease(lane, 1, 60.0, 0.0) for lane in range(lanes)]
-    session = _Session(SlotNames("outbox", "slot", "publication"), Replicating, None, leases, StreamLimits())  # type: ignore[arg-type]
+    names = SlotNames("outbox", "slot", "publication")
+    session = StreamSession(names, Replicating, None, leases, max_events=30_000, heartbeat_seconds=10.0)  # type: ignore[arg-type]
     # It is not to start: what it reads is put in by hand.
     session._thread = threading.Thread(target=lambda: None)
     for lane in range(lanes):
@@ -204,7 +204,7 @@ def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatc
     monkeypatch.setattr(stream, "_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(stream, "_LOG_SECONDS", 0.0)
     session = session_of(3)
-    session._limits = StreamLimits(max_events=2)
+    session._max_events = 2
     hand_on(session, 0, [event(1, 1), event(1, 2)])
     hand_on(session, 2, [event(2, 1)])
     with structlog.testing.capture_logs() as said:
