@@ -19,6 +19,7 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.clock import DatabaseClock
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
@@ -34,6 +35,7 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
+from relay.metrics.delays import PublishDelays
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.topics import TopicAges
@@ -90,9 +92,9 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
-    meter = None
+    meter, clock = None, DatabaseClock()
     if settings.relay.metrics_address is not None:
-        meter = TurnMetrics(registry)
+        meter = TurnMetrics(registry, PublishDelays(registry, clock, build_router(settings)))
         # Not the publisher's router, which another thread uses.
         topic_ages = TopicAges(settings.db_schema, build_router(settings))
         outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages)
@@ -130,6 +132,7 @@ def build(settings: Settings) -> Supervisor:
             grown=grown,
             figures=figures.summary if exact else dict,
             meter=meter,
+            clock=clock,
             pauses=pauses,
             next_due=next_due,
             first_contact=partial(log_unreachable, client_options(settings)),

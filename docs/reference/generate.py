@@ -37,8 +37,11 @@ from outbox.consumer.model import LossKind, OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
+from relay.core.clock import DatabaseClock
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState
+from relay.kafka.routing import Router
+from relay.metrics.delays import PublishDelays
 from relay.metrics.outbox import TurnMetrics, outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.operations.roles import COLUMNS, TABLES, RoleKind
@@ -223,7 +226,7 @@ def metrics_page() -> str:
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     build_info(build, "1", "d", "s")
-    TurnMetrics(turns)
+    TurnMetrics(turns, PublishDelays(turns, DatabaseClock(), Router()))
     slot_repairs(repairs)
     outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]

@@ -13,6 +13,7 @@ from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState
+from relay.metrics.delays import PublishDelays
 from relay.metrics.topics import TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
@@ -23,7 +24,8 @@ _EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 class TurnMetrics:
     """The metrics of this process's turns; see supervisor.Meter. Counters start at zero with each process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, delays: PublishDelays) -> None:
+        self.delays = delays.observe
         self._events = Counter(
             "outbox_relay_events",
             "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
