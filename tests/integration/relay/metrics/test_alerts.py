@@ -22,8 +22,10 @@ MONITORING = Path(__file__).parents[4] / "docs" / "operations" / "monitoring"
 EXPRESSION = re.compile(r'"expr": ("(?:[^"\\]|\\.)*")')
 
 
-@pytest.mark.parametrize("command", [["check", "rules", "alerts.yaml"], ["test", "rules", "alerts.test.yaml"]])
-def test_promtool_has_nothing_to_say(command):
+@pytest.mark.parametrize("name", ["alerts", "slo"])
+@pytest.mark.parametrize("command", [["check", "rules", "{}.yaml"], ["test", "rules", "{}.test.yaml"]])
+def test_promtool_has_nothing_to_say(command, name):
+    command = [word.format(name) for word in command]
     done = subprocess.run([require("promtool"), *command], cwd=MONITORING, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
