@@ -28,6 +28,8 @@ MOST: Final = 100
 LATE_SECONDS: Final = 10.0
 """The limit of the objective for applying that this relay measures."""
 _STALE_SECONDS: Final = 60.0
+# After a look, rest for so many times as long as it took: with ten thousand partitions it takes Python a while.
+_REST: Final = 10.0
 _KAFKA_SECONDS: Final = 5.0
 _CONNECT_SECONDS: Final = 5
 # A partition that has moved within this time stands no longer than since then.
@@ -118,7 +120,7 @@ class GroupWatch:
         self._required = required
         self._since: dict[_Position, dt.datetime] = {}
         self._found: GroupLags | None = None
-        self._looked = 0.0
+        self._looked = self._rest_until = 0.0
         registry.register(self)
 
     def look(self) -> None:
@@ -126,16 +128,21 @@ class GroupWatch:
         if not self._shows():
             self._found = None
             return
+        began = time.monotonic()
+        if began < self._rest_until:
+            return
         try:
             self._found = self._read()
         except ConsumerUnavailable as error:
             raise DatabaseUnavailable(str(error)) from error
         self._looked = time.monotonic()
+        self._rest_until = self._looked + _REST * (self._looked - began)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics of the last reading; none if it is stale."""
         found = self._found
-        if found is not None and self._shows() and time.monotonic() - self._looked <= _STALE_SECONDS:
+        until = max(self._looked, self._rest_until) + _STALE_SECONDS
+        if found is not None and self._shows() and time.monotonic() <= until:
             yield from group_metrics(found)
 
     def _read(self) -> GroupLags | None:

@@ -8,12 +8,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
 from alerting import firing, scraped
 from confluent_kafka import Producer
+from counting import Counting
 from inbox_support import Log
 from prometheus_client import CollectorRegistry
 from support import wait_until
@@ -24,7 +26,8 @@ from outbox.errors import SchemaError
 from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
-from relay.metrics.groups import GroupWatch
+from relay.metrics import groups
+from relay.metrics.groups import GroupLags, GroupWatch
 
 HOUR = 3_600.0
 
@@ -124,11 +127,16 @@ class Watched:
 
     def wait(self) -> float:
         """Look, and return how long messages wait; 0 if none does."""
-        self.watch.look()
+        self.look()
         return self.value("wait_seconds", topic=self.topic, partition="0") or 0.0
 
-    def lag(self) -> float | None:
+    def look(self) -> None:
+        """Look, without a rest."""
+        self.watch._rest_until = 0.0
         self.watch.look()
+
+    def lag(self) -> float | None:
+        self.look()
         return self.value("lag_messages", topic=self.topic)
 
 
@@ -178,6 +186,27 @@ def test_kafka_is_asked_about_a_position_once(watched, monkeypatch):
     assert len(asked) == 1 + 4 + 1
 
 
+def test_a_look_costs_few_statements(watched):
+    """However many groups there are."""
+    watched.send(1)
+    for count in (1, 50):
+        watched.admin.execute(
+            "INSERT INTO consumer.groups (grp, owner) SELECT 'g' || n, 'me' FROM generate_series(2, %s) AS n", (count,)
+        )
+        watched.admin.execute(
+            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+            "SELECT g.grp, o.topic, 0, o.topic_id, 0, 1 FROM consumer.groups AS g, consumer.offsets AS o "
+            "WHERE o.grp = 'g' ON CONFLICT DO NOTHING"
+        )
+        with Counting(watched.url) as counting:
+            watched.start(url=counting.url)
+            watched.watch.look()
+            selects = [one for one in counting.statements if b"SELECT" in one and b"set_config" not in one]
+        # The session's process, whether there are tables, the groups, their offsets, the clock.
+        assert len(selects) == 5, selects
+    assert len(watched.watch._found.lags) == 50
+
+
 def test_messages_that_are_late(watched):
     """Published more than ten seconds ago, whether the group moves or not."""
     watched.send(4, seconds_ago=60)
@@ -190,11 +219,32 @@ def test_messages_that_are_late(watched):
     assert (watched.lag(), watched.value("late_messages", topic=watched.topic)) == (0, 0)
 
 
+def test_a_look_that_takes_long_is_followed_by_a_rest(monkeypatch):
+    """As one of ten thousand partitions. Its figures are shown until a minute after the next look is due."""
+    now, looks, registry = [1_000.0], [], CollectorRegistry()
+    watch = GroupWatch("postgresql://x", "consumer", {}, lambda: True, registry)
+
+    def read() -> GroupLags:
+        now[0] += 3.0
+        looks.append(now[0])
+        return GroupLags({("g", "t"): 1}, {}, {}, {})
+
+    monkeypatch.setattr(watch, "_read", read)
+    monkeypatch.setattr(groups, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for at in range(1_000, 1_060, 10):
+        now[0] = max(now[0], float(at))
+        watch.look()
+    assert looks == [1_003.0, 1_043.0]
+    for at, shown in ((1_132.0, 1.0), (1_134.0, None)):
+        now[0] = at
+        assert registry.get_sample_value("outbox_group_lag_messages", {"group": "g", "topic": "t"}) == shown
+
+
 def test_who_shows_nothing(watched):
     """Another relay holds the first lane; no tables of consumers; a reading that is stale."""
     watched.send(1)
     assert watched.lag() == 1
-    watched.watch._looked -= 61
+    watched.watch._looked = watched.watch._rest_until = time.monotonic() - 61
     assert watched.value("lag_messages", topic=watched.topic) is None
     assert watched.lag() == 1
     watched.shows = False
