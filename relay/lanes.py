@@ -51,6 +51,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.errors import SchemaError
+from relay.core.clock import DatabaseClock
 from relay.core.lease import Lease
 from relay.core.pauses import Pauses
 from relay.database import unavailable_on_error
@@ -125,7 +126,7 @@ _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
        (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text,
-       {next_due}, r.session, pg_try_advisory_xact_lock_shared(r.session)
+       {next_due}, extract(epoch FROM clock_timestamp())::float8, r.session, pg_try_advisory_xact_lock_shared(r.session)
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
  WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
@@ -214,8 +215,9 @@ class LaneTable:
     """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 
     ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. ``session`` is the number
-    that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Every method
-    raises Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
+    that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Each look at
+    the distribution notes the database's time in ``clock``. Every method raises Unavailable when Postgres can't be
+    reached, SchemaError when the tables are missing.
     """
 
     def __init__(
@@ -229,7 +231,9 @@ class LaneTable:
         *,
         pooled: bool = False,
         session: int | None = None,
+        clock: DatabaseClock | None = None,
     ) -> None:
+        self._clock = clock
         self._connection = connection
         self._pooled = pooled
         self._names = names_of(schema)
@@ -309,12 +313,15 @@ class LaneTable:
         """
         next_due = next_due or NextDue()
         back = next_due.seconds_back()
+        asked_at = time.monotonic()
         rows = self._run(_CENSUS, {"me": self._me, "source": self._source, "back": back}, "counting lanes")
         if not rows:
             return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        _, _, total, lanes, free, pauses, due_seconds, *_ = rows[0]
+        _, _, total, lanes, free, pauses, due_seconds, database_seconds, *_ = rows[0]
+        if self._clock is not None:
+            self._clock.note(database_seconds, asked_at)
         next_due.set(due_seconds, back)
         self.pauses = Pauses.of(orjson.loads(pauses))
         if self._session is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 import structlog
@@ -24,6 +24,9 @@ class Meter(Protocol):
     """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
 
     def events(self, result: str, count: int) -> None: ...
+
+    def delays(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
+        """Record how long events took until Kafka had acknowledged them, at this time.monotonic()."""
 
     def turn(self, events: int, stages: Mapping[str, float]) -> None: ...
 
@@ -58,9 +61,13 @@ class LoopReports:
         self._meter = meter
         self._reminders: dict[int, Reminder] = {}
 
-    def published(self, count: int) -> None:
+    def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
+        """Count published events, and record how long they took."""
+        count = sum(map(len, batches))
         self.count += count
         self._counted("published", count)
+        if self._meter is not None:
+            self._meter.delays(batches, at)
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
         if self._meter is not None:

@@ -23,6 +23,7 @@ from typing import Final
 import structlog
 
 from outbox.errors import SchemaError
+from relay.core.clock import DatabaseClock
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease, LetGo
@@ -77,6 +78,8 @@ class Components:
     grown: Callable[[], Mapping[str, str]] = dict
     """The topics that got more partitions lately, with what that means."""
     meter: Meter | None = None
+    clock: DatabaseClock = field(default_factory=DatabaseClock)
+    """Written by the control loop; the meter reads it."""
     pauses: CurrentPauses = field(default_factory=CurrentPauses)
     """Written by the control loop and the worker's loop; other parts read it."""
     next_due: NextDue = field(default_factory=NextDue)
@@ -239,6 +242,7 @@ class Supervisor:
             source,
             pooled=pooled,
             session=session,
+            clock=components.clock,
         )
 
     def _begin(self, table: LaneTable) -> None:

@@ -19,6 +19,7 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.clock import DatabaseClock
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
@@ -34,8 +35,11 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher
+from relay.metrics.delays import PublishDelays
+from relay.metrics.groups import GroupWatch
 from relay.metrics.outbox import OutboxWatch, TurnMetrics
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
+from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicAges
 from relay.operations.healing import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
@@ -89,13 +93,25 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
-    meter = None
+    meter, clock = None, DatabaseClock()
     if settings.relay.metrics_address is not None:
-        meter = TurnMetrics(registry)
+        meter = TurnMetrics(registry, PublishDelays(registry, clock, build_router(settings)))
         # Not the publisher's router, which another thread uses.
         topic_ages = TopicAges(settings.db_schema, build_router(settings))
-        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages)
+        expected = settings.relay.expected_relays
+        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages, expected)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
+        groups = GroupWatch(
+            settings.relay.sink_url or settings.require_database(),
+            settings.consumer_schema,
+            client_options(settings),
+            outbox.shows,
+            registry,
+            required=settings.relay.sink_url is not None,
+        )
+        upkeep.append(MaintenanceTask("groups", groups.look, _WATCH_SECONDS))
+        storage = StorageWatch(_places(settings, connect, instance), outbox.shows, registry)
+        upkeep.append(MaintenanceTask("storage", storage.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
@@ -128,6 +144,7 @@ def build(settings: Settings) -> Supervisor:
             topics=topics.reasons,
             grown=grown,
             meter=meter,
+            clock=clock,
             pauses=pauses,
             next_due=next_due,
             first_contact=partial(log_unreachable, client_options(settings)),
@@ -140,6 +157,17 @@ def build(settings: Settings) -> Supervisor:
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)
     return relay
+
+
+def _places(settings: Settings, connect: Connector, instance: str) -> list[Place]:
+    """Return the schemas whose tables' sizes are shown: those of the outbox, and of its consumers."""
+    sink = settings.relay.sink_url
+    to_sink = connect if sink is None else Connector(sink, f"outbox relay {instance}"[:63])
+    archive = {"published": settings.relay.archive_days} if settings.relay.archive_days else {}
+    return [
+        Place(connect, settings.db_schema, archive),
+        Place(to_sink, settings.consumer_schema, {"processed_messages": settings.consumer.keep_days}),
+    ]
 
 
 def _about(settings: Settings) -> dict[str, object]:

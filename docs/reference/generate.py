@@ -37,11 +37,17 @@ from outbox.consumer.model import LossKind, OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
+from relay.core.clock import DatabaseClock
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState
+from relay.kafka.routing import Router
+from relay.metrics.delays import PublishDelays
+from relay.metrics.groups import GroupLags, group_metrics
 from relay.metrics.outbox import TurnMetrics, outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
+from relay.metrics.storage import Storage, storage_metrics
 from relay.operations.roles import COLUMNS, TABLES, RoleKind
+from relay.sizes import Disk
 from relay.wal.slot import SlotState
 from spark_jobs.errors import Reject
 from spark_jobs.metrics import ConsumerMetrics
@@ -223,7 +229,7 @@ def metrics_page() -> str:
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     build_info(build, "1", "d", "s")
-    TurnMetrics(turns)
+    TurnMetrics(turns, PublishDelays(turns, DatabaseClock(), Router()))
     slot_repairs(repairs)
     outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
@@ -241,7 +247,12 @@ def metrics_page() -> str:
         + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
-        + _metrics(outbox_metrics(outbox, {})),
+        + _metrics(outbox_metrics(outbox, {}, 1)),
+        "### Storage\n\nShown by the same relay, of both schemas, read once a minute.\n\n"
+        + _metrics(storage_metrics(Storage(Disk(0, 0, 0), {}))),
+        "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
+        "`OUTBOX_RELAY__SINK_URL`; not of kafka-to-kafka, which keeps its offsets in Kafka.\n\n"
+        + _metrics(group_metrics(GroupLags({}, {}, {}, {}))),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),

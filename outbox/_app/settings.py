@@ -72,6 +72,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+def _libpq(url: str | None) -> str | None:
+    """Return a URL as libpq takes it."""
+    try:
+        return None if url is None else libpq_url(url)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from error
+
+
 class RelaySettings(Section):
     """How one relay process works. All times are in seconds."""
 
@@ -96,8 +104,18 @@ class RelaySettings(Section):
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given. With ``--workers``, the other workers
     use the next ports."""
+    expected_relays: int = Field(1, ge=1, le=10_000)
+    """How many relays should run, standbys included. While fewer do, ``OutboxRelaysMissing`` fires."""
+    sink_url: str | None = Field(None, repr=False)
+    """The consumers' database, if it is another one than the outbox's. A relay with ``metrics_address`` shows the lag
+    of its groups, and needs the rights of ``consumer-monitor`` there."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
+
+    @field_validator("sink_url")
+    @classmethod
+    def _libpq(cls, value: str | None) -> str | None:
+        return _libpq(value)
 
 
 class WalSettings(Section):
@@ -284,10 +302,7 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _libpq(cls, value: str | None) -> str | None:
-        try:
-            return None if value is None else libpq_url(value)
-        except ConfigurationError as error:
-            raise ValueError(str(error)) from error
+        return _libpq(value)
 
     @field_validator("routes", mode="before")
     @classmethod

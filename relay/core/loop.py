@@ -114,6 +114,7 @@ class WorkerLoop:
         self.has_succeeded = False
         """Whether there has been a turn without a failure."""
         self._retries_apart = True
+        self._acknowledged_at = 0.0
 
     def run(self) -> None:
         """Run until stopped, then let go of all lanes."""
@@ -201,7 +202,8 @@ class WorkerLoop:
                 break
             began = time.monotonic()
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
-            seconds += time.monotonic() - began
+            self._acknowledged_at = time.monotonic()
+            seconds += self._acknowledged_at - began
             late = isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
             self._retries_apart = not (again and late)
             self._conclude(sent, source, batches, fine, settling)
@@ -366,8 +368,8 @@ class WorkerLoop:
         for number, receipt in receipts.items():
             for claim, reason in receipt.refused:
                 self._observer.refused(number, claim, reason)
-        if published := sum(len(receipt.published.rows) for receipt in receipts.values()):
-            self._observer.published(published)
+        if published := [receipt.published.rows for receipt in receipts.values() if receipt.published.rows]:
+            self._observer.published(published, self._acknowledged_at)
 
     def _succeeded(self, fine: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""

@@ -406,8 +406,8 @@ class Publisher(Protocol):
 class Observer(Protocol):
     """Receives the loop's reports. Must not raise and must not wait."""
 
-    def published(self, count: int) -> None:
-        """Report that ``count`` events were acknowledged."""
+    def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
+        """Report events that Kafka had acknowledged at this time.monotonic()."""
         ...
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:

@@ -13,6 +13,7 @@ from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState
+from relay.metrics.delays import PublishDelays
 from relay.metrics.topics import TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
@@ -23,7 +24,8 @@ _EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 class TurnMetrics:
     """The metrics of this process's turns; see supervisor.Meter. Counters start at zero with each process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, delays: PublishDelays) -> None:
+        self.delays = delays.observe
         self._events = Counter(
             "outbox_relay_events",
             "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
@@ -73,7 +75,9 @@ class TurnMetrics:
         self._lost.inc(count)
 
 
-def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None) -> Iterator[GaugeMetricFamily]:
+def outbox_metrics(
+    state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int
+) -> Iterator[GaugeMetricFamily]:
     """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
 
     def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -115,6 +119,7 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None) -> Iter
     yield paused
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
+        yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
     yield gauge(
         "last_look_timestamp_seconds", "When these metrics of the outbox were read from Postgres.", state.at.timestamp()
     )
@@ -128,8 +133,15 @@ class OutboxWatch:
     """
 
     def __init__(
-        self, connect: Connector, schema: str, instance: str, registry: CollectorRegistry, topics: TopicAges
+        self,
+        connect: Connector,
+        schema: str,
+        instance: str,
+        registry: CollectorRegistry,
+        topics: TopicAges,
+        expected_relays: int = 1,
     ) -> None:
+        self._expected = expected_relays
         self._connect = connect
         self._schema = schema
         self._instance = instance
@@ -148,11 +160,18 @@ class OutboxWatch:
             self._state = state
         self._looked = time.monotonic()
 
+    def shows(self) -> bool:
+        """Return whether this relay shows the outbox: it holds the first lane, by a reading that is not stale."""
+        return self._shown() is not None
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics of the last reading; none if it is stale, or if another relay holds the first lane."""
+        if (state := self._shown()) is not None:
+            yield from outbox_metrics(state, self._ages, self._expected)
+
+    def _shown(self) -> OutboxState | None:
         state = self._state
         if state is None or time.monotonic() - self._looked > _STALE_SECONDS:
-            return
+            return None
         first = next(iter(state.lanes), None)
-        if first is not None and first.held and first.owner == self._instance:
-            yield from outbox_metrics(state, self._ages)
+        return state if first is not None and first.held and first.owner == self._instance else None

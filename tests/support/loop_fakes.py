@@ -308,8 +308,9 @@ class Watcher:
     errors: dict[int, int] = field(default_factory=dict)
     turns: list[int] = field(default_factory=list)
 
-    def published(self, count: int) -> None:
-        self.seen.append(f"published {count}")
+    def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
+        assert at <= time.monotonic()
+        self.seen.append(f"published {sum(map(len, batches))}")
 
     def turn(self, events: int, *_: float) -> None:
         self.turns.append(events)

@@ -53,6 +53,18 @@ def put(where: str | psycopg.Connection[Any], table: str, **columns: Any) -> dic
         return row
 
 
+def old_partition(connection: psycopg.Connection[Any], schema: str, table: str, days: int) -> None:
+    """Make a partition of a day so many days ago, "old_partition"."""
+    ((first, last),) = connection.execute(
+        "SELECT current_date - %(n)s, current_date - %(n)s + 1", {"n": days}
+    ).fetchall()
+    connection.execute(
+        sql.SQL("CREATE TABLE {} PARTITION OF {} FOR VALUES FROM ({}) TO ({})").format(
+            sql.Identifier(schema, "old_partition"), sql.Identifier(schema, table), str(first), str(last)
+        )
+    )
+
+
 def execute(url: str, statement: str, *values: Any) -> None:
     """Execute one statement, and commit it."""
     with psycopg.connect(url, autocommit=True) as connection:

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from outbox._clients.variables import variable
 from outbox.urls import display_url
-from relay.operations.sizes import server, table_sizes
 from relay.page.page import Page
+from relay.sizes import server, table_sizes
 
 # Of Kafka's options only these are shown: others may hold credentials, under whatever name.
 _KAFKA_SHOWN: Final = frozenset(

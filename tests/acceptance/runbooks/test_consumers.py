@@ -24,13 +24,14 @@ from external_support import payments, provider, sink
 from offsets_driver import GROUP, Driver, driver, without_spark
 from prometheus_client import CollectorRegistry
 from proxy import TcpProxy
-from runbook_support import every_step_was_taken, forgotten, of
+from runbook_support import change, every_step_was_taken, forgotten, of
 from support import wait_until
 from task_sink import Sink as NumbersSink
 
 from outbox._app.prometheus import serve
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from relay.metrics.groups import GroupWatch
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.poison_search import PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
@@ -121,6 +122,26 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
     consumer.runner.once(threading.Event())
     assert driver.positions() == {0: 10, 1: 10}
     assert (consumer.alerts(before), "ConsumerGone" in firing(consumer.samples(), before)) == (set(), False)
+
+
+@of("A consumer stands still")
+def test_a_group_is_not_needed_any_more(operator, driver):
+    """What a relay shows of it, and its alert, ends with the command."""
+    driver.meet()
+    driver.send(0, 3)
+    registry = CollectorRegistry()
+    kafka = {"bootstrap.servers": driver.topics.bootstrap_servers}
+    watch = GroupWatch(driver.url, "consumer", kafka, lambda: True, registry)
+
+    def alerts() -> set[str]:
+        watch.look()
+        return firing(collected(registry), later=660.0)
+
+    change(driver.url, "UPDATE consumer.offsets SET updated_at = now() - interval '1 day'")
+    watch.look()
+    wait_until(lambda: "ConsumerGone" in alerts(), what="the alert")
+    operator.act("outbox offsets forget", GROUP=GROUP, TOPIC=driver.topic)
+    assert "ConsumerGone" not in alerts()
 
 
 @of("A consumer stands still")

@@ -18,6 +18,7 @@ from runbook_support import alarmed, change, every_step_was_taken, forgotten, of
 from support import drained, end_leases, ends, look_up, owners, wait_until
 
 from outbox import Event, Outbox
+from outbox.sandbox._ports import free_ports
 from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
 
@@ -234,6 +235,35 @@ def test_events_that_are_too_large(operator, orders, address, outbox_kafka, sett
     alarmed(address)
 
 
+@of("Relays are missing")
+def test_one_relay_runs_where_two_should(operator, orders, address):
+    other = f"127.0.0.1:{free_ports(1)[0]}"
+    operator.start(relay__expected_relays=2)
+    alarmed(address, "OutboxRelaysMissing")
+    assert operator.look("outbox status").text.count("running") == 1
+    operator.start(relay__expected_relays=2, relay__metrics_address=other)
+    wait_until(lambda: firing(scraped(address, other)) == set(), what="the alert to be over")
+
+
+@of("A scheduled event is overdue")
+def test_a_session_has_a_scheduled_event_locked(operator, orders, address):
+    change(
+        orders.url,
+        "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
+        f"VALUES (gen_random_uuid(), '{orders.kind}', 'k', 'T', '{{}}', now() - interval '10 minutes')",
+    )
+    with forgotten(orders.url, "SELECT FROM outbox.scheduled FOR UPDATE"):
+        operator.start()
+        alarmed(address, "OutboxScheduledOverdue")
+        assert "a scheduled event is overdue by 6" in operator.look("outbox status").text
+    orders.published(1)
+    alarmed(address)
+
+
+def slot_is_fine(checks: str) -> str:
+    return "" if "[-]upkeep-slot" in checks else checks
+
+
 @of("Upkeep fails")
 def test_the_relay_lacks_a_right(operator, orders, address, role, outbox_postgres):
     name = role("relay")
@@ -245,7 +275,11 @@ def test_the_relay_lacks_a_right(operator, orders, address, role, outbox_postgre
     shown = operator.look("curl -s", RELAY=address).text
     assert re.search(r"\[-\]upkeep-slot failed: for \d+ s \(leaves it ready\)", shown)
     assert "permission denied for table streams" in relay.log()
-    operator.own("outbox db roles", ROLE=name)
+    operator.own("outbox db roles relay=ROLE", ROLE=name)
+    shown = wait_until(lambda: slot_is_fine(operator.look("curl -s", RELAY=address).text), what="the slot's check")
+    # The outbox's database has consumers' tables too.
+    assert re.search(r"\[-\]upkeep-groups failed: for \d+ s \(leaves it ready\)", shown)
+    operator.own("outbox db roles consumer-monitor=ROLE", ROLE=name)
     alarmed(address, later=600)
 
 

@@ -24,6 +24,10 @@ RELAY: Samples = {
     'outbox_relay_upkeep_wait_seconds{task="archive"}': 0,
     "outbox_slot_healthy": 1,
     "outbox_slot_retained_wal_over_limit": 0,
+    "outbox_slot_safe_wal_bytes": 1e9,
+    "outbox_slot_retained_wal_bytes": 1e7,
+    "outbox_slot_repairs_total": 0,
+    "outbox_relay_lanes_lost_total": 0,
 }
 STATE: Samples = {
     "outbox_backlog_events": 20_000,
@@ -34,6 +38,16 @@ STATE: Samples = {
     "outbox_dead_letters": 0,
     "outbox_dead_letters_blocking": 0,
     "outbox_lanes_unheld": 0,
+    "outbox_relays_alive": 2,
+    "outbox_relays_expected": 2,
+    "outbox_scheduled_overdue_seconds": 0,
+    'outbox_table_dead_rows{schema="outbox",table="events"}': 1_000,
+    'outbox_table_rows{schema="outbox",table="published_default"}': 0,
+    'outbox_table_rows{schema="consumer",table="processed_messages_default"}': 1_000,
+    'outbox_table_prune_overdue_seconds{schema="outbox",table="published"}': 0,
+    'outbox_table_prune_overdue_seconds{schema="consumer",table="processed_messages"}': 90_000,
+    "outbox_database_bytes": 20e9,
+    "outbox_wal_kept_bytes": 1e7,
     **{f'outbox_pauses{{scope="{kind}"}}': 0.0 for kind in ScopeKind},
 }
 # Groups of two outboxes may have the same name: each has a sink of its own.
@@ -50,11 +64,21 @@ CONSUMER: Samples = {
     f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 0,
     f"outbox_consumer_reservations_stuck{OF_PARTITION}": 0,
 }
-HEALTHY: Samples = RELAY | STATE | CONSUMER
+# The relay sees these whether their consumers run or not.
+OF_INBOX = '{group="inbox",topic="t",partition="0"}'
+GROUPS: Samples = {
+    'outbox_group_lag_messages{group="g",topic="t"}': 5,
+    f"outbox_group_wait_seconds{OF_PARTITION}": 5,
+    'outbox_group_last_progress_timestamp_seconds{group="g"}': NOW,
+    'outbox_group_lag_messages{group="inbox",topic="t"}': 5,
+    f"outbox_group_wait_seconds{OF_INBOX}": 5,
+    'outbox_group_last_progress_timestamp_seconds{group="inbox"}': NOW,
+}
+HEALTHY: Samples = RELAY | STATE | GROUPS | CONSUMER
 
 # What the ill outbox shows instead, now and six minutes before; None: it is not shown.
 Shown = dict[str, float | None]
-NO_RELAY: Shown = dict.fromkeys([*RELAY, *STATE])
+NO_RELAY: Shown = dict.fromkeys([*RELAY, *STATE, *GROUPS])
 FAILURES: dict[str, tuple[Shown, Shown]] = {
     "OutboxNotPublishing": (NO_RELAY, {}),
     "OutboxBacklogOld": ({'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100}, {}),
@@ -72,6 +96,15 @@ FAILURES: dict[str, tuple[Shown, Shown]] = {
     "OutboxUpkeepFails": ({'outbox_relay_upkeep_wait_seconds{task="archive"}': 700}, {}),
     "OutboxSlotUnhealthy": ({"outbox_slot_healthy": 0}, {}),
     "OutboxSlotRetainsWal": ({"outbox_slot_retained_wal_over_limit": 1}, {}),
+    "OutboxRelaysMissing": ({"outbox_relays_alive": 1}, {}),
+    "OutboxLanesLost": ({"outbox_relay_lanes_lost_total": 3}, {}),
+    "OutboxScheduledOverdue": ({"outbox_scheduled_overdue_seconds": 400}, {}),
+    "OutboxSlotRunsOut": ({"outbox_slot_safe_wal_bytes": 1e8, "outbox_slot_retained_wal_bytes": 9e8}, {}),
+    "OutboxSlotRepaired": ({"outbox_slot_repairs_total": 1}, {}),
+    "OutboxDeadRows": ({'outbox_table_dead_rows{schema="outbox",table="events"}': 2e6}, {}),
+    "OutboxPartitionsMissing": ({'outbox_table_rows{schema="outbox",table="published_default"}': 3}, {}),
+    "OutboxPruneOverdue": ({'outbox_table_prune_overdue_seconds{schema="outbox",table="published"}': 90_000}, {}),
+    "OutboxDiskFills": ({"outbox_database_bytes": 40e9}, {}),
     "ConsumerGone": (dict.fromkeys(CONSUMER), {}),
     "ConsumerServerAway": ({'outbox_consumer_postgres_up{group="g"}': 0}, {}),
     "ConsumerStandsStill": ({'outbox_consumer_last_round_timestamp_seconds{group="g"}': 0}, {}),
@@ -142,6 +175,27 @@ def test_a_paused_topic_does_not_explain_the_age_of_another():
     assert firing_by_outbox(old, before) == {
         (alert, ILL) for alert in ("OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows")
     }
+
+
+def test_a_group_of_which_nothing_moves_is_gone_for_as_long_as_that_is_so():
+    """Long after its last scrape, and where it never had one; the other outbox has a group of the same name."""
+    stands: Shown = {f"outbox_group_wait_seconds{OF_INBOX}": 90_000}
+    stands['outbox_group_last_progress_timestamp_seconds{group="inbox"}'] = NOW - 90_000
+    now = shown(ILL, stands) | shown(WELL, {})
+    assert firing_by_outbox(now, now) == {("ConsumerGone", ILL)}
+    killed = dict.fromkeys(CONSUMER) | {f"outbox_group_wait_seconds{OF_PARTITION}": 90_000}
+    killed['outbox_group_last_progress_timestamp_seconds{group="g"}'] = NOW - 90_000
+    now = shown(ILL, killed) | shown(WELL, {})
+    assert firing_by_outbox(now, now) == {("ConsumerGone", ILL)}
+    # Nothing waits: as a job that a scheduler starts, between two runs.
+    for name in ("lag_messages{", "wait_seconds{"):
+        killed |= {series: None for series in GROUPS if series.startswith(f"outbox_group_{name}")}
+    assert firing_by_outbox(shown(ILL, killed), shown(ILL, killed)) == set()
+
+
+def test_a_partition_of_an_inbox_that_stands_still_while_others_move():
+    stands: Shown = {f"outbox_group_wait_seconds{OF_INBOX}": 400}
+    assert firing_by_outbox(shown(ILL, stands) | shown(WELL, {})) == {("ConsumerPartitionStandsStill", ILL)}
 
 
 def test_a_relay_that_has_never_shown_its_outbox_is_missed():

@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT / "docs" / "reference"))
 
 import generate  # noqa: E402
 
+from relay.metrics.delays import BUCKETS  # noqa: E402
+
 ALERTS = (MONITORING / "alerts.yaml").read_text()
 RULES = re.findall(r"^      - alert: (\w+)\n(.*?)(?=^      - alert|\Z|^  - name)", ALERTS, re.MULTILINE | re.DOTALL)
 
@@ -43,6 +45,16 @@ def test_rules_name_metrics_that_exist():
         for aggregated in re.findall(r"\b(?:sum|max|min|count|on)\b[^(]*\(([^)]*)\)", expression):
             assert "outbox" in aggregated.split(", "), (name, expression)
     assert unknown("sum(outbox_backlog) + outbox_relay_turn_seconds") == {"outbox_backlog", "outbox_relay_turn_seconds"}
+
+
+def test_objectives_name_metrics_that_exist_and_limits_that_are_buckets():
+    rules = (MONITORING / "slo.yaml").read_text()
+    assert not unknown(re.sub(r"^#.*$", "", rules, flags=re.MULTILINE))
+    limits = set(re.findall(r'le="([^"]+)"', rules))
+    assert limits
+    assert limits <= {str(float(limit)) for limit in BUCKETS}
+    assert set(re.findall(r"outbox:\w+:\w+", rules)) == set(re.findall(r"- record: (outbox:\w+:\w+)", rules))
+    assert len(re.findall(r"runbook: runbooks\.md#[\w-]+", rules)) == 2
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_runbook():

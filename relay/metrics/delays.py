@@ -1,0 +1,134 @@
+"""How long events take from their transaction to Kafka, by the database's clock: a histogram for each topic.
+
+A turn has thousands of events, so none is observed by itself. Times are RFC 3339 in UTC: as texts they sort like the
+times that they name, and the events of a turn are nearly sorted. So a turn costs one sort, and one search for each
+bucket.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+
+from outbox.event import DEAD_LETTER, REPLAY
+from relay.core.clock import DatabaseClock
+from relay.core.ports import Claim
+from relay.kafka.routing import NoRoute, Router
+
+BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
+"""Limits of objectives that outboxes have, from 5 ms to an hour."""
+MOST_TOPICS: Final = 100
+"""Further topics share one histogram, with the topic ""."""
+_TO_MINUTE: Final = len("2026-01-31T10:20:")
+_TO_FRACTION: Final = _TO_MINUTE + len("30.123456")
+_AFTER_ANY_TIME: Final = "~"
+# Of tuples and texts, without a step of Python's for each event.
+_HEADERS, _KIND, _TIME = (itemgetter(Claim._fields.index(name)) for name in ("headers", "aggregate_type", "time"))
+_SECONDS: Final = itemgetter(slice(_TO_MINUTE, _TO_FRACTION))
+
+
+@dataclass(slots=True)
+class _Delays:
+    """The events of a topic: how many of each bucket, the last one without a limit, and the sum of their delays."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
+    seconds: float = 0.0
+
+
+class PublishDelays:
+    """The delays of the events that this process has published. ``router`` is one of its own.
+
+    Copies for dead-letter topics and replays are left out: they keep the time of the first publishing.
+    """
+
+    def __init__(self, registry: CollectorRegistry, clock: DatabaseClock, router: Router) -> None:
+        self._clock = clock
+        self._router = router
+        self._lock = threading.Lock()
+        self._topics: dict[str, _Delays] = {}
+        registry.register(self)
+
+    def observe(self, batches: Iterable[Sequence[Claim]], at: float) -> None:
+        """Count events that Kafka had acknowledged at a time of time.monotonic()."""
+        now = self._clock.at(at)
+        if now is None:
+            return
+        times: dict[str, list[str]] = {}
+        for batch in batches:
+            rows = batch
+            if any(headers and (DEAD_LETTER in headers or REPLAY in headers) for headers in map(_HEADERS, batch)):
+                rows = [row for row in batch if not (row.headers and row.headers.keys() & {DEAD_LETTER, REPLAY})]
+            kinds = set(map(_KIND, rows))
+            if len(kinds) == 1:
+                times.setdefault(kinds.pop(), []).extend(map(_TIME, rows))
+                continue
+            for row in rows:
+                times.setdefault(row.aggregate_type, []).append(row.time)
+        for kind, found in times.items():
+            self._count(kind, found, now)
+
+    def _count(self, kind: str, times: list[str], now: float) -> None:
+        # Postgres has no text for infinity, which a writer may set.
+        times = [time for time in times if time] if None in times else times
+        times.sort()
+        within = [len(times) - bisect_left(times, _text(now - limit)) for limit in BUCKETS]
+        seconds = _sum(times[: bisect_right(times, _text(now))], now)
+        with self._lock:
+            delays = self._of(kind)
+            for bucket, count in enumerate([*within, len(times)]):
+                delays.counts[bucket] += count
+            delays.seconds += seconds
+
+    def _of(self, kind: str) -> _Delays:
+        try:
+            topic = self._router.topic_of(kind, copy=False)
+        except NoRoute:
+            topic = ""
+        if topic not in self._topics and len(self._topics) >= MOST_TOPICS:
+            topic = ""
+        return self._topics.setdefault(topic, _Delays())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Yield the histogram."""
+        found = HistogramMetricFamily(
+            "outbox_relay_publish_delay_seconds",
+            "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement, or the commit of "
+            "Kafka's transaction, by the database's clock. Of events that this process has published, without replays "
+            f'and copies of dead letters. Beyond {MOST_TOPICS} topics the others share the topic "".',
+            labels=["topic"],
+        )
+        limits = [*(str(float(limit)) for limit in BUCKETS), "+Inf"]
+        with self._lock:
+            for topic, delays in self._topics.items():
+                found.add_metric([topic], list(zip(limits, map(float, delays.counts), strict=True)), delays.seconds)
+        yield found
+
+
+def _text(seconds: float) -> str:
+    """Return a time as events have it."""
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _sum(times: Sequence[str], now: float) -> float:
+    """Return the sum of the delays of sorted times. A minute is parsed once; one that is no time counts as 0."""
+    total, start = 0.0, 0
+    while start < len(times):
+        minute = times[start][:_TO_MINUTE]
+        stop = bisect_left(times, minute + _AFTER_ANY_TIME, start)
+        try:
+            began = dt.datetime.fromisoformat(f"{minute}00+00:00").timestamp()
+            seconds = sum(map(float, map(_SECONDS, times[start:stop])))
+        except ValueError:
+            pass
+        else:
+            total += (stop - start) * (now - began) - seconds
+        start = stop
+    return total

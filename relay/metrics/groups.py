@@ -1,0 +1,242 @@
+"""The lag of consumer groups as the relay sees it: also of a group whose consumer is gone, or runs once an hour.
+
+A consumer shows its own figures while it runs. These are read from the groups' rows in the sink and from Kafka, so they
+last until an operator has the group forgotten (`outbox offsets forget`).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+
+from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
+from outbox.consumer.admin.status import has_tables
+from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.model import Partition
+from outbox.consumer.postgres_errors import clear_errors, connect
+from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
+
+MOST: Final = 100
+"""At most so many topics of groups have a lag, those with the most; and so many partitions a wait, the longest ones."""
+LATE_SECONDS: Final = 10.0
+"""The limit of the objective for applying that this relay measures."""
+_STALE_SECONDS: Final = 60.0
+# After a look, rest for so many times as long as it took: with ten thousand partitions it takes Python a while.
+_REST: Final = 10.0
+_KAFKA_SECONDS: Final = 5.0
+_CONNECT_SECONDS: Final = 5
+# A partition that has moved within this time stands no longer than since then.
+_MOVING_SECONDS: Final = 30.0
+# How old the first waiting message of a partition is, where this relay has not seen it come: at least so old.
+_AGES: Final = (60.0, 300.0, 900.0, 3_600.0, 21_600.0, 86_400.0, 604_800.0)
+
+_Position = tuple[str, str, int, int]
+"""A group, a topic, a partition, and the next offset to apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLags:
+    """One reading of all groups.
+
+    lags      offsets that are committed in Kafka and not applied, by group and topic.
+    late      those of them whose messages were published more than LATE_SECONDS ago.
+    waits     by group, topic and partition: for how many seconds messages have waited while the offset did not move.
+    progress  when an offset of the group last moved, by the sink's clock; when it was taken over if none has.
+    """
+
+    lags: Mapping[tuple[str, str], int]
+    late: Mapping[tuple[str, str], int]
+    waits: Mapping[tuple[str, str, int], float]
+    progress: Mapping[str, float]
+
+
+def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
+    """Yield the metrics of a reading."""
+    lag = GaugeMetricFamily(
+        "outbox_group_lag_messages",
+        "Offsets that are committed in Kafka and not applied by the group, over the topic's partitions. Whether its "
+        f"consumer runs or not; of the {MOST} topics of groups with the most.",
+        labels=["group", "topic"],
+    )
+    late = GaugeMetricFamily(
+        "outbox_group_late_messages",
+        f"Those of them whose messages were published more than {LATE_SECONDS:g} seconds ago.",
+        labels=["group", "topic"],
+    )
+    for (group, topic), messages in sorted(found.lags.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
+        lag.add_metric([group, topic], messages)
+        late.add_metric([group, topic], found.late.get((group, topic), 0))
+    yield lag
+    yield late
+    wait = GaugeMetricFamily(
+        "outbox_group_wait_seconds",
+        "How long messages have waited in a partition while the group's offset there has not moved. Of partitions in "
+        f"which messages wait, the {MOST} with the longest.",
+        labels=["group", "topic", "partition"],
+    )
+    for (group, topic, part), seconds in sorted(found.waits.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
+        wait.add_metric([group, topic, str(part)], seconds)
+    yield wait
+    moved = GaugeMetricFamily(
+        "outbox_group_last_progress_timestamp_seconds",
+        f"When the group last moved an offset, by the sink's clock. Of the {MOST} groups that moved last.",
+        labels=["group"],
+    )
+    for group, at in sorted(found.progress.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
+        moved.add_metric([group], at)
+    yield moved
+
+
+class GroupWatch:
+    """Reads the groups from time to time, and exposes them while ``shows`` says so: one relay of an outbox does.
+
+    url       the sink's database. If it is the outbox's own, it need not have tables of consumers.
+    required  the database must have them.
+    kafka     librdkafka's options.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        schema: str,
+        kafka: Mapping[str, Any],
+        shows: Callable[[], bool],
+        registry: CollectorRegistry,
+        *,
+        required: bool = False,
+    ) -> None:
+        self._url = url
+        self._schema = schema
+        self._kafka_options = dict(kafka)
+        self._kafka: KafkaAdmin | None = None
+        self._shows = shows
+        self._required = required
+        self._since: dict[_Position, dt.datetime] = {}
+        self._found: GroupLags | None = None
+        self._looked = self._rest_until = 0.0
+        registry.register(self)
+
+    def look(self) -> None:
+        """Read the groups, if they are ours to show. Raises Unavailable or SchemaError."""
+        if not self._shows():
+            self._found = None
+            return
+        began = time.monotonic()
+        if began < self._rest_until:
+            return
+        try:
+            self._found = self._read()
+        except ConsumerUnavailable as error:
+            raise DatabaseUnavailable(str(error)) from error
+        self._looked = time.monotonic()
+        self._rest_until = self._looked + _REST * (self._looked - began)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics of the last reading; none if it is stale."""
+        found = self._found
+        until = max(self._looked, self._rest_until) + _STALE_SECONDS
+        if found is not None and self._shows() and time.monotonic() <= until:
+            yield from group_metrics(found)
+
+    def _read(self) -> GroupLags | None:
+        with connect(self._url, "outbox relay groups", _CONNECT_SECONDS) as connection:
+            if not self._required and not has_tables(connection, self._schema):
+                return None
+            self._kafka = self._kafka or KafkaAdmin(self._kafka_options, seconds=_KAFKA_SECONDS)
+            groups, away = Offsets(connection, self._schema, self._kafka).show(losses=False)
+            with clear_errors("reading the clock"):
+                ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
+        if away is not None:
+            raise BrokerUnavailable(away)
+        lags: dict[tuple[str, str], int] = {}
+        for group in groups:
+            for one in group.positions:
+                if one.lag is not None:
+                    lags[group.group, one.topic] = lags.get((group.group, one.topic), 0) + one.lag
+        late = _late(groups, now, self._kafka)
+        return GroupLags(
+            lags, late, self._waits(groups, now, self._kafka), {g.group: _moved(g).timestamp() for g in groups}
+        )
+
+    def _waits(
+        self, groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin
+    ) -> Mapping[tuple[str, str, int], float]:
+        """Return how long messages have waited in each partition that does not move."""
+        waits: dict[tuple[str, str, int], float] = {}
+        still: dict[_Position, float] = {}
+        for group in groups:
+            for one in group.positions:
+                if one.lag:
+                    seconds = max((now - (one.updated_at or group.taken_at)).total_seconds(), 0.0)
+                    waits[group.group, one.topic, one.part] = seconds
+                    if seconds > _MOVING_SECONDS:
+                        still[group.group, one.topic, one.part, _next(one)] = seconds
+        self._since = {position: at for position, at in self._since.items() if position in still}
+        if new := still.keys() - self._since.keys():
+            self._since |= _waiting_since({position: still[position] for position in new}, now, kafka)
+        for position, seconds in still.items():
+            waits[position[:3]] = min(seconds, (now - self._since[position]).total_seconds())
+        return waits
+
+
+def _late(groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin) -> dict[tuple[str, str], int]:
+    """Return how many offsets are late, by group and topic. One request to each broker, if there is any lag."""
+    lagging = [(group.group, one) for group in groups for one in group.positions if one.lag and one.end is not None]
+    at = now - dt.timedelta(seconds=LATE_SECONDS)
+    first_newer = _at_time(kafka, {(one.topic, one.part) for _, one in lagging}, at)
+    late: dict[tuple[str, str], int] = {}
+    for group, one in lagging:
+        newer, end = first_newer[one.topic, one.part], one.end or 0
+        behind = max((end if newer is None else min(newer, end)) - _next(one), 0)
+        late[group, one.topic] = late.get((group, one.topic), 0) + behind
+    return late
+
+
+def _at_time(kafka: KafkaAdmin, partitions: Collection[Partition], when: dt.datetime) -> Mapping[Partition, int | None]:
+    """Return the offset of each partition's first message at or after a time; None where all are older."""
+    if not partitions:
+        return {}
+    try:
+        return kafka.at_time(partitions, when)
+    except NotAuthorized as error:
+        raise BrokerUnavailable(str(error)) from error
+
+
+def _waiting_since(
+    still: Mapping[_Position, float], now: dt.datetime, kafka: KafkaAdmin
+) -> dict[_Position, dt.datetime]:
+    """Return since when messages wait at these positions, at the latest; ``now`` if the first one came just now.
+
+    Asks Kafka, only at the first sight of a position: a relay that starts, or takes over the first lane, has not seen
+    its message come.
+    """
+    since, left = dict.fromkeys(still, now), dict(still)
+    for age in _AGES:
+        left = {position: seconds for position, seconds in left.items() if seconds >= age}
+        if not left:
+            break
+        at = now - dt.timedelta(seconds=age)
+        first_newer = _at_time(kafka, {position[1:3] for position in left}, at)
+        left = {
+            position: seconds
+            for position, seconds in left.items()
+            if (newer := first_newer[position[1:3]]) is None or newer > position[3]
+        }
+        since |= dict.fromkeys(left, at)
+    return since
+
+
+def _next(one: PartitionOffsets) -> int:
+    """Return the offset of the first waiting message: that of Kafka's log where the group has not read it yet."""
+    return max(one.next_offset or 0, one.first or 0)
+
+
+def _moved(group: Group) -> dt.datetime:
+    return max((one.updated_at for one in group.positions if one.updated_at is not None), default=group.taken_at)

@@ -1,0 +1,152 @@
+"""What the tables of an outbox and its consumers take: sizes, dead rows, partitions that should be gone, the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import psycopg
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+
+from relay.sizes import Disk, disk, table_sizes
+
+_READ_SECONDS: Final = 60.0
+_STALE_SECONDS: Final = 240.0
+# Ids without a time have the day 1970-01-01, whose partition is kept for good.
+_YEARS_SECONDS: Final = 20 * 365 * 86_400.0
+_DAY_SECONDS: Final = 86_400.0
+
+
+@dataclass(slots=True)
+class Table:
+    """A table with its partitions, except for the default one, which is a table of its own here.
+
+    over_seconds  how long the time of its first partition is over; 0 without partitions.
+    """
+
+    bytes: int = 0
+    rows: int = 0
+    dead_rows: int = 0
+    over_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One reading. ``tables`` by schema and name; ``overdue``: seconds since an expired partition should be gone."""
+
+    disk: Disk
+    tables: Mapping[tuple[str, str], Table]
+    overdue: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
+    """Return the tables by name, from the rows of table_sizes."""
+    found: dict[str, Table] = {}
+    for row in rows:
+        table = found.setdefault(row["name"] if row["stray"] else row["parent"] or row["name"], Table())
+        table.bytes += row["bytes"]
+        table.rows += row["live_rows"]
+        table.dead_rows += row["dead_rows"]
+        over = row["over_seconds"] or 0.0
+        if over < _YEARS_SECONDS:
+            table.over_seconds = max(table.over_seconds, over)
+    return found
+
+
+def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
+    """Yield the metrics of a reading."""
+
+    def by_table(name: str, text: str, values: Iterable[tuple[tuple[str, str], float]]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"outbox_table_{name}", text, labels=["schema", "table"])
+        for labels, value in values:
+            family.add_metric(labels, value)
+        return family
+
+    tables = sorted(found.tables.items())
+    yield by_table(
+        "bytes",
+        "Size of a table of the outbox or of the consumers, with its indexes and partitions; the default partition is "
+        "a table of its own.",
+        [(name, table.bytes) for name, table in tables],
+    )
+    yield by_table("rows", "Rows, by the server's statistics.", [(name, table.rows) for name, table in tables])
+    yield by_table(
+        "dead_rows",
+        "Dead rows that VACUUM has not removed, by the server's statistics.",
+        [(name, table.dead_rows) for name, table in tables],
+    )
+    yield by_table(
+        "prune_overdue_seconds",
+        "How long ago the first partition should have been dropped: days of published (relay.archive_days), and of "
+        "processed_messages (consumer.keep_days); 0 if none should.",
+        sorted(found.overdue.items()),
+    )
+    yield GaugeMetricFamily(
+        "outbox_database_bytes", "Size of the outbox's database, all schemas.", value=found.disk.database_bytes
+    )
+    yield GaugeMetricFamily(
+        "outbox_wal_kept_bytes",
+        "WAL that the server keeps for the slot that is furthest behind, whoever's it is; 0 without slots.",
+        value=found.disk.kept_bytes,
+    )
+    if found.disk.wal_bytes is not None:
+        yield GaugeMetricFamily(
+            "outbox_wal_directory_bytes",
+            "Size of the server's WAL directory; only if the relay's role has pg_monitor.",
+            value=found.disk.wal_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A schema to look at. ``keep_days``: of a partitioned table, how many days of it are kept besides today."""
+
+    connect: Callable[[], psycopg.Connection[Any]]
+    schema: str
+    keep_days: Mapping[str, int]
+
+
+class StorageWatch:
+    """Reads sizes from time to time, and exposes them while ``shows`` says so: one relay of an outbox does.
+
+    The first of the ``places`` is the outbox, whose database's size is shown.
+    """
+
+    def __init__(self, places: Sequence[Place], shows: Callable[[], bool], registry: CollectorRegistry) -> None:
+        self._places = places
+        self._shows = shows
+        self._found: Storage | None = None
+        self._looked = 0.0
+        registry.register(self)
+
+    def look(self) -> None:
+        """Read the sizes once a minute, if they are ours to show. Raises Unavailable."""
+        if not self._shows():
+            self._found = None
+            return
+        if self._found is not None and time.monotonic() - self._looked < _READ_SECONDS:
+            return
+        tables: dict[tuple[str, str], Table] = {}
+        overdue: dict[tuple[str, str], float] = {}
+        taken: Disk | None = None
+        for place in self._places:
+            with place.connect() as connection:
+                taken = taken or disk(connection)
+                found = summed(table_sizes(connection, place.schema))
+            tables |= {(place.schema, name): table for name, table in found.items()}
+            overdue |= {
+                (place.schema, name): max(found[name].over_seconds - days * _DAY_SECONDS, 0.0)
+                for name, days in place.keep_days.items()
+                if name in found
+            }
+        assert taken is not None
+        self._found, self._looked = Storage(taken, tables, overdue), time.monotonic()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics of the last reading; none if it is stale."""
+        found = self._found
+        if found is not None and self._shows() and time.monotonic() - self._looked <= _STALE_SECONDS:
+            yield from storage_metrics(found)
