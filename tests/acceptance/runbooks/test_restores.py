@@ -33,6 +33,8 @@ from outbox.testing.fixtures import Topics
 FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
 NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
 
+LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
+
 
 @pytest.fixture
 def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator]]:
@@ -114,7 +116,8 @@ def row_ids(url: str) -> set[int]:
 
 @pytest.mark.parametrize("archive", [0, 7])
 @pytest.mark.parametrize(
-    ("delivery", "source"), [("at-least-once", "polling"), ("exactly-once", "polling"), ("exactly-once", "wal")]
+    ("delivery", "source"),
+    [("at-least-once", "polling"), ("at-least-once", "wal"), ("exactly-once", "polling"), ("exactly-once", "wal")],
 )
 @of("Postgres was restored to an earlier point")
 def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery, source, archive):
@@ -137,7 +140,7 @@ def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery
     point = backup.here()
     relay = follow(url).start()
     lost = shop.write(url, 20)
-    before = row_ids(url)
+    last = ask(url, LAST_ID)
     drained(url)
     ends(relay)
     primary.stop()
@@ -163,7 +166,7 @@ def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery
         if source == "wal":
             operator.own("outbox cdc setup --repair")
         new = shop.write(url, 20)
-        assert row_ids(url) & before
+        assert min(row_ids(url)) <= last
         operator.start()
         drained(url)
         if source == "wal":
@@ -210,7 +213,7 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
         for _ in range(3):
             lost += shop.write(url, 10)
             drained(url)
-        before = ask(url, "SELECT last_value FROM outbox.events_id_seq")
+        before = ask(url, LAST_ID)
         if marked:
             high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
             wait_until(lambda: ask(url, high, before), 60, "the marks to rise")
