@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,9 @@ from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.inbox import Consumer, KafkaMessage
 from outbox.inbox.errors import TopicReplaced
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
+from relay.tasks.archive import Retention
 
 FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
 NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
@@ -241,6 +244,49 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
             assert relay.running
             assert shop.published() == dict.fromkeys(settled + lost + new, 1)
             assert shop.in_order(new)
+
+
+@contextmanager
+def full(server: PostgresServer, url: str, table: str) -> Iterator[None]:
+    """Let the server find no space for the rows of a table, which is empty."""
+    path = server.data_dir / "pgdata" / ask(url, "SELECT pg_relation_filepath(%s)", table)
+    kept = path.with_name(f"{path.name}.kept")
+    path.rename(kept)
+    path.symlink_to("/dev/full")
+    try:
+        yield
+    finally:
+        kept.replace(path)
+        # Sessions that have it open; on a real disk they need not begin anew.
+        ask(
+            url,
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name LIKE %s",
+            "outbox%",
+        )
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+@of("Postgres is full")
+def test_the_archive_is_full(follow, private_postgres, shop, settings, address, delivery):
+    settings |= {"delivery": delivery, "relay__archive_days": 7, "relay__lease_seconds": 10}
+    server = private_postgres(FAST)
+    url = private_postgres.database(server).url
+    shop.prepare(url)
+    operator = follow(url)
+    assert "would be created" in operator.look("outbox db prune --dry-run").text
+    Retention(lambda: psycopg.connect(url, autocommit=True), "outbox", 7).prune(dry_run=False, force=False)
+    today = ask(url, "SELECT 'outbox.published_' || to_char(now() AT TIME ZONE 'UTC', 'YYYY_MM_DD')")
+    with full(server, url, today):
+        relay = operator.start()
+        ids = shop.write(url, 10)
+        relay.wait_for_log("No space left on device")
+        wait_until(lambda: "postgres_unavailable" in operator.look("curl -s", RELAY=address).text, what="the reason")
+        assert "backlog 40 events" in operator.look("outbox status").text
+        assert shop.published().keys() <= set(ids)
+    ids += shop.write(url, 1)
+    drained(url)
+    assert shop.published() == dict.fromkeys(ids, 1)
+    assert ask(url, "SELECT count(*) FROM outbox.published") == len(ids)
 
 
 @of("A sink was restored to an earlier point")
