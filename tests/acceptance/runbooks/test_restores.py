@@ -15,6 +15,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from confluent_kafka.admin import AdminClient
 from inbox_support import FAST as INBOX
 from inbox_support import Log, Running
 from proxy import TcpProxy
@@ -323,14 +324,27 @@ def test_a_sink_is_restored(follow, private_postgres, outbox_kafka):
                 assert log.run("SELECT sum(duplicates) FROM consumer.offsets") == [(0,)]
 
 
-@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def delete(kafka: Topics, topic: str) -> None:
+    """Delete a topic, and wait until it is gone."""
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    admin.delete_topics([topic])[topic].result(30)
+    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, what="the topic to be gone")
+
+
+@pytest.mark.parametrize(
+    ("what", "delivery"),
+    [("cluster", "at-least-once"), ("cluster", "exactly-once"), ("topic", "at-least-once"), ("topic", "exactly-once")],
+)
 @of("Kafka was lost, or a topic")
-def test_kafka_is_lost(follow, private_postgres, private_kafka, outbox_postgres, settings, delivery):
-    """With an archive. The new cluster is empty, and a group had applied only a part."""
+def test_kafka_is_lost(follow, request, outbox_kafka, outbox_postgres, settings, what, delivery):
+    """With an archive. The new cluster, or topic, is empty, and a group had applied only a part."""
     settings |= {"delivery": delivery, "relay__archive_days": 7, "relay__lease_seconds": 10}
     url = outbox_postgres.url
-    [first, second] = [private_kafka.topics(private_kafka()) for _ in range(2)]
-    second.token = first.token
+    first = second = outbox_kafka
+    if what == "cluster":
+        private = request.getfixturevalue("private_kafka")
+        first, second = (private.topics(private()) for _ in range(2))
+        second.token = first.token
     settings["kafka__bootstrap_servers"] = first.bootstrap_servers
     shop = Shop(first)
     shop.prepare(url)
@@ -354,9 +368,11 @@ def test_kafka_is_lost(follow, private_postgres, private_kafka, outbox_postgres,
     ends(relay)
     waiting = shop.write(url, 5)
     settings["kafka__bootstrap_servers"] = second.bootstrap_servers
+    if what == "topic":
+        delete(first, shop.topic)
     shop = Shop(second)
     operator = follow(url)
-    if delivery == "exactly-once":
+    if delivery == "exactly-once" and what == "cluster":
         relay = operator.start()
         await_stops(relay, 2)
         ends(relay)
