@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from standby import ask
+from support import wait_until
 
 from outbox.sandbox._pgbin import binaries
 from outbox.sandbox.postgres import USER, PostgresServer
@@ -22,6 +23,12 @@ class Restored(PostgresServer):
     def __init__(self, source: Path, settings: dict[str, Any]) -> None:
         self._source = source
         super().__init__(settings=settings)
+
+    def start(self) -> Self:
+        """Start it, and wait until it has reached the point and takes writes."""
+        super().start()
+        wait_until(lambda: not ask(self.url(), "SELECT pg_is_in_recovery()"), what="the end of the recovery")
+        return self
 
     def _initdb(self, target: Path) -> None:
         shutil.copytree(self._source, target, symlinks=True)

@@ -33,6 +33,7 @@ from outbox.inbox.errors import TopicReplaced
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from relay.tasks.archive import Retention
+from relay.wal.lane_hash import lane_of
 
 FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
 NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
@@ -61,12 +62,15 @@ def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator
 
 
 class Shop:
-    """Events of a few keys, in two lanes, each with a revision of its key that the database counts."""
+    """Events of four keys, two in each of two lanes, each with a revision of its key that the database counts."""
 
     def __init__(self, kafka: Any) -> None:
         self.kafka = kafka
         self.kind = kafka.name("Order")
         self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 2)
+        names = [f"k{number}" for number in range(100)]
+        lanes = [[name for name in names if lane_of(self.kind, name, 2) == lane] for lane in range(2)]
+        self.keys = [*lanes[0][:2], *lanes[1][:2]]
 
     def prepare(self, url: str) -> None:
         """Make its table; two lanes."""
@@ -78,7 +82,7 @@ class Shop:
         ids = []
         with psycopg.connect(url) as connection:
             for number in range(4 * rounds):
-                key = f"k{number % 4}"
+                key = self.keys[number % 4]
                 [(revision,)] = connection.execute(
                     "INSERT INTO shop VALUES (%s, 1) ON CONFLICT (key) DO UPDATE SET revision = shop.revision + 1"
                     " RETURNING revision",
