@@ -27,6 +27,7 @@ _COMMANDS: Final = {
     "doctor": "relay.cli.doctor",
     "asyncapi": "relay.cli.asyncapi",
     "replay": "relay.cli.replay",
+    "recover": "relay.cli.recover",
     "consume": "spark_jobs.cli.consume",
 }
 """Commands, each with the module that has a function of that name."""

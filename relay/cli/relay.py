@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -22,6 +22,8 @@ from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
     from relay.operations.reconcile import Findings, LaneComparison, Reconciler
+
+R = TypeVar("R", bound="Reconciler")
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -113,8 +115,10 @@ def reconcile(
 
     Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem remains.
     """
+    from relay.operations.reconcile import Reconciler
+
     why = require_reason(reason, "what happened", needed=apply)
-    with closing(_reconciler(database_url)) as reconciler:
+    with closing(build_reconciler(Reconciler, database_url)) as reconciler:
         findings = reconciler.look(lane, search=not apply)
         repaired = reconciler.repair(findings, why) if apply else []
     if as_json:
@@ -136,26 +140,28 @@ def upgraded(
 
     Changes nothing, with exit status 1, if a lane has stopped for any other reason.
     """
+    from relay.operations.reconcile import Reconciler
+
     why = require_reason(reason, "from which version to which")
-    with closing(_reconciler(database_url)) as reconciler:
+    with closing(build_reconciler(Reconciler, database_url)) as reconciler:
         repaired = reconciler.repair(reconciler.upgraded(), why)
     for state in repaired:
         say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
 
 
-def _reconciler(database_url: str | None) -> Reconciler:
+def build_reconciler(kind: type[R], database_url: str | None) -> R:
+    """Return a Reconciler, or one that can do more, for the relays with these settings."""
     from outbox._app.settings import client_options
     from relay import failpoints
     from relay.config import Delivery, producer_options, state_topic_name
     from relay.database import Connector
     from relay.kafka.state_topic import StateTopic
-    from relay.operations.reconcile import Reconciler
     from relay.parts import build_router
     from relay.wal.replication import Replication
 
     settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
     failpoints.arm_from_environment()
-    return Reconciler(
+    return kind(
         Connector(settings.require_database(), "outbox relay reconcile"),
         settings.db_schema,
         settings.name,
@@ -164,6 +170,7 @@ def _reconciler(database_url: str | None) -> Reconciler:
         client_options(settings),
         producer_options(settings),
         lambda: Replication(settings.require_database(), "outbox relay reconcile"),
+        archive=settings.relay.archive_days > 0,
     )
 
 

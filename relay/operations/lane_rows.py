@@ -5,6 +5,7 @@ The rows are listed in a temporary table, so the connection must not go through 
 
 import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Final
 
 import psycopg
@@ -17,6 +18,7 @@ from relay.failpoints import failpoint
 from relay.kafka.routing import NoRoute, Router
 from relay.operations.holding import LEASE_SECONDS, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
+from relay.polling.queries import KEPT
 
 _MARGIN: Final = dt.timedelta(hours=1)
 """Messages have the relay's clock, rows the database's."""
@@ -37,20 +39,23 @@ UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => 
 _LIST: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
     """CREATE TEMPORARY TABLE outbox_reconcile (
-           lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL,
+           lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL, content bytea,
            found boolean NOT NULL DEFAULT false)""",
-    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark)
-       SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '')
+    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark, content)
+       SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, ''),
+              sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8')))
          FROM {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
     "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
     "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
     "ANALYZE pg_temp.outbox_reconcile",
 )
 
+# After a restore a writer may write another event under an id of its own making that Kafka has already.
 _NOTE: Final = """
 UPDATE pg_temp.outbox_reconcile AS r SET found = true
-  FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
- WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND NOT r.found"""
+  FROM unnest(%s::uuid[], %s::text[], %s::bytea[]) AS seen(event_id, mark, content)
+ WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND r.content IS NOT DISTINCT FROM seen.content
+   AND NOT r.found"""
 
 _HELD: Final = """
 SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
@@ -64,11 +69,12 @@ _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE f
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
                  WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
-     deleted AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+     gone AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
          SELECT e.place
            FROM picked AS p
           CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
-                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))),
+                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))
+         RETURNING *){kept},
      failed AS MATERIALIZED (
          SELECT p.id FROM picked AS p
           CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
@@ -77,7 +83,10 @@ SELECT max(id) FROM picked"""
 
 
 class LaneRows:
-    """Looks up the rows of lanes in their topics, and settles those on Kafka. ``client_options`` are for readers."""
+    """Looks up the rows of lanes in their topics, and settles those on Kafka.
+
+    ``client_options`` are for readers. ``archive``: keep what is settled.
+    """
 
     def __init__(
         self,
@@ -85,9 +94,11 @@ class LaneRows:
         names: Mapping[str, sql.Composable],
         router: Router,
         client_options: Mapping[str, str],
+        *,
+        archive: bool = False,
     ) -> None:
         self._connection = connection
-        self._names = names
+        self._names = {**names, "kept": sql.SQL(KEPT if archive else "").format(**names)}
         self._router = router
         self._client = client_options
 
@@ -122,9 +133,9 @@ class LaneRows:
         A replay, or a copy for a dead-letter topic, has the same id as its event, and is distinguished by its header.
         """
         for seen in committed_since(self._client, topics):
-            keys = _keys(seen)
-            if keys:
-                self.run(_NOTE, _columns(keys), "noting what stands on Kafka")
+            found = {(*key_of(one), content_of(one)) for one in seen if one.event_id is not None}
+            if found:
+                self.run(_NOTE, [list(column) for column in zip(*found, strict=True)], "noting what stands on Kafka")
 
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
@@ -135,7 +146,9 @@ class LaneRows:
 
     def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""
-        return dict(self.run(_HELD, _columns(_keys(seen)), "looking for the rows of what hangs"))
+        keys = {key_of(found) for found in seen if found.event_id is not None}
+        values = [event_id for event_id, _ in keys], [mark for _, mark in keys]
+        return dict(self.run(_HELD, values, "looking for the rows of what hangs"))
 
     def settle(self, lane: int, held: Mapping[str, Any]) -> None:
         """Settle a lane's rows that are on Kafka, under its row lock and only while ``held`` is its lease."""
@@ -156,9 +169,11 @@ class LaneRows:
             return cursor.fetchall() if cursor.description else []
 
 
-def _keys(seen: Sequence[TopicRecord]) -> list[tuple[str, str]]:
-    return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
+def key_of(record: TopicRecord) -> tuple[str, str]:
+    """Return the event id and the mark of a record that has an event id."""
+    return record.event_id or "", record.mark
 
 
-def _columns(keys: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    return [event_id for event_id, _ in keys], [mark for _, mark in keys]
+def content_of(record: TopicRecord) -> bytes | None:
+    """Return the hash of a record's value; None for a tombstone."""
+    return None if record.value is None else sha256(record.value).digest()

@@ -137,8 +137,8 @@ class Findings:
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.
 
-    ``client_options`` are for readers, ``producer_options`` the relay's. ``replicate`` is called only after a failover,
-    for events from the WAL, to find where the timelines diverged.
+    ``client_options`` are for readers, ``producer_options`` the relay's. ``archive``: the outbox keeps published events.
+    ``replicate`` is called only after a failover, for events from the WAL, to find where the timelines diverged.
     """
 
     def __init__(
@@ -151,17 +151,22 @@ class Reconciler:
         client_options: Mapping[str, str],
         producer_options: Mapping[str, Any],
         replicate: Callable[[], Replication],
+        *,
+        archive: bool = False,
     ) -> None:
         self._connect = connect
         self._connection = connect()
         self._own = f"{name}.relay.reconcile-{uuid.uuid4()}"
         self._state = state
+        self._archive = archive
+        self._schema = schema
+        self._router = router
         self._client = dict(client_options)
         self._producer = dict(producer_options)
         self._replicate = replicate
         self._ended: dict[int, int] | None = None
         self._names = names_of(schema)
-        self._rows = LaneRows(self._connection, self._names, router, self._client)
+        self._rows = LaneRows(self._connection, self._names, router, self._client, archive=archive)
         self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:

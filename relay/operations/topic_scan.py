@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, TypeVar
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from outbox._clients.kafka_client import silent_logger
-from outbox.event import CE_ID, DEAD_LETTER, REPLAY
+from outbox.event import CE_ID, CE_SOURCE, CE_TIME, DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
 from relay.kafka.client import headers_of, is_end, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
@@ -25,7 +25,10 @@ Record = TypeVar("Record")
 
 
 class TopicRecord(NamedTuple):
-    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
+    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id.
+
+    ``source`` and ``written`` are the headers ``ce_source`` and ``ce_time``, empty without them.
+    """
 
     partition: Partition
     offset: int
@@ -33,6 +36,9 @@ class TopicRecord(NamedTuple):
     event_id: str | None
     mark: str
     value: bytes | None
+    key: bytes | None
+    source: str
+    written: str
 
 
 def committed_since(
@@ -147,7 +153,7 @@ def _named(partitions: Collection[Partition]) -> str:
 
 def _seen(partition: Partition, message: Message) -> TopicRecord:
     headers = headers_of(message)
-    value = message.value()
+    value, key = message.value(), message.key()
     return TopicRecord(
         partition,
         message.offset() or 0,
@@ -155,6 +161,9 @@ def _seen(partition: Partition, message: Message) -> TopicRecord:
         _uuid(_text(headers.get(CE_ID))),
         _text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
         value if isinstance(value, bytes) else None,
+        key if isinstance(key, bytes) else None,
+        _text(headers.get(CE_SOURCE)),
+        _text(headers.get(CE_TIME)),
     )
 
 

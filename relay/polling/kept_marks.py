@@ -5,8 +5,10 @@ behind a blocked key, and a statement that takes too long for that would fail fo
 can commit an id up to it any more, and that rows up to it wait for failures or for topics that are left out. For the
 next source that holds
 
-- on the same server, which has not lost anything: same identity and timeline, and the WAL is at least as long. What the
-  mark rests on was flushed before it rose.
+- on the same server, which has not lost anything: same identity and timeline, not started again, and the WAL is at
+  least as long. What the mark rests on was flushed before it rose. A server that was started again may be an older
+  copy of its files, which gives ids out again, and whose WAL is soon as long. Then the mark in the lane's row holds,
+  which went back with it.
 - while the lease is the same: another holder may have changed what waits.
 - above rows that were published and may not be settled: the mark is kept below them.
 - with the failures that were known, so that those that are gone by now lower the mark.
@@ -16,7 +18,7 @@ next source that holds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relay.core.ports import Kind
@@ -24,17 +26,17 @@ from relay.core.ports import Kind
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Which server it is, and the position up to which its WAL was written."""
+    """Which server it is, the position up to which its WAL was written, and when it was started."""
 
     system_identifier: str
     timeline: int
     wal_position: int
+    started_at: str
 
     def has_become(self, now: Server) -> bool:
         """Return whether ``now`` is this server, later."""
-        return (self.system_identifier, self.timeline) == (now.system_identifier, now.timeline) and (
-            self.wal_position <= now.wal_position
-        )
+        same = replace(now, wal_position=self.wal_position) == self
+        return same and self.wal_position <= now.wal_position
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ WITH gone AS (
     RETURNING *){kept}
 SELECT count(*) FROM gone"""
 
-_KEPT: Final = """,
+KEPT: Final[LiteralString] = """,
 kept AS (
     INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
                              headers, created_at, published_at)
@@ -186,6 +186,7 @@ _SERVER: Final[tuple[LiteralString, ...]] = (
     "(SELECT system_identifier::text FROM pg_control_system())",
     TIMELINE,
     "(pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint",
+    "extract(epoch FROM pg_postmaster_start_time())::text",
 )
 """SQL: the fields of kept_marks.Server."""
 
@@ -265,7 +266,7 @@ class Queries:
         self.keep_marks = query(_KEEP_MARKS)
         self.left_marks = query(_LEFT_MARKS)
         self.several = query(_SEVERAL)
-        self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
+        self.settle_marker = query(_SETTLE_MARKER, kept=query(KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)
         self.still_held = query(_STILL_HELD)
         self.adopted = query(_ADOPTED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,11 @@ class Outbox:
     def publish(self, rows) -> None:
         """Send what a relay would have sent, without settling it."""
         producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers, "linger.ms": 5})
+        contents = dict(self.run("SELECT event_id::text, payload::text FROM outbox.events"))
         for _, event_id, topic, key in rows:
             while True:
                 try:
-                    producer.produce(topic, b"{}", key, headers=[("ce_id", event_id)])
+                    producer.produce(topic, contents[event_id].encode(), key, headers=[("ce_id", event_id)])
                     break
                 except BufferError:
                     producer.poll(0.1)
@@ -113,12 +114,15 @@ class Outbox:
     def reconcile(self, *arguments: str, failpoints: str = "") -> subprocess.CompletedProcess[str]:
         return self.command("relay", "reconcile", "--json", *arguments, failpoints=failpoints)
 
-    def command(self, *arguments: str, failpoints: str = "") -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str, failpoints: str = "", settings: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")} | {
             "OUTBOX_DATABASE_URL": self.url,
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
             "OUTBOX_NAME": self.name,
             "OUTBOX_FAILPOINTS": failpoints,
+            **{f"OUTBOX_{name}": value for name, value in (settings or {}).items()},
         }
         done = nursery.run([*self.program, *arguments], environment)
         assert "Traceback" not in done.stderr, done.stderr

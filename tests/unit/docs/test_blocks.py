@@ -96,6 +96,7 @@ PLACEHOLDERS = {
     "PARTITION": "0",
     "OFFSET": "17",
     "LANE": "3",
+    "TIME": "2026-11-26T07:15:00",
     "DEAD_LETTER": "17",
 }
 """Values for what stands in capitals in a command and has to be of a type."""

@@ -111,6 +111,31 @@ def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
     assert sum(len(outbox.rows(lane)) for lane in range(6)) == 4_350 - sum(published.values())
 
 
+def test_what_is_settled_goes_into_the_archive(outbox):
+    outbox.add(0, outbox.keys(0)[1], 5)
+    there = outbox.rows(1)[:3]
+    outbox.publish(there)
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    done = outbox.command(
+        "relay", "reconcile", "--apply", "--reason", "archived", settings={"RELAY__ARCHIVE_DAYS": "7"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(outbox.rows(1)) == 2
+    kept = outbox.run("SELECT event_id::text FROM outbox.published ORDER BY id")
+    assert [event_id for (event_id,) in kept] == [event_id for _, event_id, _, _ in there]
+
+
+def test_another_event_under_the_id_of_one_that_is_on_kafka_is_published(outbox):
+    """As after a restore, where a writer gives ids of its own making."""
+    outbox.add(0, outbox.keys(0)[1], 5)
+    rows = outbox.rows(1)
+    outbox.publish(rows)
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    outbox.run("UPDATE outbox.events SET payload = '{\"n\": 77}' WHERE id = %s", rows[2][0])
+    assert outbox.reconcile("--apply", "--reason", "restored").returncode == 0
+    assert outbox.rows(1) == [rows[2]]
+
+
 def test_a_row_that_another_session_has_locked_is_named(outbox):
     outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
     with psycopg.connect(outbox.url) as other:

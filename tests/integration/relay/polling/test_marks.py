@@ -94,11 +94,14 @@ def test_marks_are_not_kept_over_another_holder(blocked):
 
 
 def test_a_server_is_the_same_later():
-    server = Server("1", 1, 100)
-    assert server.has_become(Server("1", 1, 100))
-    assert not server.has_become(Server("1", 1, 99))
-    assert not server.has_become(Server("1", 2, 200))
-    assert not server.has_become(Server("2", 1, 200))
+    server = Server("1", 1, 100, "12.5")
+    assert server.has_become(Server("1", 1, 100, "12.5"))
+    assert server.has_become(Server("1", 1, 101, "12.5"))
+    assert not server.has_become(Server("1", 1, 99, "12.5"))
+    assert not server.has_become(Server("1", 2, 200, "12.5"))
+    assert not server.has_become(Server("2", 1, 200, "12.5"))
+    # Perhaps an older copy of its files.
+    assert not server.has_become(Server("1", 1, 200, "99.5"))
 
 
 @pytest.fixture

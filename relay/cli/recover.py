@@ -1,0 +1,105 @@
+"""``outbox recover``: after a restore, compare the outbox with its topics, and let the lanes go on."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
+from outbox._app.text import as_utc, time_text
+from relay.config import load
+
+if TYPE_CHECKING:
+    from relay.operations.recover import Comparison, EventPlace
+
+_SHOWN = 5
+
+
+@failing_clearly
+def recover(
+    since: Annotated[dt.datetime, typer.Option(help="The point of the restore; UTC unless it has a zone.")],
+    until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays began again; now.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only compare. Exit status 1 if something differs.")
+    ] = False,
+    reason: Reason = None,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let the lanes go on.
+
+    Settles what Kafka has already, so that nothing is published twice. Run it before relays start, connected to
+    Postgres directly, not through a pooler. --json lists every event.
+    """
+    from relay.cli.relay import build_reconciler
+    from relay.operations.recover import Recovery
+
+    why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
+    start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
+    assert start is not None
+    with closing(build_reconciler(Recovery, database_url)) as recovery:
+        found = recovery.compare(start, end, load(database_url=database_url).ce_source)
+        if not dry_run:
+            recovery.recover(found, why)
+    if as_json:
+        print_json(
+            {
+                "records": found.records,
+                "lost": [event._asdict() for event in found.lost],
+                "unsure": [event._asdict() for event in found.unsure],
+                "missing": [event._asdict() for event in found.missing],
+                "settled": {str(lane): rows for lane, rows in found.found.items()},
+                "changed": found.changed,
+                "scheduled": found.scheduled,
+                "dead_letters": found.dead,
+                "lanes": found.lanes,
+                "dry_run": dry_run,
+            }
+        )
+    else:
+        _print(found, dry_run=dry_run)
+    if dry_run and found.differs:
+        raise typer.Exit(1)
+
+
+def _print(found: Comparison, *, dry_run: bool) -> None:
+    say(f"{found.records} records were read, published since {time_text(found.since)} and some before")
+    if found.others:
+        say(f"  {found.others} of them are not of this outbox's ce_source, and ignored")
+    if found.relays:
+        say(f"  {found.relays} relays run: without an archive, give --until, the time when the first one started")
+    say(f"Kafka has, and Postgres has lost: {_events(found.lost)}")
+    if found.unsure:
+        say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
+        say("  only an archive shows whether these were settled before it")
+    say(f"Postgres has, and Kafka has lost: {_events(found.missing)}")
+    for text, count in {
+        "published already; settled, not published again": sum(map(len, found.found.values())),
+        "scheduled, and published already; deleted": len(found.scheduled),
+        "dead letters that were retried and published; discarded": len(found.dead),
+        "events with the id of another event on Kafka; published, but consumers may drop them": len(found.changed),
+    }.items():
+        if count:
+            say(f"{count} {text}")
+    for event_id in found.changed[:_SHOWN]:
+        say(f"  {event_id}")
+    for state in found.broken:
+        say(f"lane {state.lane}: {state.problem}")
+    if dry_run and found.differs:
+        say("Nothing was changed. To let the lanes go on: the same without --dry-run, with --reason '…'")
+
+
+def _events(events: Sequence[EventPlace]) -> str:
+    """Return the number of events and keys, and the first events of each topic."""
+    keys = len({(event.topic, event.aggregate_id) for event in events})
+    lines = [f"{len(events)} events of {keys} keys" if events else "nothing"]
+    for topic, count in sorted(Counter(event.topic for event in events).items()):
+        lines.append(f"  {topic or 'a topic that is not known'}: {count}")
+        first = [event for event in events if event.topic == topic][:_SHOWN]
+        lines += [f"    {event.event_id} of {event.aggregate_id}, {time_text(event.at)}" for event in first]
+    return "\n".join(lines)

@@ -1,0 +1,296 @@
+"""Compares an outbox with its topics after Postgres or Kafka has lost something, for ``outbox recover``.
+
+A restore takes Postgres back to a point, and Kafka keeps what was published after it. Each event is one of these:
+
+| Postgres has it     | Kafka                   | so                                                                   |
+|---------------------|-------------------------|----------------------------------------------------------------------|
+| in ``events``       | has it                  | published since: it is settled, not published again                  |
+| in ``events``       | has its id, and another | another event, with an id of the writer's own: it is published, and  |
+|                     | content                 | named: consumers may drop it by its id                               |
+| in ``events``       | lacks it                | it waits for a relay                                                 |
+| in ``scheduled``    | has it                  | published since: it is deleted, or it would go out again             |
+| in ``dead_letters`` | has it                  | retried since: it is discarded, and its key goes on                  |
+| in ``published``    | has it                  | nothing                                                              |
+| in ``published``    | lacks it                | Kafka has lost it: named, for ``outbox replay``                      |
+| nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
+
+An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
+was committed by then, it would have a row. Only the archive tells the others, which Kafka got about the point, from
+those that were settled just before it. Without one they are ``unsure``.
+
+Lanes are held and repaired as by reconcile.py, which has the crash table; what is on Kafka is settled first, so running
+it again finishes.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from confluent_kafka import KafkaException
+from psycopg import sql
+
+from relay.core.ports import Unavailable
+from relay.database import unavailable_on_error
+from relay.kafka.client import text_of
+from relay.kafka.offsets import Offsets
+from relay.operations.dead_letters import DeadLetters, Selection
+from relay.operations.hidden_events import HangingPartition
+from relay.operations.holding import Holding
+from relay.operations.lane_rows import content_of
+from relay.operations.reconcile import Findings, LaneComparison, Reconciler
+from relay.operations.topic_scan import TopicRecord, committed_since
+
+CLOCKS: Final = dt.timedelta(minutes=1)
+"""How far the clocks of relays and database may differ: messages have the relay's."""
+_AUDIT_IDS: Final = 10_000
+_RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
+
+_TABLE: Final = (
+    "DROP TABLE IF EXISTS pg_temp.outbox_recover",
+    """CREATE TEMPORARY TABLE outbox_recover (
+           event_id uuid NOT NULL, mark text NOT NULL, content bytea, topic text NOT NULL, partition integer NOT NULL,
+           "offset" bigint NOT NULL, at timestamptz NOT NULL, written timestamptz NOT NULL, key text NOT NULL)""",
+)
+_COPY: Final = """
+COPY pg_temp.outbox_recover (event_id, mark, content, topic, partition, "offset", at, written, key) FROM STDIN"""
+_INDEX: Final = ("CREATE INDEX ON pg_temp.outbox_recover (event_id)", "ANALYZE pg_temp.outbox_recover")
+
+_OLDEST: Final = """
+SELECT min({created_at}) FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
+
+_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE alive_until > clock_timestamp()"
+
+# What reconcile and this have settled without an archive is in the audit only.
+_LOST: Final = """
+SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
+       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
+  FROM pg_temp.outbox_recover AS s
+ WHERE s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
+   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.event_id = s.event_id)
+   AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
+   AND NOT EXISTS (SELECT FROM {published} AS p WHERE p.event_id = s.event_id)
+   AND s.event_id::text NOT IN (
+       SELECT jsonb_array_elements_text(details -> 'event_ids_on_kafka') FROM {audit}
+        WHERE what IN ('reconcile settles', 'recover settles'))
+ ORDER BY s.event_id, s.at"""
+
+_MISSING: Final = """
+SELECT DISTINCT ON (p.event_id) p.event_id::text, p.aggregate_id, coalesce(p.topic, ''), coalesce(p.partition, -1),
+       coalesce(p."offset", -1), p.published_at
+  FROM {published} AS p
+ WHERE p.published_at >= %(since)s AND p.published_at < %(until)s
+   AND NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id)
+   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = p.event_id)
+ ORDER BY p.event_id, p.published_at"""
+
+_THERE: Final = """
+EXISTS (SELECT FROM pg_temp.outbox_recover AS s
+         WHERE s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
+
+_FOUND: Final = """
+SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
+ WHERE {there} GROUP BY lane ORDER BY lane"""
+
+_CHANGED: Final = """
+SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
+ WHERE NOT {there}
+   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = r.event_id AND s.mark = r.mark)
+ ORDER BY r.id"""
+
+_STANDING: Final = """
+SELECT r.event_id::text
+  FROM (SELECT event_id, '' AS mark, sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
+          FROM {table}) AS r
+ WHERE {there} ORDER BY 1"""
+
+_UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE event_id = ANY(%(ids)s::uuid[])"
+
+
+class EventPlace(NamedTuple):
+    """An event, and where it is or was on Kafka. ``at`` is Kafka's time, or that of the archive."""
+
+    event_id: str
+    aggregate_id: str
+    topic: str
+    partition: int
+    offset: int
+    at: dt.datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The differences between an outbox and its topics; see the table above.
+
+    records     that were read; ``others`` of them are of another ``ce_source``, and ignored.
+    relays      that are running. What they have published since the restore counts as lost without an archive.
+    lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
+    found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
+    missing     in the archive, and not on Kafka.
+    """
+
+    since: dt.datetime
+    until: dt.datetime
+    records: int
+    others: int
+    relays: int
+    lost: Sequence[EventPlace]
+    unsure: Sequence[EventPlace]
+    found: Mapping[int, Sequence[str]]
+    changed: Sequence[str]
+    scheduled: Sequence[str]
+    dead: Sequence[str]
+    missing: Sequence[EventPlace]
+    lanes: Sequence[LaneComparison]
+    hanging: Sequence[HangingPartition]
+
+    @property
+    def broken(self) -> list[LaneComparison]:
+        """Lanes on which a relay would stop, or publish something again, each with the problem."""
+        return [
+            state if state.problem is not None else replace(state, problem=_RESTORED)
+            for state in self.lanes
+            if state.problem is not None or self.found.get(state.lane)
+        ]
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is something to repair, or to know."""
+        return bool(
+            self.lost
+            or self.unsure
+            or self.broken
+            or self.changed
+            or self.scheduled
+            or self.dead
+            or self.missing
+            or self.hanging
+        )
+
+
+class Recovery(Reconciler):
+    """Compares everything that was published since a time. Raises what Reconciler raises."""
+
+    def compare(self, since: dt.datetime, until: dt.datetime, source: str) -> Comparison:
+        """Return the differences. ``since`` is the point of the restore; only records of this ``ce_source`` count."""
+        findings = self.look(search=False)
+        bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
+        bound["archive"] = self._archive
+        self._rows.list_rows([state.lane for state in findings.lanes])
+        read, others = self._read_topics(self._starts(bound), source)
+        there = sql.SQL(_THERE)
+
+        def standing(table: str) -> list[str]:
+            return [event_id for (event_id,) in self._with(_STANDING, there=there, table=self._names[table])]
+
+        [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
+        lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
+        return Comparison(
+            since,
+            until,
+            read,
+            others,
+            relays,
+            [EventPlace(*place) for *place, sure in lost if sure],
+            [EventPlace(*place) for *place, sure in lost if not sure],
+            dict(self._with(_FOUND, there=there)),
+            [event_id for (event_id,) in self._with(_CHANGED, there=there)],
+            standing("scheduled"),
+            standing("dead_letters"),
+            [EventPlace(*row) for row in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")],
+            findings.lanes,
+            findings.hanging,
+        )
+
+    def recover(self, found: Comparison, reason: str) -> None:
+        """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
+
+        Lanes of an exactly-once outbox get new markers. Raises OperationRefused when another process took one.
+        """
+        details = {
+            "since": found.since.isoformat(),
+            "until": found.until.isoformat(),
+            "lanes": [state.lane for state in found.broken],
+            "lost": len(found.lost),
+            "missing": len(found.missing),
+            "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
+        }
+        settled = [event_id for rows in found.found.values() for event_id in rows] + [*found.scheduled, *found.dead]
+        with unavailable_on_error("writing the audit"), self._connection.transaction():
+            self._note("recover", reason, details)
+            # All of them: without an archive, nothing else shows the next comparison that they are no loss.
+            for start in range(0, len(settled), _AUDIT_IDS):
+                part = {"event_ids_on_kafka": settled[start : start + _AUDIT_IDS]}
+                self._note("recover settles", reason, part)
+        if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
+            self.repair(Findings(found.broken, found.hanging), reason)
+        else:
+            self._settle([state.lane for state in found.broken], reason)
+        if found.scheduled:
+            self._rows.run(_UNSCHEDULE, {"ids": list(found.scheduled)}, "deleting scheduled events")
+        if found.dead:
+            DeadLetters(self._connection, self._schema).discard(Selection(found.dead), f"it is on Kafka: {reason}")
+
+    def _settle(self, lanes: Sequence[int], reason: str) -> None:
+        """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
+        with Holding(self._connect, self._names) as holding:
+            self._take(holding, lanes)
+            self._rows.list_rows(lanes)
+            self._rows.search(self._rows.topics(lanes))
+            self._audit_found(self._rows.found(), reason)
+            for lane in lanes:
+                self._rows.settle(lane, holding.values([lane]))
+
+    def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
+        """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
+        try:
+            topics = [topic for topic in Offsets(self._client).topics() if self._router.may_write(topic)]
+        except KafkaException as error:
+            raise Unavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
+        # An event is settled after it is published, perhaps much later, but it is written before.
+        [(oldest,)] = self._rows.run(_OLDEST, bound, "reading the archive")
+        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - CLOCKS)
+        rows = self._rows.topics(range(len(self._lanes())))
+        return {topic: min(start, rows.get(topic, start)) for topic in topics}
+
+    def _read_topics(self, starts: Mapping[str, int], source: str) -> tuple[int, int]:
+        """Copy the topics' records into a temporary table. Returns how many were read, and those of other sources."""
+        read = others = 0
+        for statement in _TABLE:
+            self._rows.run(statement, None, "listing records")
+        for group in committed_since(self._client, starts):
+            ours = [one for one in group if one.event_id is not None and one.source in {"", source}]
+            read, others = read + len(group), others + len(group) - len(ours)
+            with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
+                with cursor.copy(_COPY) as copy:
+                    for one in ours:
+                        copy.write_row(_row(one))
+        for statement in _INDEX:
+            self._rows.run(statement, None, "listing records")
+        return read, others
+
+    def _with(self, statement: str, **names: sql.Composable) -> list[Any]:
+        with unavailable_on_error("comparing events"):
+            return self._connection.execute(sql.SQL(statement).format(**names)).fetchall()
+
+
+def _row(record: TopicRecord) -> tuple[Any, ...]:
+    at = dt.datetime.fromtimestamp(max(record.milliseconds, 0) / 1000, dt.UTC)
+    key = (record.key or b"").decode(errors="replace").replace("\0", "")
+    return record.event_id, record.mark, content_of(record), *record.partition, record.offset, at, _written(record), key
+
+
+def _written(record: TopicRecord) -> dt.datetime:
+    """Return when the event was written, by the database's clock; the beginning of time if that is not known."""
+    try:
+        time = dt.datetime.fromisoformat(record.written)
+    except ValueError:
+        return dt.datetime.min.replace(tzinfo=dt.UTC)
+    return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
+
+
+def _milliseconds(time: dt.datetime) -> int:
+    return max(int(time.timestamp() * 1000), 0)

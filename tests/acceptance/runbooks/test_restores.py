@@ -1,0 +1,401 @@
+"""The runbooks of restores and losses, with real ones: of Postgres by its WAL to a point, of a sink, of a Kafka.
+
+Commands come out of docs/operations/runbooks.md itself; see runbooks.py. Each test shows what is lost and what is
+repeated, and how it is seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient
+from inbox_support import FAST as INBOX
+from inbox_support import Log, Running
+from proxy import TcpProxy
+from restored import KEPT, Backup, snapshot
+from runbook_support import TYPED, change, every_step_was_taken, of
+from runbooks import Operator
+from standby import ask
+from support import await_stops, drained, ends, look_up, wait_until
+from wal_support import streaming, to_wal
+
+from outbox import Event, Outbox
+from outbox._app import migrate as db
+from outbox.inbox import Consumer, KafkaMessage
+from outbox.inbox.errors import TopicReplaced
+from outbox.sandbox.postgres import PostgresServer
+from outbox.testing.fixtures import Topics
+from relay.tasks.archive import Retention
+from relay.wal.lane_hash import lane_of
+
+FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
+NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
+
+LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
+
+
+@pytest.fixture
+def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator]]:
+    """A function that makes an operator who follows the section of the test, as the owner of a database."""
+    made = []
+
+    def operator(url: str) -> Operator:
+        def start(*arguments: str, **more: Any):
+            given = {**settings, "database_url": url, **more}
+            servers = given.pop("kafka__bootstrap_servers")
+            return outbox_relay(*arguments, bootstrap_servers=servers, **given)
+
+        made.append(Operator(section, url, url, url, settings, start))
+        return made[-1]
+
+    yield operator
+    for one in made:
+        for title, steps in one.typed.items():
+            TYPED.setdefault(title, set()).update(steps)
+
+
+class Shop:
+    """Events of four keys, two in each of two lanes, each with a revision of its key that the database counts."""
+
+    def __init__(self, kafka: Any) -> None:
+        self.kafka = kafka
+        self.kind = kafka.name("Order")
+        self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 2)
+        names = [f"k{number}" for number in range(100)]
+        lanes = [[name for name in names if lane_of(self.kind, name, 2) == lane] for lane in range(2)]
+        self.keys = [*lanes[0][:2], *lanes[1][:2]]
+
+    def prepare(self, url: str) -> None:
+        """Make its table; two lanes."""
+        db.change_lanes(url, 2)
+        change(url, "CREATE TABLE shop (key text PRIMARY KEY, revision int NOT NULL)")
+
+    def write(self, url: str, rounds: int) -> list[str]:
+        """Write so many events of each of four keys, each key's in one transaction. Returns their ids."""
+        ids = []
+        with psycopg.connect(url) as connection:
+            for number in range(4 * rounds):
+                key = self.keys[number % 4]
+                [(revision,)] = connection.execute(
+                    "INSERT INTO shop VALUES (%s, 1) ON CONFLICT (key) DO UPDATE SET revision = shop.revision + 1"
+                    " RETURNING revision",
+                    (key,),
+                ).fetchall()
+                event = Event(self.kind, key, "Changed", {"revision": revision})
+                ids.append(str(Outbox().add(connection, event)))
+        return ids
+
+    def published(self) -> Counter[str]:
+        """How often each event can be read."""
+        return Counter(self._read())
+
+    def in_order(self, ids: list[str]) -> bool:
+        """Whether these events, each key's in this order, are read in the order of their keys."""
+        number = {event_id: at for at, event_id in enumerate(ids)}
+        read = [number[event_id] for event_id in self._read() if event_id in number]
+        return all([at for at in read if at % 4 == key] == list(range(key, len(ids), 4)) for key in range(4))
+
+    def _read(self) -> list[str]:
+        return [dict(message.headers())["ce_id"].decode() for message in self.kafka.consume(self.topic)]
+
+
+def apply_id(connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
+    """Insert the id of a message's event."""
+    headers = dict(message.headers() or [])
+    connection.execute("INSERT INTO applied VALUES (%s)", (headers["ce_id"].decode(),))
+
+
+@pytest.fixture
+def shop(outbox_kafka) -> Shop:
+    return Shop(outbox_kafka)
+
+
+def row_ids(url: str) -> set[int]:
+    with psycopg.connect(url) as connection:
+        return {id_ for (id_,) in connection.execute("SELECT id FROM outbox.events")}
+
+
+@pytest.mark.parametrize("archive", [0, 7])
+@pytest.mark.parametrize(
+    ("delivery", "source"),
+    [("at-least-once", "polling"), ("at-least-once", "wal"), ("exactly-once", "polling"), ("exactly-once", "wal")],
+)
+@of("Postgres was restored to an earlier point")
+def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery, source, archive):
+    """By a base backup and the WAL up to a point; ids, revisions and batches are given out again."""
+    settings |= {"delivery": delivery, "source": source, "relay__archive_days": archive, "relay__lease_seconds": 10}
+    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    shop.prepare(url)
+    if source == "wal":
+        to_wal(url, settings)
+    relay = follow(url).start()
+    settled = shop.write(url, 5)
+    drained(url)
+    backup = Backup(primary)
+    settled += shop.write(url, 5)
+    drained(url)
+    ends(relay)
+    waiting = shop.write(url, 5)
+    point = backup.here()
+    relay = follow(url).start()
+    lost = shop.write(url, 20)
+    last = ask(url, LAST_ID)
+    drained(url)
+    ends(relay)
+    primary.stop()
+    with backup.restore() as restored:
+        url = restored.url("outbox")
+        operator = follow(url)
+        assert ask(url, "SELECT count(*) FROM outbox.events") == len(waiting)
+        if delivery == "exactly-once" and source == "polling":
+            relay = operator.start()
+            await_stops(relay, 2)
+            ends(relay)
+            assert shop.published() == dict.fromkeys(settled + waiting + lost, 1)
+        shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
+        assert shown.status == 1, shown.text
+        assert f"Kafka has, and Postgres has lost: {len(lost)} events of 4 keys" in shown.text
+        perhaps = f"perhaps, from within a minute of the point: {len(settled)} events"
+        assert (perhaps in shown.text) == (not archive)
+        assert f"{len(waiting)} published already; settled, not published again" in shown.text
+        assert "Postgres has, and Kafka has lost: nothing" in shown.text
+        assert ask(url, "SELECT count(*) FROM outbox.events") == len(waiting)
+        operator.own("outbox recover --since TIME --reason", TIME=point)
+        assert ask(url, "SELECT count(*) FROM outbox.events") == 0
+        if source == "wal":
+            operator.own("outbox cdc setup --repair")
+        new = shop.write(url, 20)
+        assert min(row_ids(url)) <= last
+        operator.start()
+        drained(url)
+        if source == "wal":
+            wait_until(lambda: streaming(url), what="the lanes to stream")
+        new += shop.write(url, 1)
+        drained(url)
+        assert shop.published() == dict.fromkeys(settled + waiting + lost + new, 1)
+        assert ask(url, "SELECT details ->> 'lost' FROM outbox.audit WHERE what = 'recover'") == str(len(lost))
+
+
+@pytest.mark.parametrize(
+    ("delivery", "source", "marked"),
+    [
+        ("at-least-once", "polling", True),
+        ("at-least-once", "wal", False),
+        ("exactly-once", "polling", False),
+        ("exactly-once", "wal", False),
+    ],
+)
+@of("Postgres was restored to an earlier point")
+def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
+    follow, private_postgres, shop, settings, delivery, source, marked
+):
+    """As a snapshot of a disk does: the same timeline, whose positions are given out again; the slot is there.
+
+    marked   the relay knows that no id up to a mark can be committed any more, and these are given out again.
+    """
+    settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 60}
+    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    shop.prepare(url)
+    if source == "wal":
+        to_wal(url, settings)
+    with TcpProxy("127.0.0.1", primary.port) as proxy:
+        relay = follow(f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox").start()
+        settled = shop.write(url, 5)
+        drained(url)
+        proxy.stop()
+        copy = snapshot(primary)
+        point = ask(url, NOW)
+        proxy.start()
+        lost = []
+        for _ in range(3):
+            lost += shop.write(url, 10)
+            drained(url)
+        before = ask(url, LAST_ID)
+        if marked:
+            high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
+            wait_until(lambda: ask(url, high, before), 60, "the marks to rise")
+        written = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
+        proxy.stop()
+        primary.stop(immediate=True)
+        with copy as restored:
+            url = restored.url("outbox")
+            # As far as the relay has read, and farther.
+            while not ask(url, "SELECT pg_current_wal_insert_lsn() > %s::pg_lsn", written):
+                change(url, "SELECT pg_logical_emit_message(false, 'pad', repeat('x', 100000))")
+            assert ask(url, "SELECT count(*) FROM outbox.events") == 0
+            new = shop.write(url, 40)
+            assert min(row_ids(url)) < before - 12
+            assert max(row_ids(url)) > before
+            proxy.lead_to(restored.port)
+            proxy.start()
+            if delivery == "exactly-once":
+                await_stops(relay, 2)
+                assert shop.published() == dict.fromkeys(settled + lost, 1)
+                shown = follow(url).look("outbox recover --since TIME --dry-run", TIME=point)
+                assert f"Kafka has, and Postgres has lost: {len(lost)} events of 4 keys" in shown.text
+                follow(url).own("outbox recover --since TIME --reason", TIME=point)
+            drained(url, 120)
+            assert relay.running
+            assert shop.published() == dict.fromkeys(settled + lost + new, 1)
+            assert shop.in_order(new)
+
+
+@contextmanager
+def full(server: PostgresServer, url: str, table: str) -> Iterator[None]:
+    """Let the server find no space for the rows of a table, which is empty."""
+    path = server.data_dir / "pgdata" / ask(url, "SELECT pg_relation_filepath(%s)", table)
+    kept = path.with_name(f"{path.name}.kept")
+    path.rename(kept)
+    path.symlink_to("/dev/full")
+    try:
+        yield
+    finally:
+        kept.replace(path)
+        # Sessions that have it open; on a real disk they need not begin anew.
+        ask(
+            url,
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name LIKE %s",
+            "outbox%",
+        )
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+@of("Postgres is full")
+def test_the_archive_is_full(follow, private_postgres, shop, settings, address, delivery):
+    settings |= {"delivery": delivery, "relay__archive_days": 7, "relay__lease_seconds": 10}
+    server = private_postgres(FAST)
+    url = private_postgres.database(server).url
+    shop.prepare(url)
+    operator = follow(url)
+    assert "would be created" in operator.look("outbox db prune --dry-run").text
+    Retention(lambda: psycopg.connect(url, autocommit=True), "outbox", 7).prune(dry_run=False, force=False)
+    today = ask(url, "SELECT 'outbox.published_' || to_char(now() AT TIME ZONE 'UTC', 'YYYY_MM_DD')")
+    with full(server, url, today):
+        relay = operator.start()
+        ids = shop.write(url, 10)
+        relay.wait_for_log("No space left on device")
+        wait_until(lambda: "postgres_unavailable" in operator.look("curl -s", RELAY=address).text, what="the reason")
+        assert "backlog 40 events" in operator.look("outbox status").text
+        assert shop.published().keys() <= set(ids)
+    ids += shop.write(url, 1)
+    drained(url)
+    assert shop.published() == dict.fromkeys(ids, 1)
+    assert ask(url, "SELECT count(*) FROM outbox.published") == len(ids)
+
+
+@of("A sink was restored to an earlier point")
+def test_a_sink_is_restored(follow, private_postgres, outbox_kafka):
+    """Under a member of an inbox that runs."""
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    db.upgrade_consumer(url)
+    log = Log(SimpleNamespace(url=url), outbox_kafka, 2)
+    keys = [f"k{number}" for number in range(20)]
+    with TcpProxy("127.0.0.1", primary.port) as proxy:
+        log.produce(keys * 10)
+        with log.consuming(database=f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox") as member:
+            member.wait(lambda: log.count() == 200, "the first effects")
+            backup = Backup(primary)
+            log.produce(keys * 5)
+            member.wait(lambda: log.count() == 300, "what the restored server has")
+            backup.here()
+            log.produce(keys * 10)
+            member.wait(lambda: log.count() == 500, "what it has not")
+            proxy.stop()
+            primary.stop(immediate=True)
+            with backup.restore() as restored:
+                log.database.url = url = restored.url("outbox")
+                assert log.count() == 300
+                shown = follow(url).look("outbox offsets show", GROUP=log.group).text
+                lags = re.findall(rf"{log.topic}-\d\W+\d+\W+(\d+)\W", shown)
+                assert sum(map(int, lags)) == 200, shown
+                proxy.lead_to(restored.port)
+                proxy.start()
+                log.produce(keys)
+                member.wait(lambda: log.count() >= 520, "it to go on")
+                log.check()
+                assert log.run("SELECT sum(duplicates) FROM consumer.offsets") == [(0,)]
+
+
+def delete(kafka: Topics, topic: str) -> None:
+    """Delete a topic, and wait until it is gone."""
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    admin.delete_topics([topic])[topic].result(30)
+    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, what="the topic to be gone")
+
+
+@pytest.mark.parametrize(
+    ("what", "delivery"),
+    [("cluster", "at-least-once"), ("cluster", "exactly-once"), ("topic", "at-least-once"), ("topic", "exactly-once")],
+)
+@of("Kafka was lost, or a topic")
+def test_kafka_is_lost(follow, request, outbox_kafka, outbox_postgres, settings, what, delivery):
+    """With an archive. The new cluster, or topic, is empty, and a group had applied only a part."""
+    settings |= {"delivery": delivery, "relay__archive_days": 7, "relay__lease_seconds": 10}
+    url = outbox_postgres.url
+    first = second = outbox_kafka
+    if what == "cluster":
+        private = request.getfixturevalue("private_kafka")
+        first, second = (private.topics(private()) for _ in range(2))
+        second.token = first.token
+    settings["kafka__bootstrap_servers"] = first.bootstrap_servers
+    shop = Shop(first)
+    shop.prepare(url)
+    change(url, "CREATE TABLE applied (event_id text)")
+    point = ask(url, NOW)
+
+    def consumer(kafka: Topics) -> Running:
+        options = {"bootstrap.servers": kafka.bootstrap_servers, **INBOX}
+        return Running(Consumer(url, [shop.topic], group="g", kafka=options), apply_id)
+
+    def applied() -> Counter[str]:
+        return Counter(event_id for (event_id,) in look_up(url, "SELECT event_id FROM applied"))
+
+    relay = follow(url).start()
+    ids = shop.write(url, 10)
+    running = consumer(first)
+    running.wait(lambda: len(applied()) == 40, "the first effects")
+    running.end()
+    ids += shop.write(url, 10)
+    drained(url)
+    ends(relay)
+    waiting = shop.write(url, 5)
+    settings["kafka__bootstrap_servers"] = second.bootstrap_servers
+    if what == "topic":
+        delete(first, shop.topic)
+    shop = Shop(second)
+    operator = follow(url)
+    if delivery == "exactly-once" and what == "cluster":
+        relay = operator.start()
+        await_stops(relay, 2)
+        ends(relay)
+    shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
+    assert f"Postgres has, and Kafka has lost: {len(ids)} events of 4 keys" in shown.text
+    operator.own("outbox recover --since TIME --reason", TIME=point)
+    operator.own("outbox replay", TIME=point)
+    operator.start()
+    drained(url)
+    assert shop.published() == dict.fromkeys(waiting + ids, 1)
+    assert isinstance(consumer(second).error(), TopicReplaced)
+    operator.own("outbox offsets reset", GROUP="g", TOPIC=shop.topic)
+    running = consumer(second)
+    running.wait(lambda: len(applied()) >= len(ids + waiting), "the effects of all")
+    running.end()
+    assert applied() == dict.fromkeys(ids + waiting, 1)
+    assert look_up(url, "SELECT sum(duplicates) FROM consumer.offsets") == [(40,)]
+
+
+def test_every_step_was_taken(request):
+    """Runs last; of a section only if all of its tests were to run."""
+    every_step_was_taken(request)

@@ -1,0 +1,132 @@
+"""``outbox recover``, run as a command: each difference between an outbox and its topics, and what becomes of it.
+
+Real restores: tests/acceptance/runbooks/test_restores.py.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from reconcile_support import Outbox, outbox
+
+__all__ = ["outbox"]
+
+ARCHIVE = {"RELAY__ARCHIVE_DAYS": "7"}
+
+
+class Restored(Outbox):
+    """An outbox whose database is from before, and what Kafka got since."""
+
+    def __init__(self, made: Outbox) -> None:
+        self.__dict__.update(made.__dict__)
+        [(self.since,)] = self.run("SELECT to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')")
+        self.key = self.keys(0)[1]
+
+    def send(self, *event_ids: str, value: bytes = b'{"n": 1}', headers: Sequence[tuple[str, str]] = ()) -> None:
+        """Publish events past the tables."""
+        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})
+        for event_id in event_ids:
+            producer.produce(self.topics[0], value, self.key, headers=[("ce_id", event_id), *headers])
+        assert producer.flush(60) == 0
+
+    def recover(self, *arguments: str, status: int = 0, failpoints: str = "", archive: bool = True) -> dict[str, Any]:
+        command = ("recover", "--since", self.since, "--json", *arguments)
+        settings = ARCHIVE if archive else {}
+        done = self.command(*command, failpoints=failpoints, settings=settings)
+        assert done.returncode == status, done.stdout + done.stderr
+        return json.loads(done.stdout) if status >= 0 else {}
+
+    def put(self, table: str, event_id: str, columns: str = "", values: str = "") -> None:
+        """Insert an event into a table, with the payload that ``send`` sends."""
+        self.run(
+            f"INSERT INTO outbox.{table} (event_id, aggregate_type, aggregate_id, event_type, payload{columns})"
+            f" VALUES (%s, %s, %s, 'T', '{{\"n\": 1}}'{values})",
+            event_id,
+            self.kinds[0],
+            self.key,
+        )
+
+
+@pytest.fixture
+def restored(outbox: Outbox) -> Restored:
+    return Restored(outbox)
+
+
+def new_id() -> str:
+    return str(uuid.uuid4())
+
+
+def ids(found: Sequence[dict[str, Any]]) -> set[str]:
+    return {event["event_id"] for event in found}
+
+
+def test_each_table_is_compared(restored):
+    lost, waiting, again, changed, later, dead, kept, missing = (new_id() for _ in range(8))
+    for event_id in (waiting, again, changed):
+        restored.put("events", event_id)
+    restored.put("scheduled", later, ", not_before", ", now() + interval '1 hour'")
+    restored.put("scheduled", new_id(), ", not_before", ", now() + interval '1 hour'")
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
+    restored.put("dead_letters", dead, columns, ", 1, 4711, now(), 3, 'large', now()")
+    restored.run(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'large', now(),"
+        " now(), 'infinity' FROM outbox.dead_letters"
+    )
+    for event_id in (kept, missing):
+        restored.put("published", event_id, ", lane, id, created_at", ", 1, 12, now()")
+    restored.send(lost, again, later, dead, kept)
+    restored.send(changed, value=b'{"n": 2}')
+    # Of another outbox, and a replay.
+    restored.send(new_id(), headers=[("ce_source", "/another")])
+    restored.send(new_id(), headers=[("outbox-replay", "2026-01-01T00:00:00Z")])
+    found = restored.recover("--dry-run", status=1)
+    assert (ids(found["lost"]), ids(found["unsure"]), ids(found["missing"])) == ({lost}, set(), {missing})
+    assert found["settled"] == {"1": [again]}
+    assert (found["changed"], found["scheduled"], found["dead_letters"]) == ([changed], [later], [dead])
+    assert restored.left() == 3
+    assert restored.command("recover", "--since", restored.since).returncode == 2
+    restored.recover("--reason", "restored")
+    assert restored.run("SELECT event_id::text FROM outbox.events ORDER BY id") == [(waiting,), (changed,)]
+    assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]
+    assert restored.run("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
+    assert restored.run("SELECT count(*) FROM outbox.failures") == [(0,)]
+    assert restored.run("SELECT why FROM outbox.audit WHERE what = 'recover'") == [("restored",)]
+    # What was settled is no loss the next time.
+    found = restored.recover("--dry-run", status=1)
+    assert (ids(found["missing"]), found["settled"], found["changed"]) == ({missing}, {}, [changed])
+    assert ids(found["lost"]) == {lost}
+
+
+def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):
+    """One with a time of writing after the point is lost for sure; one long before it is not looked at."""
+    unsure, sure, again = (new_id() for _ in range(3))
+    restored.put("events", again)
+    restored.send(unsure, again, headers=[("ce_time", "2020-01-01T00:00:00Z")])
+    restored.send(sure, headers=[("ce_time", "2099-01-01T00:00:00Z")])
+    found = restored.recover("--dry-run", status=1, archive=False)
+    assert (ids(found["lost"]), ids(found["unsure"])) == ({sure}, {unsure})
+    restored.recover("--reason", "restored", archive=False)
+    found = restored.recover("--dry-run", status=1, archive=False)
+    assert (ids(found["lost"]), ids(found["unsure"])) == ({sure}, {unsure})
+    restored.since = "2098-01-01"
+    assert restored.recover("--dry-run", archive=False)["lost"] == []
+
+
+@pytest.mark.parametrize("place", ["reconcile.settling=kill", "reconcile.settling=kill@2"])
+def test_it_is_killed_and_run_again(restored, place):
+    """Without markers: the lanes' leases end, and nothing is published again."""
+    restored.add(0, restored.key, 5)
+    restored.publish(restored.rows(1))
+    restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
+    restored.send(later)
+    restored.recover("--reason", "first", status=-signal.SIGKILL, failpoints=place)
+    restored.recover("--reason", "second")
+    assert restored.left() == 0
+    assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(0,)]
+    assert restored.recover("--dry-run")["lost"] == []
