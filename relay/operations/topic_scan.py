@@ -1,4 +1,4 @@
-"""Reads the records of the outbox's topics."""
+"""Reads the records of the outbox's topics: all since a time, or the one at an offset."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -23,7 +23,10 @@ _MOST_NAMED: Final = 10
 
 
 class TopicRecord(NamedTuple):
-    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
+    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id.
+
+    Its key and headers are there if it was read alone: any bytes, or None.
+    """
 
     partition: Partition
     offset: int
@@ -31,6 +34,8 @@ class TopicRecord(NamedTuple):
     event_id: str | None
     mark: str
     value: bytes | None
+    key: bytes | None = None
+    headers: Mapping[str, str | bytes | None] | None = None
 
 
 def committed_since(
@@ -54,6 +59,32 @@ def committed_since(
         yield from _read(options, starts, ends, isolation="read_committed", seconds=seconds)
     except KafkaException as error:
         raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
+
+
+def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds: float) -> TopicRecord | None:
+    """Return the committed record at an offset, with its key and headers; None if there is none any more.
+
+    Raises Unavailable when Kafka does not return it within ``seconds``.
+    """
+    more = {"enable.partition.eof": True, "auto.offset.reset": "error", "queued.min.messages": 1}
+    consumer = Consumer(reader_options(options, "outbox-trace", "read_committed", more), logger=silent_logger())
+    where = f"Kafka, reading {place.topic} partition {place.number} at offset {offset}"
+    deadline = time.monotonic() + seconds
+    try:
+        consumer.assign([TopicPartition(place.topic, place.number, offset)])
+        while (left := deadline - time.monotonic()) > 0:
+            for message in consumer.consume(1, left):
+                error = message.error()
+                if error is None:
+                    # The next one, where retention, compaction or an abort left a gap.
+                    return _whole(place, message) if message.offset() == offset else None
+                if error.code() in {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE} or is_end(error):
+                    return None
+    except KafkaException as error:
+        raise Unavailable(f"{where}: {text_of(error)}") from error
+    finally:
+        consumer.close()
+    raise Unavailable(f"{where}: no answer within {seconds:g} s")
 
 
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[TopicRecord]]:
@@ -126,8 +157,15 @@ def _named(partitions: Collection[Partition]) -> str:
     return ", ".join(names[:_MOST_NAMED] + ["…"] * (len(names) > _MOST_NAMED))
 
 
-def _seen(partition: Partition, message: Message) -> TopicRecord:
-    headers = headers_of(message)
+def _whole(partition: Partition, message: Message) -> TopicRecord:
+    key, headers = message.key(), headers_of(message)
+    found = _seen(partition, message, headers)
+    return found._replace(key=key if isinstance(key, bytes) else None, headers=headers)
+
+
+def _seen(partition: Partition, message: Message, headers: Mapping[str, Any] | None = None) -> TopicRecord:
+    # They can be read only once.
+    headers = headers_of(message) if headers is None else headers
     value = message.value()
     return TopicRecord(
         partition,

@@ -31,6 +31,7 @@ from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Settings
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
+from relay.page.json_text import pretty
 from relay.page.sampling import Sampler
 from relay.page.security import Role, User, fields_of
 from relay.pipeline.consumers import Consumers
@@ -115,7 +116,14 @@ class Page:
             lstrip_blocks=True,
         )
         self._templates.filters.update(
-            show=_show, number=_number, age=age_text, bytes=bytes_text, time=_time, ago=_ago, rate=_rate
+            show=_show,
+            pretty=pretty,
+            number=_number,
+            age=age_text,
+            bytes=bytes_text,
+            time=_time,
+            ago=_ago,
+            rate=_rate,
         )
 
     def close(self) -> None:

@@ -54,8 +54,8 @@ def routes(page: Page) -> list[Route]:
     def trace(request: Request) -> Response:
         event_id = event_id_of(request.path_params["event_id"])
         found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, page.sink_url)
-        contents = None
-        if page.shows_payloads:
+        contents = found.contents
+        if contents is None and page.shows_payloads:
             with page.outbox() as connection:
                 contents = EventSearch(connection, page.schema).contents(event_id)
         return page.render(
