@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hmac
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -19,6 +20,7 @@ import orjson
 import psycopg
 import structlog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -27,6 +29,7 @@ from outbox import __version__
 from outbox._app.choices import Payloads
 from outbox._app.console import printable
 from outbox._app.text import age_text, bytes_text, time_text
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Settings
 from relay.database import unavailable_on_error
@@ -34,7 +37,7 @@ from relay.operations.audit import note
 from relay.page.json_text import pretty
 from relay.page.sampling import Sampler
 from relay.page.security import Role, User, fields_of
-from relay.pipeline.consumers import Consumers
+from relay.pipeline.consumers import Consumers, state_word
 from relay.pipeline.overview import Overview
 from relay.settle.statements import names_of
 
@@ -56,6 +59,14 @@ NAVIGATION: Final = (
     ("system", "/system", "System"),
     ("audit", "/audit", "Audit"),
 )
+
+_VIEW_OF_COMMAND: Final = {
+    "outbox dead-letters list": ("/dead-letters#relay-side", "dead letters"),
+    "outbox dead-letters list --side consumer": ("/dead-letters#consumer-side", "dead letters"),
+    "outbox external list": ("/consumers#calls", "calls"),
+    "outbox offsets show": ("/consumers", "consumers"),
+    "outbox relay resume": ("/relays", "resume"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +129,15 @@ class Page:
         self._templates.filters.update(
             show=_show,
             pretty=pretty,
+            linked=_linked,
+            state=state_word,
             number=_number,
+            counted=counted,
             age=age_text,
             bytes=bytes_text,
             time=_time,
-            ago=_ago,
+            moment=_moment,
+            when=_when,
             rate=_rate,
         )
 
@@ -170,9 +185,10 @@ class Page:
             self._pending[key] = _asked(request), chosen
             while len(self._pending) > _PENDING:
                 self._pending.popitem(last=False)
-        return self.render(
-            request, "confirm.html", title=title, lines=list(lines), fields=fields, key=key, button=button, view=""
-        )
+        # The view that the action belongs to.
+        back = "/" + request.url.path.removeprefix(request.scope.get("root_path", "")).split("/")[1]
+        shown: dict[str, Any] = {"title": title, "lines": list(lines), "fields": fields, "button": button}
+        return self.render(request, "confirm.html", **shown, key=key, back=back, view="")
 
     def chosen(self, request: Request, form: Form) -> Any:
         """Return what the answer to ``confirm`` is about: a question about the same action, to the same user.
@@ -308,5 +324,32 @@ def _time(time: dt.datetime | None) -> str:
     return time_text(time).removesuffix(" UTC")
 
 
-def _ago(time: dt.datetime | None) -> str:
-    return "-" if time is None else f"{age_text((dt.datetime.now(dt.UTC) - time).total_seconds())} ago"
+def _ago(time: dt.datetime) -> str:
+    seconds = (dt.datetime.now(dt.UTC) - time).total_seconds()
+    return f"{age_text(seconds)} ago" if seconds >= 0 else f"in {age_text(-seconds)}"
+
+
+def _when(time: dt.datetime | None) -> str:
+    """Return how long ago a time was, with the time itself as a title."""
+    return "-" if time is None else _element(time, time_text(time), _ago(time))
+
+
+def _moment(time: dt.datetime) -> str:
+    """Return a time, with how long ago it was as a title."""
+    return _element(time, _ago(time), _time(time))
+
+
+def _element(time: dt.datetime, title: str, text: str) -> Markup:
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(time.isoformat(), title, text)
+
+
+def _linked(text: object, base: str) -> Markup:
+    """Return a text of ours: what it gives as a command is a link to the view that does the same, if there is one."""
+
+    def link(command: re.Match[str]) -> str:
+        if command[1] not in _VIEW_OF_COMMAND:
+            return f"<code>{command[1]}</code>"
+        path, label = _VIEW_OF_COMMAND[command[1]]
+        return Markup('<a href="{}{}">{}</a>').format(base, path, label)
+
+    return Markup(re.sub("`([^`]+)`", link, str(escape(_show(text)))))  # noqa: S704  # escaped

@@ -14,6 +14,7 @@ from uuid import UUID
 
 from outbox._app.settings import client_options
 from outbox._app.text import time_text
+from outbox._clients.counting import counted
 from outbox.consumer.admin import trace as consumers
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.admin.trace import GroupTrace
@@ -28,6 +29,7 @@ from relay.operations.event_search import Contents
 from relay.operations.topic_scan import TopicRecord, record_at
 from relay.operations.trace import Event, MessageRef, find, search, time_of, topics_of, written_at
 from relay.parts import build_router
+from relay.pipeline.consumers import state_word
 
 _READ_SECONDS: Final = 3.0
 
@@ -38,6 +40,7 @@ class Step:
 
     state          good, bad or unknown.
     milliseconds   since the step before it in time; None where that is not known.
+    group, letter  the consumer group that it is about, and the number of the dead letter.
     """
 
     title: str
@@ -45,6 +48,8 @@ class Step:
     at: dt.datetime | None = None
     milliseconds: float | None = None
     text: str = ""
+    group: str | None = None
+    letter: int | None = None
 
     def line(self) -> str:
         """Return the step as one line of text."""
@@ -259,15 +264,15 @@ def _relay_side(found: Found) -> list[Step]:
             steps.append(Step("scheduled", "good", event.scheduled_at))
             steps.append(Step("is not published before", "unknown", event.not_before))
         case "waiting":
-            before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
-            steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
+            before = "10,000 or more rows" if event.before == 10_000 else counted(event.before or 0, "row")
+            steps.append(Step("waits to be published", "unknown", text=f"{before} before it, {_holder(event)}"))
         case "retrying":
-            after = f"retrying, after {event.attempts} failed attempts" + (
+            after = f"retrying, after {counted(event.attempts, 'failed attempt')}" + (
                 "" if event.next_attempt_at is None else ", next"
             )
             steps.append(Step(after, "bad", event.next_attempt_at, text=event.last_error or ""))
         case "dead":
-            text = f"after {event.attempts} attempts: {event.last_error}"
+            text = f"after {counted(event.attempts, 'attempt')}: {event.last_error}"
             steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))
         case "published":
             took = _later(event.created_at, event.published_at)
@@ -295,29 +300,32 @@ def _consumers_side(found: Found) -> list[Step]:
         if group.state == "unknown" and event.state == "unknown":
             continue
         name = f"group {group.group}:"
+        step = partial(Step, group=group.group)
         match group.state:
             case "applied":
                 took = _later(published, group.applied_at)
-                steps.append(Step(f"{name} applied", "good", group.applied_at, took))
+                steps.append(step(f"{name} applied", "good", group.applied_at, took))
             case "dead":
                 assert group.letter is not None
                 letter = group.letter
-                text = f"{letter.reason}, {letter.state}, {letter.attempts} attempts: {letter.error}"
-                steps.append(Step(f"{name} dead letter {letter.id} since", "bad", letter.died_at, text=text))
+                attempts = counted(letter.attempts, "attempt")
+                text = f"{letter.reason}, {state_word(letter.state)}, {attempts}: {letter.error}"
+                title = f"{name} dead letter {letter.id} since"
+                steps.append(step(title, "bad", letter.died_at, text=text, letter=letter.id))
             case "waiting":
-                text = "waits" if group.behind is None else f"waits, {group.behind:,} offsets before it"
-                steps.append(Step(f"{name} {text}", "unknown"))
+                text = "waits" if group.behind is None else f"waits, {counted(group.behind, 'offset')} before it"
+                steps.append(step(f"{name} {text}", "unknown"))
             case "passed":
                 text = (
                     "is beyond it, and remembers no id of it: a transform or `types` left it out, or ids are not kept"
                 )
-                steps.append(Step(f"{name} {text}", "unknown"))
+                steps.append(step(f"{name} {text}", "unknown"))
             case _:
-                steps.append(Step(f"{name} not seen yet", "unknown"))
+                steps.append(step(f"{name} not seen yet", "unknown"))
         for one in group.external:
             state = {"confirmed": "good", "stuck": "bad", "cancelled": "bad"}.get(one.state, "unknown")
-            title = f"{name} external {one.name}: {one.state}, {one.attempts} attempts"
-            steps.append(Step(title, state, text=one.last_error or ""))
+            title = f"{name} external {one.name}: {one.state}, {counted(one.attempts, 'attempt')}"
+            steps.append(step(title, state, text=one.last_error or ""))
     return steps
 
 

@@ -50,3 +50,15 @@ def failure(url: str) -> str:
             "created_at, 3, 'refused', now() FROM gone"
         )
     return event_id
+
+
+def failures(url: str, kind: str, error: str, count: int) -> None:
+    """Write dead letters with an error."""
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, "
+            "created_at, attempts, last_error, first_failed_at) SELECT 0, coalesce((SELECT max(id) FROM "
+            "outbox.dead_letters), 0) + g, gen_random_uuid(), %s, 'k', 'T', '{}', now(), 1, replace(%s, '#', g::text), "
+            "now() FROM generate_series(1, %s) AS g",
+            (kind, error, count),
+        )

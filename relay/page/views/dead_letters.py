@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outbox._clients.counting import counted
 from outbox.consumer.admin import page as consumer_pages
 from outbox.consumer.admin.dead_letters import Selection as MessageSelection
 from outbox.errors import ConfigurationError
@@ -35,7 +36,7 @@ def routes(page: Page) -> list[Route]:
 def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[Route]:
     def retry(request: Request, form: Form) -> Response:
         # One dead letter is retried without a question, several after one.
-        return _act(page, side, request, form, "Retry", None, ask=not form.all(side.id_field))
+        return _act(page, side, request, form, "Retry", None, ask=len(form.all(side.id_field)) != 1)
 
     def discard(request: Request, form: Form) -> Response:
         reason = form.require("reason", f"why the {side.noun} may be lost: the audit keeps it")
@@ -131,20 +132,20 @@ class _RelaySide:
         with self._page.outbox() as connection:
             counts = DeadLetters(connection, self._page.schema).count(selection, discard=discard)
         done = "discarded for good" if discard else "retried"
-        found = [f"{count:,} {COUNTS[name]} would be {done}" for name, count in counts.items() if count]
+        found = [f"{counted(count, COUNTS[name])} would be {done}" for name, count in counts.items() if count]
         return found or [f"nothing would be {done}"]
 
     def retry(self, selection: Selection) -> str:
         """Retry events. Return what was done."""
         with self._page.outbox() as connection:
             done = DeadLetters(connection, self._page.schema).retry(selection)
-        return f"{len(set(done))} events will be retried{_locked(done.locked)}"
+        return f"{counted(len(set(done)), 'event')} will be retried{_locked(done.locked)}"
 
     def discard(self, selection: Selection, reason: str) -> str:
         """Discard events for good. Return what was done."""
         with self._page.outbox() as connection:
             gone = DeadLetters(connection, self._page.schema).discard(selection, reason)
-        return f"{len(gone)} events were discarded{_locked(gone.locked)}"
+        return f"{_were(len(gone), 'event')} discarded{_locked(gone.locked)}"
 
 
 class _ConsumerSide:
@@ -153,7 +154,7 @@ class _ConsumerSide:
     path: Final = "/dead-letters/consumer"
     id_field: Final = "number"
     noun: Final = "messages"
-    _FILTERS: Final = ("kind", "group", "topic", "cause")
+    _FILTERS: Final = ("kind", "group", "topic", "part", "cause")
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -202,32 +203,38 @@ class _ConsumerSide:
 
     def count(self, selection: Any, *, discard: bool) -> list[str]:
         """Return what an action would do."""
-        return [f"{self.size(selection):,} messages would be {'discarded for good' if discard else 'retried'}"]
+        return [f"{counted(self.size(selection), 'message')} would be {'discarded for good' if discard else 'retried'}"]
 
     def retry(self, selection: Any) -> str:
         """Retry messages in the next round of their group. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
-        return f"{len(done)} messages will be retried in the next round of their groups"
+        return f"{counted(len(done), 'message')} will be retried in the next round of their groups"
 
     def discard(self, selection: Any, reason: str) -> str:
         """Discard messages for good. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
-        return f"{len(done.gone)} messages were discarded{freed}"
+        return f"{_were(len(done.gone), 'message')} discarded{freed}"
 
     def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
         values = {name: get(name) for name in self._FILTERS}
-        return consumer_pages.Filter(**values), _given(values)
+        part = number_of(values["part"])
+        chosen = consumer_pages.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
+        return chosen, _given(values)
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in filters.items() if value is not None}
 
 
+def _were(count: int, noun: str) -> str:
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
+
+
 def _locked(event_ids: Sequence[str]) -> str:
-    return f"; {len(event_ids)} are locked by another transaction and were left unchanged" if event_ids else ""
+    return f"; left unchanged, as another transaction has them locked: {len(event_ids):,}" if event_ids else ""
 
 
 def _number(text: str) -> int:

@@ -20,7 +20,7 @@ def routes(page: Page) -> list[Route]:
         times = [sample.at for sample in samples]
         latencies = [sample.latency for sample in samples]
         charts = [
-            chart("Backlog", times, [("events", [sample.backlog for sample in samples])], _count),
+            chart("Waiting", times, [("events", [sample.backlog for sample in samples])], _count),
             chart("Oldest waiting event", times, [("age", [sample.oldest_seconds for sample in samples])], age_text),
             chart(
                 "Events per second",

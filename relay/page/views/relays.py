@@ -26,7 +26,9 @@ def routes(page: Page) -> list[Route]:
         overview = page.sampler.latest()
         outbox = None if overview is None else overview.outbox
         unseen = {} if overview is None else overview.unseen
-        return page.render(request, "relays.html", outbox=outbox, unseen=unseen, settings=page.settings)
+        lanes, topic = (request.query_params.get(name, "") for name in ("lanes", "topic"))
+        pause = {"scope": "lane" if lanes else "topic" if topic else "", "lanes": lanes, "topic": topic}
+        return page.render(request, "relays.html", outbox=outbox, unseen=unseen, settings=page.settings, pause=pause)
 
     def change(request: Request, form: Form) -> Response:
         scopes = _scopes(form)

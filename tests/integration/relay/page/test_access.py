@@ -103,7 +103,7 @@ def test_an_action_needs_our_form_from_our_site(serve, environment):
     assert audit(environment) == []
     found = page.ask(path, fields)
     assert found.status == 303
-    assert "1 events will be retried" in page.ask(found.headers["location"]).text
+    assert "1 event will be retried" in page.ask(found.headers["location"]).text
     (first, second) = audit(environment)
     assert (first[0], first[2]) == ("page: retry dead letters", {"user": "local", "which": event_id, "count": 1})
     assert (second[0], second[2]) == ("retry", {"event_ids": [event_id]})
