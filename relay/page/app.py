@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,14 @@ from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
 from relay.config import load
 from relay.database import Connector
+from relay.insights import OutboxState
+from relay.metrics.topics import TopicAges
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
 from relay.page.security import Access, Guard
 from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
+from relay.parts import build_router
 from relay.pipeline.consumers import Consumers
 from relay.pipeline.overview import looking
 
@@ -59,7 +62,13 @@ def create_page(
     sink = limited(partial(connect, sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
-    sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
+    ages = TopicAges(settings.db_schema, build_router(settings))
+
+    def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
+        with outbox() as connection:
+            return ages.look(connection, state)
+
+    sampler = Sampler(look, partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
     page = Page(settings, outbox, consumers_side, sampler, sink_url)
 
     @asynccontextmanager

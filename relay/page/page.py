@@ -61,10 +61,10 @@ NAVIGATION: Final = (
 )
 
 _VIEW_OF_COMMAND: Final = {
-    "outbox dead-letters list": ("/dead-letters#relay-side", "dead letters"),
-    "outbox dead-letters list --side consumer": ("/dead-letters#consumer-side", "dead letters"),
-    "outbox external list": ("/consumers#calls", "calls"),
-    "outbox offsets show": ("/consumers", "consumers"),
+    "outbox dead-letters list": ("/dead-letters#relay-side", "show"),
+    "outbox dead-letters list --side consumer": ("/dead-letters#consumer-side", "show"),
+    "outbox external list": ("/consumers#calls", "show"),
+    "outbox offsets show": ("/consumers", "show"),
     "outbox relay resume": ("/relays", "resume"),
 }
 

@@ -33,11 +33,12 @@
     part.before(button);
   }
 
-  // What somebody has selected or is about to press must not vanish under their hands.
+  // What somebody has selected or is about to press must not vanish under their hands, nor a figure that they read.
   const inUse = (part) => {
     const selection = getSelection();
     const inside = document.activeElement !== part && part.contains(document.activeElement);
-    return inside || (selection && !selection.isCollapsed && part.contains(selection.anchorNode));
+    const selected = selection && !selection.isCollapsed && part.contains(selection.anchorNode);
+    return inside || selected || part.querySelector("rect:hover");
   };
 
   const refresh = async () => {

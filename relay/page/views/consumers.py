@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
+from relay.page.charts import charts
 from relay.page.page import Form, Page
 
 _CALLS = 50
@@ -25,6 +26,7 @@ def routes(page: Page) -> list[Route]:
             "consumers.html",
             groups=[] if overview is None else overview.groups,
             unseen={} if overview is None else overview.unseen,
+            lag=charts(page.sampler.samples())["lag"],
             calls=calls or ({}, []),
             calls_unseen=unseen,
         )

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from relay.operations.event_search import EventSearch
+from relay.page.charts import charts
 from relay.page.page import Page
 from relay.pipeline.topics import topics
 
@@ -18,6 +19,8 @@ def routes(page: Page) -> list[Route]:
         with page.outbox() as connection:
             waiting = EventSearch(connection, page.schema).waiting_types()
         found, away = topics(page.settings, waiting)
-        return page.render(request, "topics.html", topics=found, away=away)
+        return page.render(
+            request, "topics.html", topics=found, away=away, ages=charts(page.sampler.samples())["topics"]
+        )
 
     return [Route("/topics", show)]

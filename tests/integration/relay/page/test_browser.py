@@ -8,6 +8,9 @@ import psycopg
 import pytest
 from page_access import environment, failure, failures, serve
 from page_support import DESKTOP, PHONE, Seen, browser
+from support import write
+
+from outbox import Event
 
 __all__ = ["environment", "serve"]
 
@@ -118,7 +121,7 @@ def test_a_name_is_a_link(chromium, serve, letters):
     seen = Seen(chromium, serve().sign_in(), viewport=DESKTOP)
     tab = seen.tab
     assert "`" not in seen.text()
-    tab.get_by_role("alert").or_(tab.get_by_role("status")).get_by_role("link", name="dead letters").first.click()
+    tab.get_by_role("alert").or_(tab.get_by_role("status")).get_by_role("link", name="show").first.click()
     tab.get_by_role("heading", name="Events that could not be published").wait_for()
     seen.open("/consumers").get_by_role("link", name="sums", exact=True).click()
     tab.get_by_role("link", name="Dead letters of orders-0").click()
@@ -139,4 +142,35 @@ def test_contents_are_copied(chromium, serve, letters):
         tab.get_by_role("button", name="Copied").nth(number).wait_for()
         assert tab.evaluate("navigator.clipboard.readText()") == copied
         seen.check()
+    seen.close()
+
+
+def test_charts_have_axes_a_range_and_values_under_the_mouse(chromium, serve, letters):
+    write(letters, [Event("Order", f"o{number}", "T", {}) for number in range(20)])
+    seen = Seen(chromium, serve().sign_in(), viewport=DESKTOP)
+    tab = seen.tab
+    chart = tab.locator("figure", has_text="Oldest waiting event by topic")
+    chart.locator("polyline").wait_for(state="attached")
+    assert "order-events" in chart.locator(".legend").inner_text()
+    waiting = tab.locator("figure").first
+    assert waiting.locator(".scale span").all_inner_texts() == ["20", "0"]
+    times = waiting.locator(".times span").all_inner_texts()
+    assert all(len(time) == 8 for time in times)
+    assert times == sorted(times)
+    column = waiting.locator("rect").last
+    column.hover()
+    assert "events 20" in column.locator("title").text_content()
+    # It stays as long as the mouse is over it.
+    shown = column.element_handle()
+    for _ in range(2):
+        said = tab.inner_text("#live-state")
+        tab.wait_for_function("said => document.getElementById('live-state').innerText !== said", arg=said)
+    assert shown.evaluate("one => one.isConnected")
+    for minutes in (5, 60):
+        tab.get_by_role("link", name=f"{minutes} minutes", exact=True).click()
+        tab.wait_for_url(f"**/?minutes={minutes}")
+        assert tab.locator(".tabs [aria-current]").inner_text() == f"{minutes} minutes"
+        seen.check()
+    seen.open("/consumers").locator("figure", has_text="Lag by group").wait_for()
+    seen.open("/topics").locator("figure", has_text="order-events").wait_for()
     seen.close()
