@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
@@ -21,6 +21,7 @@ from relay.config import load
 from relay.database import Connector
 from relay.insights import OutboxState
 from relay.metrics.topics import TopicAges
+from relay.page import api
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
 from relay.page.security import Access, Guard
@@ -78,10 +79,15 @@ def create_page(
         finally:
             page.close()
 
-    routes: list[BaseRoute] = [route for view in _VIEWS for route in view.routes(page)]
+    views = [view for module in _VIEWS for view in module.routes(page)]
+
+    def description(request: Request) -> Response:
+        return api.answer(api.openapi(views, request.scope.get("root_path", "")))
+
     app = Starlette(
         routes=[
-            *routes,
+            *(_route(page, view, prefix) for prefix in ("", api.PREFIX) for view in views),
+            Route(f"{api.PREFIX}/openapi.json", description),
             Route("/live", _live(sampler)),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
@@ -93,6 +99,12 @@ def create_page(
     # An address is one view's, and no other's with a slash behind it.
     app.router.redirect_slashes = False
     return app
+
+
+def _route(page: Page, view: api.View, prefix: str) -> Route:
+    if view.fields is None:
+        return Route(prefix + view.path, view.endpoint)
+    return Route(prefix + view.path, page.action(view.endpoint), methods=["POST"])
 
 
 def _latency(side: Consumers) -> Latency | None:

@@ -16,7 +16,6 @@ from typing import Any, Final
 from urllib.parse import urlencode
 from uuid import UUID
 
-import orjson
 import psycopg
 import structlog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -34,9 +33,11 @@ from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Settings
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
+from relay.page import api
+from relay.page.charts import MINUTES, charts
 from relay.page.json_text import pretty
 from relay.page.sampling import Sampler
-from relay.page.security import Role, User, fields_of
+from relay.page.security import Role, User
 from relay.pipeline.consumers import Consumers, state_word
 from relay.pipeline.overview import Overview
 from relay.settle.statements import names_of
@@ -80,10 +81,15 @@ class Form:
         return (self.exact(name) or "").strip() or None
 
     def exact(self, name: str) -> str | None:
-        """Return a field's value as it was in our own form; None if it is missing."""
-        found = next((value for field, value in self.fields if field == name), None)
+        """Return a field's value as it was in our own form; None if it is missing.
+
+        Raises ConfigurationError if there are several.
+        """
+        found = self.all(name)
+        if len(found) > 1:
+            raise ConfigurationError(f"{name}: give it once")
         # Browsers send line breaks as CRLF.
-        return None if found is None else found.replace("\r\n", "\n")
+        return found[0].replace("\r\n", "\n") if found else None
 
     def all(self, name: str) -> list[str]:
         """Return all values of a field."""
@@ -141,12 +147,19 @@ class Page:
             rate=_rate,
         )
 
+        self._templates.globals.update(
+            charts=lambda minutes: charts(sampler.samples(minutes * 60)), ranges=lambda: MINUTES
+        )
+
     def close(self) -> None:
         """End the thread that reads the figures."""
         self.sampler.close()
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Return a view as HTML."""
+        """Return a view as HTML; for a program, its values as JSON."""
+        if request.scope["outbox.api"]:
+            values.pop("view", None)
+            return api.answer(values, status)
         user: User = request.scope["outbox.user"]
         values.setdefault("view", template.removesuffix(".html").replace("_", " "))
         shown = self._templates.get_template(template).render(
@@ -168,7 +181,7 @@ class Page:
         """Return an endpoint that passes on the fields that were sent. ``act`` runs in a thread and may wait."""
 
         async def endpoint(request: Request) -> Response:
-            return await run_in_threadpool(act, request, Form(fields_of(await request.body())))
+            return await run_in_threadpool(act, request, Form(request.scope["outbox.fields"]))
 
         return endpoint
 
@@ -187,8 +200,10 @@ class Page:
                 self._pending.popitem(last=False)
         # The view that the action belongs to.
         back = "/" + request.url.path.removeprefix(request.scope.get("root_path", "")).split("/")[1]
-        shown: dict[str, Any] = {"title": title, "lines": list(lines), "fields": fields, "button": button}
-        return self.render(request, "confirm.html", **shown, key=key, back=back, view="")
+        shown: dict[str, Any] = {"title": title, "lines": list(lines), "confirmed": key}
+        if request.scope["outbox.api"]:
+            return api.answer(shown)
+        return self.render(request, "confirm.html", **shown, fields=fields, button=button, back=back, view="")
 
     def chosen(self, request: Request, form: Form) -> Any:
         """Return what the answer to ``confirm`` is about: a question about the same action, to the same user.
@@ -206,9 +221,16 @@ class Page:
     def done(self, request: Request, path: str, text: str) -> Response:
         """Show another page with what was done."""
         self.sampler.refresh()
+        if request.scope["outbox.api"]:
+            return api.answer({"done": text})
         separator = "&" if "?" in path else "?"
         note = urlencode({"note": text, "by": request.scope["outbox.access"].sign(text)})
-        return RedirectResponse(f"{request.scope.get('root_path', '')}{path}{separator}{note}", 303)
+        return self.elsewhere(request, f"{path}{separator}{note}")
+
+    def elsewhere(self, request: Request, path: str) -> Response:
+        """Lead on to another address of the page, or of the API."""
+        prefix = api.PREFIX if request.scope["outbox.api"] else ""
+        return RedirectResponse(f"{request.scope.get('root_path', '')}{prefix}{path}", 303)
 
     def audit(self, request: Request, what: str, why: str | None, details: Mapping[str, Any]) -> None:
         """Write who is about to do what into the outbox's audit. Raises OutboxError: then nothing may be done.
@@ -229,16 +251,16 @@ class Page:
             case _:
                 # Servers that are away, tables or rights that are missing: somebody has to act elsewhere.
                 status = 503
-        return self.render(request, "error.html", status, text=str(error), view="")
+        return self.render(request, "error.html", status, error=str(error), view="")
 
     def broken(self, request: Request, error: Exception) -> Response:
         """Return a mistake of ours as a view. The log has the traceback; the error's text may quote data."""
         log.error("a view failed", path=request.url.path, exc_info=error)
-        return self.render(request, "error.html", 500, text=f"{type(error).__name__}; see the log", view="")
+        return self.render(request, "error.html", 500, error=f"{type(error).__name__}; see the log", view="")
 
     def not_found(self, request: Request, _: Exception | None = None) -> Response:
         """Return the answer to an address that is no page."""
-        return self.render(request, "error.html", 404, text="there is no such page", view="")
+        return self.render(request, "error.html", 404, error="there is no such page", view="")
 
     def problems(self, overview: Overview | None) -> list[str]:
         """Return what needs an operator, first of all that the figures are old."""
@@ -302,7 +324,7 @@ def _show(value: object, most: int = _LONG) -> str:
     if value is None:
         return "-"
     if isinstance(value, dict | list):
-        value = orjson.dumps(value, default=str).decode()
+        value = api.json_of(value)
     text = str(value)
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     # Lines stay lines: a payload is shown as it is.

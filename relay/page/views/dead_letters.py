@@ -8,7 +8,6 @@ from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from outbox._clients.counting import counted
 from outbox.consumer.admin import page as consumer_pages
@@ -17,11 +16,14 @@ from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
 from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
+from relay.page.api import CONFIRMED, MANY, REASON, View
 from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
+_CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key_encoding", "value", "value_encoding"})
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of these views."""
+
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
     relay, consumer = _RelaySide(page), _ConsumerSide(page)
 
     def show(request: Request) -> Response:
@@ -30,10 +32,14 @@ def routes(page: Page) -> list[Route]:
         messages, unseen = page.read(consumer.groups)
         return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
 
-    return [Route("/dead-letters", show), *_routes(page, relay), *_routes(page, consumer)]
+    return [
+        View("/dead-letters", show, "the dead letters of both sides, grouped by their errors"),
+        *_routes(page, relay),
+        *_routes(page, consumer),
+    ]
 
 
-def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[Route]:
+def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
     def retry(request: Request, form: Form) -> Response:
         # One dead letter is retried without a question, several after one.
         return _act(page, side, request, form, "Retry", None, ask=len(form.all(side.id_field)) != 1)
@@ -42,11 +48,13 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[Route]:
         reason = form.require("reason", f"why the {side.noun} may be lost: the audit keeps it")
         return _act(page, side, request, form, "Discard", reason, ask=True)
 
+    # Those that are named, or else a group.
+    fields = {side.id_field: f"{MANY}which ones", **side.filters}
     return [
-        Route(side.path, side.index),
-        Route(f"{side.path}/retry", page.action(retry), methods=["POST"]),
-        Route(f"{side.path}/discard", page.action(discard), methods=["POST"]),
-        Route(f"{side.path}/{{id}}", side.show),
+        View(side.path, side.index, f"{side.noun} of a group, page by page", side.filters | side.pages),
+        View(f"{side.path}/retry", retry, f"retry {side.noun}", fields=fields | CONFIRMED),
+        View(f"{side.path}/discard", discard, f"discard {side.noun}", fields=fields | REASON | CONFIRMED),
+        View(f"{side.path}/{{id}}", side.show, "one of them: its contents, attempts, and what waits behind it"),
     ]
 
 
@@ -80,6 +88,8 @@ class _RelaySide:
 
     path: Final = "/dead-letters/relay"
     id_field: Final = "event_id"
+    filters: Final = {"kind": "the kind of error", "type": "an aggregate type", "state": "dead or retrying"}
+    pages: Final = dict.fromkeys(("at", "lane", "id"), "where the page begins: `more` of the page before")
     noun: Final = "dead letters"
 
     def __init__(self, page: Page) -> None:
@@ -105,7 +115,9 @@ class _RelaySide:
         event_id = event_id_of(request.path_params["id"])
         with self._page.outbox() as connection:
             found = DeadLetters(connection, self._page.schema).show(str(event_id))
-        return self._page.render(request, "dead_letter_relay.html", view="dead letters", letter=found)
+        return self._page.render(
+            request, "dead_letter_relay.html", view="dead letters", letter=_shown(self._page, found)
+        )
 
     def selection(self, form: Form) -> tuple[Selection, str]:
         """Return the events that a form names, and a text for them."""
@@ -153,8 +165,15 @@ class _ConsumerSide:
 
     path: Final = "/dead-letters/consumer"
     id_field: Final = "number"
+    filters: Final = {
+        "kind": "the kind of error",
+        "group": "a consumer group",
+        "topic": "a topic",
+        "part": "the number of a partition",
+        "cause": "undecodable, no-id, …",
+    }
+    pages: Final = {"after": "where the page begins: `more` of the page before"}
     noun: Final = "messages"
-    _FILTERS: Final = ("kind", "group", "topic", "part", "cause")
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -179,7 +198,9 @@ class _ConsumerSide:
     def show(self, request: Request) -> Response:
         """Show one message: contents, attempts, and what waits behind it."""
         letter = self._page.consumers.dead_letter(_number(request.path_params["id"]))
-        return self._page.render(request, "dead_letter_consumer.html", view="dead letters", letter=letter)
+        return self._page.render(
+            request, "dead_letter_consumer.html", view="dead letters", letter=_shown(self._page, letter)
+        )
 
     def selection(self, form: Form) -> tuple[Any, str]:
         """Return the messages that a form names, and a text for them."""
@@ -219,10 +240,16 @@ class _ConsumerSide:
         return f"{_were(len(done.gone), 'message')} discarded{freed}"
 
     def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
-        values = {name: get(name) for name in self._FILTERS}
+        values = {name: get(name) for name in self.filters}
         part = number_of(values["part"])
         chosen = consumer_pages.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
         return chosen, _given(values)
+
+
+def _shown(page: Page, letter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a dead letter, without its contents if payloads are hidden."""
+    hidden = frozenset() if page.shows_payloads else _CONTENTS
+    return {name: value for name, value in letter.items() if name not in hidden}
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:

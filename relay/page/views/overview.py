@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
-from relay.page.charts import MINUTES, charts
+from relay.page.api import View
+from relay.page.charts import MINUTES
 from relay.page.page import Page
 
+_RANGES = ", ".join(map(str, MINUTES))
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         minutes = _minutes(request.query_params.get("minutes"))
@@ -24,17 +26,18 @@ def routes(page: Page) -> list[Route]:
             overview=overview,
             problems=page.problems(overview),
             minutes=minutes,
-            ranges=MINUTES,
-            charts=charts(samples),
+            samples=samples,
             latency=samples[-1].latency if samples else None,
         )
 
-    return [Route("/", show)]
+    return [
+        View("/", show, "what needs attention, the figures, relays and groups", {"minutes": f"samples: of {_RANGES}"})
+    ]
 
 
 def _minutes(text: str | None) -> int:
     if text is None:
         return MINUTES[1]
     if text not in map(str, MINUTES):
-        raise ConfigurationError(f"minutes must be one of {', '.join(map(str, MINUTES))}, not {text[:80]!r}")
+        raise ConfigurationError(f"minutes must be one of {_RANGES}, not {text[:80]!r}")
     return int(text)
