@@ -105,7 +105,7 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
         seen.check()
     seen.picture("overview")
     assert bench.topic in seen.open("/topics").inner_text("table")
-    assert re.search(rf"{shop.small}\s+Photo\s+0", seen.text("table"))
+    assert re.search(rf"{shop.small} Pause…\s+Photo\s+0", seen.text("table"))
     # Events: pages, one key, one event.
     rows = seen.open("/events?state=published").locator("tbody tr")
     assert rows.count() == 50
@@ -144,7 +144,7 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     seen.check()
     # Consumers, system, audit.
     seen.open("/consumers")
-    tab.get_by_role("link", name="order-totals").click()
+    tab.get_by_role("link", name="order-totals", exact=True).click()
     assert f"{bench.topic}-0" in seen.text("table")
     seen.check()
     text = seen.open("/system").inner_text("main")
@@ -203,7 +203,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     tab.goto(f"http://{page.address}{page.base}/dead-letters")
     tab.get_by_role("link", name="the broker takes no message of this size").focus()
     keys.press("Enter")
-    tab.get_by_label("Reason").focus()
+    tab.get_by_label("Reason", exact=True).focus()
     keys.type("photos go elsewhere")
     keys.press("Enter")
     tab.get_by_text(f"{LARGE} dead letters would be discarded for good").wait_for()
@@ -222,7 +222,7 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     bench.once()
     seen.open("/dead-letters/consumer/1")
     assert re.search(r"Attempts\s+2", seen.text(".pairs"))
-    tab.get_by_label("Reason").fill("seen to by hand")
+    tab.get_by_label("Reason", exact=True).fill("seen to by hand")
     tab.get_by_role("button", name="Discard").click()
     tab.get_by_role("button", name="Discard").click()
     tab.get_by_text("1 message was discarded").wait_for()

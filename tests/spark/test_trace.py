@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 from dataclasses import replace
 from typing import Any
 from uuid import UUID
@@ -78,7 +79,7 @@ def test_an_event_from_its_row_to_the_sink(bench, traced, outbox_relay):
     (group,) = traced(bad)[1]["groups"]
     assert (group["state"], group["letter"]["reason"], group["letter"]["state"]) == ("dead", "undecodable", "dead")
     text = shown(bad)
-    assert f"on Kafka: {bench.topic}-{found['messages'][0]['partition']} offset 2" in text
+    assert re.search(rf"on Kafka .* later, {bench.topic}-{found['messages'][0]['partition']} offset 2", text)
     assert f"group {bench.job.group}: dead letter 1 since" in text
     # A second group, which has read the first message only.
     once_more = replace(bench.job, group="other")
