@@ -16,6 +16,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
 from relay.core.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.database import unavailable_on_error
@@ -179,12 +180,12 @@ class OutboxState:
         if (stuck := self._stuck(standing_seconds)) is not None:
             found.append(stuck)
         if self.retrying:
-            found.append(f"{self.retrying:,} events are retrying: `outbox dead-letters list`")
+            found.append(f"{counted(self.retrying, 'event')} retrying: `outbox dead-letters list`")
         if self.dead_letters:
-            blocking = f", {self.blocking:,} of them block their keys" if self.blocking else ""
-            found.append(f"{self.dead_letters:,} dead letters{blocking}: `outbox dead-letters list`")
+            blocking = f", {counted(self.blocking, 'key')} blocked" if self.blocking else ""
+            found.append(f"{counted(self.dead_letters, 'dead letter')}{blocking}: `outbox dead-letters list`")
         elif self.blocking:
-            found.append(f"{self.blocking:,} keys are blocked by deleted dead letters: `outbox dead-letters list`")
+            found.append(f"{counted(self.blocking, 'key')} blocked by deleted dead letters: `outbox dead-letters list`")
         if self.next_due_seconds is not None and -self.next_due_seconds > standing_seconds:
             found.append(
                 f"a scheduled event is overdue by {-self.next_due_seconds:.0f} s: is a relay running, or "
@@ -198,12 +199,12 @@ class OutboxState:
         """Return why events wait, apart from pauses and failures."""
         all_paused = bool(self.lanes) and all(lane.paused for lane in self.lanes)
         if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
-            waits = self.backlog and not all_paused
-            return "no relay is running" + (f", and {self.backlog:,} events wait" if waits else "")
+            waiting = 0 if all_paused else self.backlog or 0
+            return "no relay is running" + (f", and {counted(waiting, 'event')} waiting" if waiting else "")
         if (other := self._source_problem()) is not None:
             return other
-        if waiting := [lane.lane for lane in self.lanes if lane.events and not lane.held and not lane.paused]:
-            return f"events wait in {lanes_text(waiting)}, which no relay holds"
+        if orphans := [lane.lane for lane in self.lanes if lane.events and not lane.held and not lane.paused]:
+            return f"events wait in {lanes_text(orphans)}, which no relay holds"
         # A failure or a paused topic explains the age; which events go to a paused topic is not known here.
         explained = self.retrying or self.blocking or any(one.scope.kind is ScopeKind.TOPIC for one in self.pauses)
         if explained or self.oldest_seconds is None or self.oldest_seconds <= standing_seconds:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox._app.console import print_json, require_choice, say
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, NotFound
 from relay.cli.session import outbox_session
 
@@ -118,7 +119,7 @@ def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> N
     if as_json:
         print_json({"dry_run": True, **counts})
     else:
-        say(f"would be {done_word}: " + ", ".join(f"{count:,} {COUNTS[name]}" for name, count in counts.items()))
+        say(f"would be {done_word}: " + ", ".join(counted(count, COUNTS[name]) for name, count in counts.items()))
 
 
 def _print_done(

@@ -33,7 +33,8 @@ _FAILED: Final = """
                     WHERE isfinite(f.next_attempt_at){retrying}) AS retrying"""
 
 _GROUPS: Final = """
-SELECT kind, aggregate_type, state, count(*) AS events, min(first_failed_at) AS first, max(failed_at) AS last
+SELECT kind, aggregate_type, state, min(left(last_error, 300)) AS sample, count(*) AS events,
+       min(first_failed_at) AS first, max(failed_at) AS last
   FROM (SELECT *, {kind} AS kind FROM ({failed}) AS failed) AS failed
  GROUP BY kind, aggregate_type, state ORDER BY count(*) DESC, kind, aggregate_type, state LIMIT 200"""
 
@@ -78,7 +79,10 @@ class DeadLetterPages:
         self._names: dict[str, sql.Composable] = {**names_of(schema), "kind": sql.SQL(_KIND).format()}
 
     def groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return kind, aggregate_type, state, events, first and last of each group, of at most COUNTED of a state."""
+        """Return kind, aggregate_type, state, events, first and last of each group, of at most COUNTED of a state.
+
+        ``sample`` is one of its errors.
+        """
         limit = sql.SQL(" LIMIT {}").format(COUNTED)
         failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
         return self._run(_GROUPS, {}, failed=failed)

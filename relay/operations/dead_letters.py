@@ -137,11 +137,11 @@ BATCH: Final = 1000
 _QUICK_SECONDS: Final = 0.5
 
 COUNTS: Final = {
-    "dead": "dead letters",
-    "retrying": "retrying events",
-    "without_event": "failures whose event was deleted",
+    "dead": "dead letter",
+    "retrying": "retrying event",
+    "without_event": "orphaned failure",
 }
-"""What ``DeadLetters.count`` counts, each with its name for operators."""
+"""What ``DeadLetters.count`` counts, each with its name for operators. An orphaned failure: its event was deleted."""
 
 _Done = TypeVar("_Done")
 

@@ -137,8 +137,9 @@ class Findings:
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.
 
-    ``client_options`` are for readers, ``producer_options`` the relay's. ``archive``: the outbox keeps published events.
-    ``replicate`` is called only after a failover, for events from the WAL, to find where the timelines diverged.
+    ``client_options`` are for readers, ``producer_options`` the relay's. ``archive``: the outbox keeps published
+    events. ``replicate`` is called only after a failover, for events from the WAL, to find where the timelines
+    diverged.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads the records of the outbox's topics."""
+"""Reads the records of the outbox's topics: all since a time, or the one at an offset."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
@@ -27,7 +27,8 @@ Record = TypeVar("Record")
 class TopicRecord(NamedTuple):
     """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id.
 
-    ``source`` and ``written`` are the headers ``ce_source`` and ``ce_time``, empty without them.
+    ``source`` and ``written`` are the headers ``ce_source`` and ``ce_time``, empty without them. ``headers`` are there
+    if it was read alone.
     """
 
     partition: Partition
@@ -39,6 +40,7 @@ class TopicRecord(NamedTuple):
     key: bytes | None
     source: str
     written: str
+    headers: Mapping[str, str | bytes | None] | None = None
 
 
 def committed_since(
@@ -60,6 +62,31 @@ def committed_since(
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from read(options, starts, ends, _seen, isolation="read_committed", seconds=seconds)
+
+
+def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds: float) -> TopicRecord | None:
+    """Return the committed record at an offset, with its key and headers; None if there is none any more.
+
+    Raises Unavailable when Kafka does not return it within ``seconds``.
+    """
+    more = {"enable.partition.eof": True, "auto.offset.reset": "error", "queued.min.messages": 1}
+    consumer = Consumer(reader_options(options, "outbox-trace", "read_committed", more), logger=silent_logger())
+    where = f"reading {place.topic} partition {place.number} at offset {offset}"
+    deadline = time.monotonic() + seconds
+    try:
+        with unavailable_on_kafka_error(where):
+            consumer.assign([TopicPartition(place.topic, place.number, offset)])
+            while (left := deadline - time.monotonic()) > 0:
+                for message in consumer.consume(1, left):
+                    error = message.error()
+                    if error is None:
+                        # The next one, where retention, compaction or an abort left a gap.
+                        return _whole(place, message) if message.offset() == offset else None
+                    if error.code() in {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE} or is_end(error):
+                        return None
+    finally:
+        consumer.close()
+    raise Unavailable(f"Kafka, {where}: no answer within {seconds:g} s")
 
 
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[TopicRecord]]:
@@ -151,8 +178,14 @@ def _named(partitions: Collection[Partition]) -> str:
     return ", ".join(names[:_MOST_NAMED] + ["…"] * (len(names) > _MOST_NAMED))
 
 
-def _seen(partition: Partition, message: Message) -> TopicRecord:
+def _whole(partition: Partition, message: Message) -> TopicRecord:
     headers = headers_of(message)
+    return _seen(partition, message, headers)._replace(headers=headers)
+
+
+def _seen(partition: Partition, message: Message, headers: Mapping[str, Any] | None = None) -> TopicRecord:
+    # They can be read only once.
+    headers = headers_of(message) if headers is None else headers
     value, key = message.value(), message.key()
     return TopicRecord(
         partition,

@@ -203,7 +203,7 @@ def search(
                     one.partition.topic,
                     one.partition.number,
                     one.offset,
-                    dt.datetime.fromtimestamp(one.milliseconds / 1000, dt.UTC),
+                    time_of(one.milliseconds),
                 )
                 for one in seen
                 if one.event_id == wanted and not one.mark
@@ -213,6 +213,14 @@ def search(
         advice = "; give more --seconds, or where to begin with --since" if time.monotonic() > deadline else ""
         return found, f"{error}{advice}"
     return found, None
+
+
+def time_of(milliseconds: int) -> dt.datetime | None:
+    """Return the time of a record; None for one that its writer made up, and that no calendar has."""
+    try:
+        return dt.datetime.fromtimestamp(milliseconds / 1000, dt.UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
 
 
 def written_at(event_id: UUID) -> dt.datetime | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,17 +13,21 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
 from relay.config import load
 from relay.database import Connector
+from relay.insights import OutboxState
+from relay.metrics.topics import TopicAges
+from relay.page import api
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
 from relay.page.security import Access, Guard
 from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
+from relay.parts import build_router
 from relay.pipeline.consumers import Consumers
 from relay.pipeline.overview import looking
 
@@ -59,7 +63,13 @@ def create_page(
     sink = limited(partial(connect, sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings, sink_url)
-    sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
+    ages = TopicAges(settings.db_schema, build_router(settings))
+
+    def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
+        with outbox() as connection:
+            return ages.look(connection, state)
+
+    sampler = Sampler(look, partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
     page = Page(settings, outbox, consumers_side, sampler, sink_url)
 
     @asynccontextmanager
@@ -69,10 +79,15 @@ def create_page(
         finally:
             page.close()
 
-    routes: list[BaseRoute] = [route for view in _VIEWS for route in view.routes(page)]
+    views = [view for module in _VIEWS for view in module.routes(page)]
+
+    def description(request: Request) -> Response:
+        return api.answer(api.openapi(views, request.scope.get("root_path", "")))
+
     app = Starlette(
         routes=[
-            *routes,
+            *(_route(page, view, prefix) for prefix in ("", api.PREFIX) for view in views),
+            Route(f"{api.PREFIX}/openapi.json", description),
             Route("/live", _live(sampler)),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
@@ -84,6 +99,12 @@ def create_page(
     # An address is one view's, and no other's with a slash behind it.
     app.router.redirect_slashes = False
     return app
+
+
+def _route(page: Page, view: api.View, prefix: str) -> Route:
+    if view.fields is None:
+        return Route(prefix + view.path, view.endpoint)
+    return Route(prefix + view.path, page.action(view.endpoint), methods=["POST"])
 
 
 def _latency(side: Consumers) -> Latency | None:

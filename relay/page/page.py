@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hmac
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -15,10 +16,10 @@ from typing import Any, Final
 from urllib.parse import urlencode
 from uuid import UUID
 
-import orjson
 import psycopg
 import structlog
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -27,13 +28,17 @@ from outbox import __version__
 from outbox._app.choices import Payloads
 from outbox._app.console import printable
 from outbox._app.text import age_text, bytes_text, time_text
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Settings
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
+from relay.page import api
+from relay.page.charts import MINUTES, charts
+from relay.page.json_text import pretty
 from relay.page.sampling import Sampler
-from relay.page.security import Role, User, fields_of
-from relay.pipeline.consumers import Consumers
+from relay.page.security import Role, User
+from relay.pipeline.consumers import Consumers, state_word
 from relay.pipeline.overview import Overview
 from relay.settle.statements import names_of
 
@@ -56,6 +61,14 @@ NAVIGATION: Final = (
     ("audit", "/audit", "Audit"),
 )
 
+_VIEW_OF_COMMAND: Final = {
+    "outbox dead-letters list": ("/dead-letters#relay-side", "show"),
+    "outbox dead-letters list --side consumer": ("/dead-letters#consumer-side", "show"),
+    "outbox external list": ("/consumers#calls", "show"),
+    "outbox offsets show": ("/consumers", "show"),
+    "outbox relay resume": ("/relays", "resume"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -68,10 +81,15 @@ class Form:
         return (self.exact(name) or "").strip() or None
 
     def exact(self, name: str) -> str | None:
-        """Return a field's value as it was in our own form; None if it is missing."""
-        found = next((value for field, value in self.fields if field == name), None)
+        """Return a field's value as it was in our own form; None if it is missing.
+
+        Raises ConfigurationError if there are several.
+        """
+        found = self.all(name)
+        if len(found) > 1:
+            raise ConfigurationError(f"{name}: give it once")
         # Browsers send line breaks as CRLF.
-        return None if found is None else found.replace("\r\n", "\n")
+        return found[0].replace("\r\n", "\n") if found else None
 
     def all(self, name: str) -> list[str]:
         """Return all values of a field."""
@@ -115,7 +133,22 @@ class Page:
             lstrip_blocks=True,
         )
         self._templates.filters.update(
-            show=_show, number=_number, age=age_text, bytes=bytes_text, time=_time, ago=_ago, rate=_rate
+            show=_show,
+            pretty=pretty,
+            linked=_linked,
+            state=state_word,
+            number=_number,
+            counted=counted,
+            age=age_text,
+            bytes=bytes_text,
+            time=_time,
+            moment=_moment,
+            when=_when,
+            rate=_rate,
+        )
+
+        self._templates.globals.update(
+            charts=lambda minutes: charts(sampler.samples(minutes * 60)), ranges=lambda: MINUTES
         )
 
     def close(self) -> None:
@@ -123,7 +156,10 @@ class Page:
         self.sampler.close()
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Return a view as HTML."""
+        """Return a view as HTML; for a program, its values as JSON."""
+        if request.scope["outbox.api"]:
+            values.pop("view", None)
+            return api.answer(values, status)
         user: User = request.scope["outbox.user"]
         values.setdefault("view", template.removesuffix(".html").replace("_", " "))
         shown = self._templates.get_template(template).render(
@@ -145,7 +181,7 @@ class Page:
         """Return an endpoint that passes on the fields that were sent. ``act`` runs in a thread and may wait."""
 
         async def endpoint(request: Request) -> Response:
-            return await run_in_threadpool(act, request, Form(fields_of(await request.body())))
+            return await run_in_threadpool(act, request, Form(request.scope["outbox.fields"]))
 
         return endpoint
 
@@ -162,9 +198,12 @@ class Page:
             self._pending[key] = _asked(request), chosen
             while len(self._pending) > _PENDING:
                 self._pending.popitem(last=False)
-        return self.render(
-            request, "confirm.html", title=title, lines=list(lines), fields=fields, key=key, button=button, view=""
-        )
+        # The view that the action belongs to.
+        back = "/" + request.url.path.removeprefix(request.scope.get("root_path", "")).split("/")[1]
+        shown: dict[str, Any] = {"title": title, "lines": list(lines), "confirmed": key}
+        if request.scope["outbox.api"]:
+            return api.answer(shown)
+        return self.render(request, "confirm.html", **shown, fields=fields, button=button, back=back, view="")
 
     def chosen(self, request: Request, form: Form) -> Any:
         """Return what the answer to ``confirm`` is about: a question about the same action, to the same user.
@@ -182,9 +221,16 @@ class Page:
     def done(self, request: Request, path: str, text: str) -> Response:
         """Show another page with what was done."""
         self.sampler.refresh()
+        if request.scope["outbox.api"]:
+            return api.answer({"done": text})
         separator = "&" if "?" in path else "?"
         note = urlencode({"note": text, "by": request.scope["outbox.access"].sign(text)})
-        return RedirectResponse(f"{request.scope.get('root_path', '')}{path}{separator}{note}", 303)
+        return self.elsewhere(request, f"{path}{separator}{note}")
+
+    def elsewhere(self, request: Request, path: str) -> Response:
+        """Lead on to another address of the page, or of the API."""
+        prefix = api.PREFIX if request.scope["outbox.api"] else ""
+        return RedirectResponse(f"{request.scope.get('root_path', '')}{prefix}{path}", 303)
 
     def audit(self, request: Request, what: str, why: str | None, details: Mapping[str, Any]) -> None:
         """Write who is about to do what into the outbox's audit. Raises OutboxError: then nothing may be done.
@@ -205,16 +251,16 @@ class Page:
             case _:
                 # Servers that are away, tables or rights that are missing: somebody has to act elsewhere.
                 status = 503
-        return self.render(request, "error.html", status, text=str(error), view="")
+        return self.render(request, "error.html", status, error=str(error), view="")
 
     def broken(self, request: Request, error: Exception) -> Response:
         """Return a mistake of ours as a view. The log has the traceback; the error's text may quote data."""
         log.error("a view failed", path=request.url.path, exc_info=error)
-        return self.render(request, "error.html", 500, text=f"{type(error).__name__}; see the log", view="")
+        return self.render(request, "error.html", 500, error=f"{type(error).__name__}; see the log", view="")
 
     def not_found(self, request: Request, _: Exception | None = None) -> Response:
         """Return the answer to an address that is no page."""
-        return self.render(request, "error.html", 404, text="there is no such page", view="")
+        return self.render(request, "error.html", 404, error="there is no such page", view="")
 
     def problems(self, overview: Overview | None) -> list[str]:
         """Return what needs an operator, first of all that the figures are old."""
@@ -278,7 +324,7 @@ def _show(value: object, most: int = _LONG) -> str:
     if value is None:
         return "-"
     if isinstance(value, dict | list):
-        value = orjson.dumps(value, default=str).decode()
+        value = api.json_of(value)
     text = str(value)
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     # Lines stay lines: a payload is shown as it is.
@@ -300,5 +346,32 @@ def _time(time: dt.datetime | None) -> str:
     return time_text(time).removesuffix(" UTC")
 
 
-def _ago(time: dt.datetime | None) -> str:
-    return "-" if time is None else f"{age_text((dt.datetime.now(dt.UTC) - time).total_seconds())} ago"
+def _ago(time: dt.datetime) -> str:
+    seconds = (dt.datetime.now(dt.UTC) - time).total_seconds()
+    return f"{age_text(seconds)} ago" if seconds >= 0 else f"in {age_text(-seconds)}"
+
+
+def _when(time: dt.datetime | None) -> str:
+    """Return how long ago a time was, with the time itself as a title."""
+    return "-" if time is None else _element(time, time_text(time), _ago(time))
+
+
+def _moment(time: dt.datetime) -> str:
+    """Return a time, with how long ago it was as a title."""
+    return _element(time, _ago(time), _time(time))
+
+
+def _element(time: dt.datetime, title: str, text: str) -> Markup:
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(time.isoformat(), title, text)
+
+
+def _linked(text: object, base: str) -> Markup:
+    """Return a text of ours: what it gives as a command is a link to the view that does the same, if there is one."""
+
+    def link(command: re.Match[str]) -> str:
+        if command[1] not in _VIEW_OF_COMMAND:
+            return f"<code>{command[1]}</code>"
+        path, label = _VIEW_OF_COMMAND[command[1]]
+        return Markup('<a href="{}{}">{}</a>').format(base, path, label)
+
+    return Markup(re.sub("`([^`]+)`", link, str(escape(_show(text)))))  # noqa: S704  # escaped

@@ -7,7 +7,7 @@ import datetime as dt
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Final
 import structlog
 
 from outbox.errors import OutboxError
+from relay.insights import OutboxState
 from relay.pipeline.overview import Overview
 
 log = structlog.get_logger("page")
@@ -23,7 +24,7 @@ log = structlog.get_logger("page")
 _IDLE_SECONDS: Final = 10.0
 """How often the figures are read while nobody looks, so that the charts have a past."""
 _INTEREST_SECONDS: Final = 30.0
-_KEPT: Final = 450
+_KEPT_SECONDS: Final = 3_600
 _RETRY_SECONDS: Final = 2.0
 
 Look = Callable[[Overview | None], Overview]
@@ -39,7 +40,10 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The figures of one moment, for the charts; None for what is not known. Rates are per second."""
+    """The figures of one moment, for the charts; None for what is not known. Rates are per second.
+
+    topics   how long the oldest event of each topic has waited, in seconds; ``lags``: of each group, in offsets.
+    """
 
     at: float
     backlog: int | None
@@ -48,26 +52,30 @@ class Sample:
     published: float | None
     applied: float | None
     latency: Latency | None
+    topics: Mapping[str, float]
+    lags: Mapping[str, int | None]
 
 
 class Sampler:
     """Reads in a thread of its own, from the first look on until ``close``.
 
     looking   opens the function that reads an overview.
-    latency   reads the latency; it may fail without harm to the rest.
+    latency   reads the latency; it may fail without harm to the rest. So may ``topics``, for the topics' ages.
     """
 
     def __init__(
         self,
         looking: Callable[[], AbstractContextManager[Look]],
         latency: Callable[[], Latency | None],
+        topics: Callable[[OutboxState], Mapping[str, float] | None],
         refresh_seconds: float,
     ) -> None:
         self._looking = looking
         self._latency = latency
+        self._topics = topics
         self._refresh = refresh_seconds
         self._lock = threading.Condition()
-        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._samples: deque[Sample] = deque()
         self._latest: Overview | None = None
         self._taken_at: dt.datetime | None = None
         self._begun = self._sequence = 0
@@ -93,10 +101,11 @@ class Sampler:
         with self._lock:
             return self._taken_at or dt.datetime.now(dt.UTC)
 
-    def samples(self) -> Sequence[Sample]:
-        """Return the samples of the last minutes, oldest first."""
+    def samples(self, seconds: float = _KEPT_SECONDS) -> Sequence[Sample]:
+        """Return the samples of so many seconds, oldest first."""
+        begin = time.time() - seconds
         with self._lock:
-            return list(self._samples)
+            return [sample for sample in self._samples if sample.at >= begin]
 
     def refresh(self) -> None:
         """Read again now, because somebody has changed something, and wait for it."""
@@ -186,13 +195,14 @@ class Sampler:
         return self._closed or self._asked != asked
 
     def _take(self, overview: Overview) -> None:
-        latency = None
+        latency, topics = None, None
+        outbox = overview.outbox
         if not overview.unseen:
             try:
                 latency = self._latency()
+                topics = self._topics(outbox) if outbox is not None and outbox.counted else None
             except OutboxError as error:
-                log.warning("the latency can't be read", error=str(error))
-        outbox = overview.outbox
+                log.warning("the latency and the topics' ages can't be read", error=str(error))
         sample = Sample(
             at=time.time(),
             backlog=None if outbox is None else outbox.backlog,
@@ -201,6 +211,8 @@ class Sampler:
             published=overview.published,
             applied=overview.applied,
             latency=latency,
+            topics={name or "(no route)": age for name, age in (topics or {}).items()},
+            lags={group.group: group.lag for group in overview.groups},
         )
         with self._lock:
             self._latest = overview
@@ -208,6 +220,8 @@ class Sampler:
             self._sequence += 1
             self._begun = max(self._begun, self._sequence)
             self._samples.append(sample)
+            while self._samples[0].at < sample.at - _KEPT_SECONDS:
+                self._samples.popleft()
             listeners = list(self._listeners)
             self._lock.notify_all()
         _wake(listeners)

@@ -16,6 +16,10 @@ host. So the page lies below a path that they do not know, and the cookie is sen
 alone gives no access, and no other site gets it in a Referer.
 
 An action is a POST by an admin, with our form's token and from our own origin: a form on another site can't send it.
+
+Below ``/api`` each request carries the token itself (``Authorization: Bearer``), and the cookie counts for nothing.
+Where a proxy or a host knows its users, a browser may send their requests unasked: so an action has to be JSON, which
+another site's page can't send without asking first, and that is refused.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outbox.errors import ConfigurationError
+from relay.page import api
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,6 +53,7 @@ _ENTER: Final = """<!doctype html>
 """
 _ONCE_SECONDS: Final = 60
 """A browser may have to be started first."""
+_JSON: Final = "application/json"
 _MAX_BODY: Final = 256 << 10
 _MAX_FIELDS: Final = 5_000
 
@@ -151,6 +157,15 @@ class Access:
             return None
         return self.limited(User("local", Role.ADMIN))
 
+    def by_header(self, authorization: str) -> User | None:
+        """Return the user of a program that sends the token with each request, or None."""
+        kind, _, shown = authorization.partition(" ")
+        if self.token is None or kind.lower() != "bearer":
+            return None
+        if not hmac.compare_digest(shown.strip().encode(), self.token.encode()):
+            return None
+        return self.limited(User("local", Role.ADMIN))
+
     @property
     def cookie(self) -> str:
         """Return the cookie for who has shown the token. It is not the token, so that a restart ends it."""
@@ -203,14 +218,15 @@ class Guard:
             await send(message)
 
         request = Request(scope, receive)
-        refusal, body = self._refusal(request), None
+        path = request.url.path.removeprefix(scope.get("root_path", ""))
+        scope["outbox.api"] = path.startswith(f"{api.PREFIX}/")
+        refusal = self._refusal(request)
         if refusal is None:
             try:
-                refusal, body = await self._known(request)
+                refusal = await self._known(request)
             except ClientDisconnect:
                 # Before its form was complete. No answer would arrive.
                 return
-        receive = receive if body is None else _again(body)
         if refusal is not None:
             await refusal(scope, receive, guarded)
             return
@@ -235,23 +251,23 @@ class Guard:
             )
         return None
 
-    async def _known(self, request: Request) -> tuple[Response | None, bytes | None]:
-        """Find the request's user. Returns the answer to one that may not pass, and the body if it was read."""
+    async def _known(self, request: Request) -> Response | None:
+        """Find the request's user, and the fields of a form. Returns the answer to one that may not pass."""
         shown = request.query_params.get("token")
         if self._access.token is not None and shown is not None and request.method == "GET":
-            return self._exchange(request, shown), None
+            return self._exchange(request, shown)
         user = await self._user(request)
         if user is None:
-            return self._ask(), None
+            return self._ask(request)
         request.scope["outbox.user"] = user
         request.scope["outbox.form_token"] = self._access.form_token(user)
         request.scope["outbox.access"] = self._access
         if request.method != "POST":
-            return None, None
+            return None
         body = await _body(request)
         if body is None:
-            return PlainTextResponse("the form is too large\n", 413), None
-        return self._refused_action(request, user, body), body
+            return PlainTextResponse("the form is too large\n", 413)
+        return self._refused_action(request, user, body)
 
     async def _user(self, request: Request) -> User | None:
         access = self._access
@@ -259,11 +275,13 @@ class Guard:
             found = access.authenticate(request)
             user = await found if inspect.isawaitable(found) else found
             return None if user is None else access.limited(user)
+        if request.scope["outbox.api"]:
+            return access.by_header(request.headers.get("authorization", ""))
         return access.by_cookie(request.cookies.get(_COOKIE))
 
     def _exchange(self, request: Request, shown: str) -> Response:
         if not self._access.takes(shown):
-            return self._ask()
+            return self._ask(request)
         # A page that leads on, and no redirect: with one, a browser that follows a link from another site (a chat, a
         # terminal in a browser) would not send the cookie along.
         answer = HTMLResponse(_ENTER.format(f"{request.scope.get('root_path', '')}/"))
@@ -277,7 +295,10 @@ class Guard:
         )
         return answer
 
-    def _ask(self) -> Response:
+    def _ask(self, request: Request) -> Response:
+        if self._access.token is not None and request.scope["outbox.api"]:
+            text = "send the token of the link that `outbox web` printed, as Authorization: Bearer …\n"
+            return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         if self._access.token is not None:
             return ask_for_link()
         return PlainTextResponse("you may not see this page: sign in where it is linked from\n", 403)
@@ -286,13 +307,20 @@ class Guard:
         origin = request.headers.get("origin", "").lower()
         site = request.headers.get("sec-fetch-site")
         ours = self._origins or {f"{request.url.scheme}://{request.headers.get('host', '')}".lower()}
-        if origin not in ours or site not in {None, "same-origin"}:
+        api_call = request.scope["outbox.api"]
+        # Programs send no origin.
+        if origin not in (ours | {""} if api_call else ours) or site not in {None, "same-origin"}:
             return PlainTextResponse("the action was sent from another site\n", 403)
-        fields = fields_of(body)
+        if api_call and request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+            return PlainTextResponse(f"send the fields as {_JSON}\n", 415)
+        fields = api.fields_of(body) if api_call else fields_of(body)
+        if fields is None:
+            return PlainTextResponse("send one JSON object: names with texts, numbers, or lists of these\n", 400)
         if _has_nul(fields):
             return _without_nul()
+        request.scope["outbox.fields"] = fields
         wanted: str = request.scope["outbox.form_token"]
-        if not hmac.compare_digest(dict(fields).get("form_token", "").encode(), wanted.encode()):
+        if not api_call and not hmac.compare_digest(dict(fields).get("form_token", "").encode(), wanted.encode()):
             return PlainTextResponse("the form has expired: open the page again\n", 403)
         if user.role is not Role.ADMIN:
             return PlainTextResponse("this needs the role admin; yours is read-only\n", 403)
@@ -338,17 +366,3 @@ async def _body(request: Request) -> bytes | None:
             return None
         parts.append(part)
     return b"".join(parts)
-
-
-def _again(body: bytes) -> Receive:
-    """Return a ``receive`` that has the body that was read."""
-    sent = False
-
-    async def receive() -> Message:
-        nonlocal sent
-        if sent:
-            return {"type": "http.disconnect"}
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive

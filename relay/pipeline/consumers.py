@@ -21,6 +21,11 @@ from relay.config import Settings
 _KAFKA_SECONDS: Final = 5.0
 
 
+def state_word(state: str) -> str:
+    """Return the word for a dead letter's state that both sides have: ``retry`` is retrying, as an event is."""
+    return "retrying" if state == "retry" else state
+
+
 class Consumers:
     """Opens the sink for one request at a time. ``session`` yields a connection to it, in autocommit."""
 

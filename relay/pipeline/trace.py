@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from outbox._app.settings import client_options
 from outbox._app.text import time_text
+from outbox._clients.counting import counted
 from outbox.consumer.admin import trace as consumers
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.admin.trace import GroupTrace
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
+from outbox.event import AGGREGATE_TYPE, CE_TIME, CE_TYPE, EVENT_TYPE
 from relay.config import Settings
 from relay.database import Connector
+from relay.kafka.offsets import Partition
 from relay.kafka.routing import NoRoute
-from relay.operations.trace import Event, MessageRef, find, search, topics_of, written_at
+from relay.operations.event_search import Contents
+from relay.operations.topic_scan import TopicRecord, record_at
+from relay.operations.trace import Event, MessageRef, find, search, time_of, topics_of, written_at
 from relay.parts import build_router
+from relay.pipeline.consumers import state_word
+
+_READ_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,7 @@ class Step:
 
     state          good, bad or unknown.
     milliseconds   since the step before it in time; None where that is not known.
+    group, letter  the consumer group that it is about, and the number of the dead letter.
     """
 
     title: str
@@ -39,6 +48,8 @@ class Step:
     at: dt.datetime | None = None
     milliseconds: float | None = None
     text: str = ""
+    group: str | None = None
+    letter: int | None = None
 
     def line(self) -> str:
         line = self.title if self.at is None else f"{self.title} {time_text(self.at)}"
@@ -50,8 +61,9 @@ class Step:
 class Found:
     """Everything that is known about an event.
 
-    whole   whether all topics were read to their ends, if a search was needed.
-    unseen  the errors of what could not be read.
+    whole     whether all topics were read to their ends, if a search was needed.
+    contents  what the first message on Kafka says; None if it was not read. ``gone``: Kafka has it no longer.
+    unseen    the errors of what could not be read.
     """
 
     def __init__(self, event: Event) -> None:
@@ -60,6 +72,8 @@ class Found:
         self.groups: Sequence[GroupTrace] = ()
         self.whole = True
         self.searched = False
+        self.contents: Contents | None = None
+        self.gone = False
         self.unseen: list[str] = []
 
     @property
@@ -108,22 +122,72 @@ def find_event(
     try:
         with connect(sink_url or settings.require_database(), "outbox trace") as connection:
             schema = settings.consumer_schema
-            if sink_url is None and not has_tables(connection, schema):
-                search_kafka(topics)
-                return found
-            if event.aggregate_type is None and not named:
+            exist = sink_url is not None or has_tables(connection, schema)
+            if exist and event.aggregate_type is None and not named:
                 # The topic of an event that left no row is unknown, so the topics that groups read are searched too.
                 topics = sorted({*topics, *consumers.topics(connection, schema)})
             search_kafka(topics)
-            refs = [(one.topic, one.partition, one.offset) for one in found.messages]
-            hidden = {}
-            found.groups = consumers.find(connection, schema, event_id, refs, topics, hidden)
-            found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
+            if exist:
+                refs = [(one.topic, one.partition, one.offset) for one in found.messages]
+                hidden = {}
+                found.groups = consumers.find(connection, schema, event_id, refs, topics, hidden)
+                found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     except OutboxError as error:
         found.unseen.append(str(error))
         if not found.searched:
             search_kafka(topics)
+    if found.messages:
+        _read_message(found, settings, max(seconds, _READ_SECONDS))
     return found
+
+
+def _read_message(found: Found, settings: Settings, seconds: float) -> None:
+    """Read the event's first message: its time on Kafka, its contents, and what an event without a row was."""
+    event, (first, *more) = found.event, found.messages
+    try:
+        place = Partition(first.topic, first.partition)
+        record = record_at(client_options(settings), place, first.offset, seconds)
+    except OutboxError as error:
+        found.unseen.append(str(error))
+        return
+    # After a topic was made anew, the offset is another message's.
+    if record is None or record.event_id != str(event.event_id):
+        found.gone = True
+        return
+    found.messages = [replace(first, at=time_of(record.milliseconds)), *more]
+    headers = {name: _text(value) for name, value in (record.headers or {}).items()}
+    found.contents = _contents(record, headers)
+    if event.state == "unknown":
+        found.event = replace(
+            event,
+            created_at=_time(headers.get(CE_TIME)) or written_at(event.event_id),
+            aggregate_type=headers.get(AGGREGATE_TYPE),
+            aggregate_id=None if record.key is None else _text(record.key),
+            event_type=headers.get(CE_TYPE) or headers.get(EVENT_TYPE),
+        )
+
+
+def _contents(record: TopicRecord, headers: dict[str, str]) -> Contents:
+    try:
+        return Contents(None if record.value is None else record.value.decode(), None, headers)
+    except UnicodeDecodeError:
+        return Contents(None, record.value, headers)
+
+
+def _text(value: str | bytes | None) -> str:
+    """Return what another program may have written as text: bytes that are no UTF-8 as hexadecimal digits."""
+    try:
+        return value.decode() if isinstance(value, bytes) else value or ""
+    except UnicodeDecodeError:
+        return value.hex(" ") if isinstance(value, bytes) else ""
+
+
+def _time(text: str | None) -> dt.datetime | None:
+    try:
+        time = dt.datetime.fromisoformat(text or "")
+        return time.astimezone(dt.UTC) if time.tzinfo else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _search(
@@ -182,27 +246,30 @@ def _relay_side(found: Found) -> list[Step]:
     event = found.event
     steps = []
     if event.created_at is not None:
-        steps.append(Step("written", "good", event.created_at, text=f"lane {event.lane}"))
+        lane = "" if event.lane is None else f"lane {event.lane}"
+        steps.append(Step("written", "good", event.created_at, text=lane))
     match event.state:
         case "scheduled":
             steps.append(Step("scheduled", "good", event.scheduled_at))
             steps.append(Step("is not published before", "unknown", event.not_before))
         case "waiting":
-            before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
-            steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
+            before = "10,000 or more rows" if event.before == 10_000 else counted(event.before or 0, "row")
+            steps.append(Step("waits to be published", "unknown", text=f"{before} before it, {_holder(event)}"))
         case "retrying":
-            after = f"retrying, after {event.attempts} failed attempts" + (
+            after = f"retrying, after {counted(event.attempts, 'failed attempt')}" + (
                 "" if event.next_attempt_at is None else ", next"
             )
             steps.append(Step(after, "bad", event.next_attempt_at, text=event.last_error or ""))
         case "dead":
-            text = f"after {event.attempts} attempts: {event.last_error}"
+            text = f"after {counted(event.attempts, 'attempt')}: {event.last_error}"
             steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))
         case "published":
             took = _later(event.created_at, event.published_at)
             steps.append(Step("published", "good", event.published_at, took))
-    for message in found.messages:
+    for number, message in enumerate(found.messages):
         text = f"{message.topic}-{message.partition} offset {message.offset}"
+        if found.gone and number == 0:
+            text += "; Kafka has it no longer: it was kept as long as its topic keeps messages"
         took = None if message.at is None else _later(event.created_at, message.at)
         steps.append(Step("on Kafka", "good", message.at, took, text))
     if event.state == "unknown" and not found.messages:
@@ -222,29 +289,32 @@ def _consumers_side(found: Found) -> list[Step]:
         if group.state == "unknown" and event.state == "unknown":
             continue
         name = f"group {group.group}:"
+        step = partial(Step, group=group.group)
         match group.state:
             case "applied":
                 took = _later(published, group.applied_at)
-                steps.append(Step(f"{name} applied", "good", group.applied_at, took))
+                steps.append(step(f"{name} applied", "good", group.applied_at, took))
             case "dead":
                 assert group.letter is not None
                 letter = group.letter
-                text = f"{letter.reason}, {letter.state}, {letter.attempts} attempts: {letter.error}"
-                steps.append(Step(f"{name} dead letter {letter.id} since", "bad", letter.died_at, text=text))
+                attempts = counted(letter.attempts, "attempt")
+                text = f"{letter.reason}, {state_word(letter.state)}, {attempts}: {letter.error}"
+                title = f"{name} dead letter {letter.id} since"
+                steps.append(step(title, "bad", letter.died_at, text=text, letter=letter.id))
             case "waiting":
-                text = "waits" if group.behind is None else f"waits, {group.behind:,} offsets before it"
-                steps.append(Step(f"{name} {text}", "unknown"))
+                text = "waits" if group.behind is None else f"waits, {counted(group.behind, 'offset')} before it"
+                steps.append(step(f"{name} {text}", "unknown"))
             case "passed":
                 text = (
                     "is beyond it, and remembers no id of it: a transform or `types` left it out, or ids are not kept"
                 )
-                steps.append(Step(f"{name} {text}", "unknown"))
+                steps.append(step(f"{name} {text}", "unknown"))
             case _:
-                steps.append(Step(f"{name} not seen yet", "unknown"))
+                steps.append(step(f"{name} not seen yet", "unknown"))
         for one in group.external:
             state = {"confirmed": "good", "stuck": "bad", "cancelled": "bad"}.get(one.state, "unknown")
-            title = f"{name} external {one.name}: {one.state}, {one.attempts} attempts"
-            steps.append(Step(title, state, text=one.last_error or ""))
+            title = f"{name} external {one.name}: {one.state}, {counted(one.attempts, 'attempt')}"
+            steps.append(step(title, state, text=one.last_error or ""))
     return steps
 
 

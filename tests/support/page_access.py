@@ -8,11 +8,34 @@ from typing import Any
 
 import psycopg
 import pytest
+from hypothesis import strategies as st
 from page_support import PageRun
 
 from outbox import Event, Outbox
 
 SECRET = "s3cret-in-a-payload"
+HOSTILE = ("%00", "\0", "../../etc/passwd", "9" * 30, "-1", "1e9", "2026-13-45", "{{7*7}}", "' OR 1=1 --", "\u202ex")
+TEXT = st.text(max_size=40) | st.sampled_from(HOSTILE)
+FIELDS = (
+    "scope",
+    "lanes",
+    "topic",
+    "event_id",
+    "number",
+    "kind",
+    "type",
+    "state",
+    "reason",
+    "confirmed",
+    "group",
+    "name",
+    "message_id",
+    "cause",
+)
+ACTIONS = (
+    *(f"dead-letters/{side}/{what}" for side in ("relay", "consumer") for what in ("retry", "discard")),
+    *("consumers/calls/retry", "consumers/calls/cancel", "relays/change", "relays/resume"),
+)
 
 
 @pytest.fixture
@@ -50,3 +73,28 @@ def failure(url: str) -> str:
             "created_at, 3, 'refused', now() FROM gone"
         )
     return event_id
+
+
+def failures(url: str, kind: str, error: str, count: int) -> None:
+    """Write dead letters with an error."""
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, "
+            "created_at, attempts, last_error, first_failed_at) SELECT 0, coalesce((SELECT max(id) FROM "
+            "outbox.dead_letters), 0) + g, gen_random_uuid(), %s, 'k', 'T', '{}', now(), 1, replace(%s, '#', g::text), "
+            "now() FROM generate_series(1, %s) AS g",
+            (kind, error, count),
+        )
+
+
+PROXY = {"proxy_secret": "s3cret-of-the-proxy", "origin": "https://outbox.example.com"}
+
+
+def through_proxy(user: str, secret: str = PROXY["proxy_secret"]) -> dict[str, str]:
+    """Return the headers of a request as a proxy passes it on."""
+    return {
+        "Host": "outbox.example.com",
+        "Origin": PROXY["origin"],
+        "X-Outbox-Proxy-Secret": secret,
+        "X-Forwarded-User": user,
+    }

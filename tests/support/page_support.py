@@ -20,6 +20,9 @@ from relay.config import load
 from relay.page.security import Role, User
 from relay.page.server import PageServer
 
+DESKTOP = {"width": 1280, "height": 860}
+PHONE = {"width": 390, "height": 844}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -111,6 +114,50 @@ class PageRun:
         self.server.stop()
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+
+class Seen:
+    """The page in a browser's tab: every view that is opened is checked, and the console has to stay empty."""
+
+    def __init__(self, chromium: Any, page: PageRun, **options: Any) -> None:
+        self.page = page
+        self._context = chromium.new_context(**options)
+        self.tab = self._context.new_page()
+        self.said: list[str] = []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.goto(page.link)
+        # The token does not stay in the address.
+        self.tab.wait_for_url(f"http://{page.address}{page.base}/")
+
+    def open(self, path: str, status: int = 200) -> Any:
+        """Open a view, check it, and return the tab."""
+        answer = self.tab.goto(f"http://{self.page.address}{self.page.base}{path}")
+        assert answer.status == status, path
+        self.check()
+        return self.tab
+
+    def check(self) -> None:
+        """Check what is shown by axe, and that nothing is wider than the screen but what scrolls by itself."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        found = Axe().run(self.tab).response["violations"]
+        assert not found, [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+        width = self.tab.evaluate("document.documentElement.scrollWidth")
+        assert width <= self.tab.viewport_size["width"], self.tab.url
+
+    def text(self, selector: str = "main") -> str:
+        """Return the text of an element."""
+        return str(self.tab.inner_text(selector))
+
+    def picture(self, name: str) -> None:
+        """Write what is shown as a picture, see ``picture``."""
+        picture(self.tab, name)
+
+    def close(self) -> None:
+        """End it. Nothing was written to the console."""
+        self._context.close()
+        assert self.said == []
 
 
 def picture(tab: Any, name: str) -> None:

@@ -26,8 +26,9 @@ _KIND: Final = r"""regexp_replace(regexp_replace(left(error, 300),
        '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
 
 _GROUPED: Final = """
-SELECT kind, grp, topic, reason, state, count(*) AS messages, min(died_at) AS first, max(last_failed_at) AS last
-  FROM (SELECT grp, topic, reason, state, died_at, last_failed_at, {kind} AS kind
+SELECT kind, grp, topic, reason, state, min(error) AS sample, count(*) AS messages, min(died_at) AS first,
+       max(last_failed_at) AS last
+  FROM (SELECT grp, topic, reason, state, died_at, last_failed_at, left(error, 300) AS error, {kind} AS kind
           FROM {dead_letters} LIMIT %(most)s) AS counted
  GROUP BY kind, grp, topic, reason, state ORDER BY count(*) DESC, grp, topic, reason, kind, state LIMIT 200"""
 
@@ -35,8 +36,8 @@ _PAGE: Final = """
 SELECT id, grp, topic, part, message_offset, message_id, reason, error, state, attempts, died_at, last_failed_at
   FROM {dead_letters}
  WHERE (%(kind)s::text IS NULL OR {kind} = %(kind)s) AND (%(grp)s::text IS NULL OR grp = %(grp)s)
-   AND (%(topic)s::text IS NULL OR topic = %(topic)s) AND (%(cause)s::text IS NULL OR reason = %(cause)s)
-   AND (%(after)s::bigint IS NULL OR id > %(after)s)
+   AND (%(topic)s::text IS NULL OR topic = %(topic)s) AND (%(part)s::bigint IS NULL OR part = %(part)s)
+   AND (%(cause)s::text IS NULL OR reason = %(cause)s) AND (%(after)s::bigint IS NULL OR id > %(after)s)
  ORDER BY id LIMIT %(limit)s"""
 
 # Along the primary key: the newest ids of today, and when each was applied. The id's first 48 bits are its time.
@@ -56,16 +57,17 @@ SELECT id, at, who, what, why, details FROM {audit}
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which dead letters: by the kind of their error (``kind`` of a group), consumer group, topic and cause."""
+    """Which dead letters: by the kind of their error (``kind`` of a group), consumer group, partition and cause."""
 
     kind: str | None = None
     group: str | None = None
     topic: str | None = None
+    part: int | None = None
     cause: str | None = None
 
     def bound(self) -> dict[str, Any]:
         """Return the statements' parameters."""
-        return {"kind": self.kind, "grp": self.group, "topic": self.topic, "cause": self.cause}
+        return {"kind": self.kind, "grp": self.group, "topic": self.topic, "part": self.part, "cause": self.cause}
 
 
 class ConsumerPages:
@@ -80,7 +82,10 @@ class ConsumerPages:
         self._schema = schema
 
     def dead_letter_groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return kind, grp, topic, reason, state, messages, first and last of each group, the largest first."""
+        """Return kind, grp, topic, reason, state, messages, first, last and a sample of each group, the largest first.
+
+        ``sample`` is one of the errors.
+        """
         return self._run("grouping dead letters", _GROUPED, {"most": COUNTED})
 
     def dead_letters(

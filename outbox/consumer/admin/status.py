@@ -10,6 +10,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
 from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
@@ -90,31 +91,34 @@ class GroupState:
         standing = self.standing or ()
         if standing and not self.moving:
             minutes = int(STANDING.total_seconds() / 60)
-            waiting = sum(one.waiting for one in standing)
+            waiting = counted(sum(one.waiting for one in standing), "offset")
             found.append(
-                f"group {self.group}: {waiting:,} offsets wait, and it has moved nothing for {minutes} minutes: "
+                f"group {self.group}: {waiting} waiting, and it has moved nothing for {minutes} minutes: "
                 "is a consumer running?"
             )
         elif standing:
             found += [self._problem_of(one) for one in standing[:_SHOWN]]
             if len(standing) > _SHOWN:
-                found.append(f"group {self.group}: {len(standing) - _SHOWN} more partitions stand still")
+                more = counted(len(standing) - _SHOWN, "more partition")
+                found.append(f"group {self.group}: {more} standing still")
         if self.stuck:
-            found.append(f"group {self.group}: {self.stuck:,} calls are stuck: `outbox external list`")
+            found.append(f"group {self.group}: {counted(self.stuck, 'call')} stuck: `outbox external list`")
         if self.losses:
-            found.append(f"group {self.group}: {self.losses} losses that nobody has accepted: `outbox offsets show`")
+            losses = "1 loss" if self.losses == 1 else f"{self.losses:,} losses"
+            found.append(f"group {self.group}: {losses} to accept: `outbox offsets show`")
         if self.dead_letters:
             found.append(
-                f"group {self.group}: {self.dead_letters:,} dead letters: `outbox dead-letters list --side consumer`"
+                f"group {self.group}: {counted(self.dead_letters, 'dead letter')}: "
+                "`outbox dead-letters list --side consumer`"
             )
         return found
 
     def _problem_of(self, one: StandingPartition) -> str:
         return (
             f"group {self.group}: {one.topic}-{one.part} stands at offset {one.next_offset} since "
-            f"{one.since.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC, {one.waiting:,} offsets wait, and other partitions "
-            f"move: the consumer's log says why; `outbox offsets set {self.group} {one.topic} {one.part} "
-            f"{one.next_offset + 1} --skip --reason …` passes over the message there"
+            f"{one.since.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC, {counted(one.waiting, 'offset')} waiting, and "
+            f"other partitions move: the consumer's log says why; `outbox offsets set {self.group} {one.topic} "
+            f"{one.part} {one.next_offset + 1} --skip --reason …` passes over the message there"
         )
 
 

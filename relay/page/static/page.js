@@ -1,5 +1,5 @@
 // Live figures: when the server says that there are new ones, the parts of the view that are marked with data-live are
-// fetched again and replaced. Without this script everything works, but for that.
+// fetched again and replaced. Without this script everything works, but for that, copy buttons, and cards on a phone.
 "use strict";
 
 (() => {
@@ -11,11 +11,34 @@
 
   const parts = (root) => new Map([...root.querySelectorAll("[data-live]")].map((part) => [part.dataset.live, part]));
 
-  // What somebody has selected or is about to press must not vanish under their hands.
+  // On a phone a row is a card, and each value in it needs the name of its column.
+  const label = (root) => {
+    for (const table of root.querySelectorAll("table:has(thead)")) {
+      const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+      for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, at) => (cell.dataset.label = names[at]));
+    }
+  };
+  label(document);
+
+  const copyable = navigator.clipboard ? document.querySelectorAll("[data-copy]") : [];
+  for (const part of copyable) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.textContent = "Copy";
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(part.textContent);
+      button.textContent = "Copied";
+    });
+    part.before(button);
+  }
+
+  // What somebody has selected or is about to press must not vanish under their hands, nor a figure that they read.
   const inUse = (part) => {
     const selection = getSelection();
     const inside = document.activeElement !== part && part.contains(document.activeElement);
-    return inside || (selection && !selection.isCollapsed && part.contains(selection.anchorNode));
+    const selected = selection && !selection.isCollapsed && part.contains(selection.anchorNode);
+    return inside || selected || part.querySelector("rect:hover");
   };
 
   const refresh = async () => {
@@ -26,6 +49,7 @@
       // An event that nobody knows yet may be known later.
       if (!answer.ok && answer.status !== 404) throw new Error(`the answer is ${answer.status}; load the page again`);
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+      label(fresh);
       const found = parts(fresh);
       for (const [name, part] of parts(document)) {
         const next = found.get(name);

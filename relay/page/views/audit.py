@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from relay.operations.audit import read
+from relay.page.api import View
 from relay.page.page import Page, number_of
 
 _PAGE = 50
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         side = "consumer" if request.query_params.get("side") == "consumer" else "relay"
@@ -28,8 +31,22 @@ def routes(page: Page) -> list[Route]:
             request,
             "audit.html",
             side=side,
-            rows=rows,
+            rows=rows if page.shows_payloads else [_without_contents(row) for row in rows],
             next=rows[-1]["id"] if len(rows) == _PAGE else None,
         )
 
-    return [Route("/audit", show)]
+    return [
+        View(
+            "/audit",
+            show,
+            "who did what, and why, on one side",
+            {"side": "relay (the default) or consumer", "before": "the number of a line: those before it"},
+        )
+    ]
+
+
+def _without_contents(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    details = row["details"]
+    if not details.keys() & {"payload", "message_value"}:
+        return row
+    return {**row, "details": {name: details[name] for name in ("event_id", "message_id") if name in details}}

@@ -6,16 +6,22 @@ from uuid import UUID
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
+from relay.page.api import CONFIRMED, View
 from relay.page.page import Form, Page
 
 _CALLS = 50
+_CALL = {
+    "message_id": "the call's message",
+    "group": "the call's group",
+    "name": "the other system",
+    "reason": "why; needed to cancel",
+}
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of these views."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
@@ -40,10 +46,10 @@ def routes(page: Page) -> list[Route]:
         return _change(page, request, form, "cancel")
 
     return [
-        Route("/consumers", show),
-        Route("/consumers/calls/retry", page.action(retry), methods=["POST"]),
-        Route("/consumers/calls/cancel", page.action(cancel), methods=["POST"]),
-        Route("/consumers/groups/{group:path}", group),
+        View("/consumers", show, "the groups, and calls to other systems that are stuck"),
+        View("/consumers/calls/retry", retry, "retry a stuck call", fields=_CALL),
+        View("/consumers/calls/cancel", cancel, "cancel a stuck call, for good", fields=_CALL | CONFIRMED),
+        View("/consumers/groups/{group:path}", group, "a group's partitions, their offsets, lags and losses"),
     ]
 
 

@@ -8,19 +8,22 @@ from urllib.parse import urlencode
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from outbox._clients.counting import counted
 from outbox.consumer.admin import page as consumer_pages
 from outbox.consumer.admin.dead_letters import Selection as MessageSelection
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
 from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
+from relay.page.api import CONFIRMED, MANY, REASON, View
 from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
+_CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key_encoding", "value", "value_encoding"})
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of these views."""
+
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
     relay, consumer = _RelaySide(page), _ConsumerSide(page)
 
     def show(request: Request) -> Response:
@@ -29,23 +32,29 @@ def routes(page: Page) -> list[Route]:
         messages, unseen = page.read(consumer.groups)
         return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
 
-    return [Route("/dead-letters", show), *_routes(page, relay), *_routes(page, consumer)]
+    return [
+        View("/dead-letters", show, "the dead letters of both sides, grouped by their errors"),
+        *_routes(page, relay),
+        *_routes(page, consumer),
+    ]
 
 
-def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[Route]:
+def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
     def retry(request: Request, form: Form) -> Response:
         # One dead letter is retried without a question, several after one.
-        return _act(page, side, request, form, "Retry", None, ask=not form.all(side.id_field))
+        return _act(page, side, request, form, "Retry", None, ask=len(form.all(side.id_field)) != 1)
 
     def discard(request: Request, form: Form) -> Response:
         reason = form.require("reason", f"why the {side.noun} may be lost: the audit keeps it")
         return _act(page, side, request, form, "Discard", reason, ask=True)
 
+    # Those that are named, or else a group.
+    fields = {side.id_field: f"{MANY}which ones", **side.filters}
     return [
-        Route(side.path, side.index),
-        Route(f"{side.path}/retry", page.action(retry), methods=["POST"]),
-        Route(f"{side.path}/discard", page.action(discard), methods=["POST"]),
-        Route(f"{side.path}/{{id}}", side.show),
+        View(side.path, side.index, f"{side.noun} of a group, page by page", side.filters | side.pages),
+        View(f"{side.path}/retry", retry, f"retry {side.noun}", fields=fields | CONFIRMED),
+        View(f"{side.path}/discard", discard, f"discard {side.noun}", fields=fields | REASON | CONFIRMED),
+        View(f"{side.path}/{{id}}", side.show, "one of them: its contents, attempts, and what waits behind it"),
     ]
 
 
@@ -79,6 +88,8 @@ class _RelaySide:
 
     path: Final = "/dead-letters/relay"
     id_field: Final = "event_id"
+    filters: Final = {"kind": "the kind of error", "type": "an aggregate type", "state": "dead or retrying"}
+    pages: Final = dict.fromkeys(("at", "lane", "id"), "where the page begins: `more` of the page before")
     noun: Final = "dead letters"
 
     def __init__(self, page: Page) -> None:
@@ -104,7 +115,9 @@ class _RelaySide:
         event_id = event_id_of(request.path_params["id"])
         with self._page.outbox() as connection:
             found = DeadLetters(connection, self._page.schema).show(str(event_id))
-        return self._page.render(request, "dead_letter_relay.html", view="dead letters", letter=found)
+        return self._page.render(
+            request, "dead_letter_relay.html", view="dead letters", letter=_shown(self._page, found)
+        )
 
     def selection(self, form: Form) -> tuple[Selection, str]:
         """Return the events that a form names, and a text for them."""
@@ -131,20 +144,20 @@ class _RelaySide:
         with self._page.outbox() as connection:
             counts = DeadLetters(connection, self._page.schema).count(selection, discard=discard)
         done = "discarded for good" if discard else "retried"
-        found = [f"{count:,} {COUNTS[name]} would be {done}" for name, count in counts.items() if count]
+        found = [f"{counted(count, COUNTS[name])} would be {done}" for name, count in counts.items() if count]
         return found or [f"nothing would be {done}"]
 
     def retry(self, selection: Selection) -> str:
         """Retry events. Return what was done."""
         with self._page.outbox() as connection:
             done = DeadLetters(connection, self._page.schema).retry(selection)
-        return f"{len(set(done))} events will be retried{_locked(done.locked)}"
+        return f"{counted(len(set(done)), 'event')} will be retried{_locked(done.locked)}"
 
     def discard(self, selection: Selection, reason: str) -> str:
         """Discard events for good. Return what was done."""
         with self._page.outbox() as connection:
             gone = DeadLetters(connection, self._page.schema).discard(selection, reason)
-        return f"{len(gone)} events were discarded{_locked(gone.locked)}"
+        return f"{_were(len(gone), 'event')} discarded{_locked(gone.locked)}"
 
 
 class _ConsumerSide:
@@ -152,8 +165,15 @@ class _ConsumerSide:
 
     path: Final = "/dead-letters/consumer"
     id_field: Final = "number"
+    filters: Final = {
+        "kind": "the kind of error",
+        "group": "a consumer group",
+        "topic": "a topic",
+        "part": "the number of a partition",
+        "cause": "undecodable, no-id, …",
+    }
+    pages: Final = {"after": "where the page begins: `more` of the page before"}
     noun: Final = "messages"
-    _FILTERS: Final = ("kind", "group", "topic", "cause")
 
     def __init__(self, page: Page) -> None:
         self._page = page
@@ -178,7 +198,9 @@ class _ConsumerSide:
     def show(self, request: Request) -> Response:
         """Show one message: contents, attempts, and what waits behind it."""
         letter = self._page.consumers.dead_letter(_number(request.path_params["id"]))
-        return self._page.render(request, "dead_letter_consumer.html", view="dead letters", letter=letter)
+        return self._page.render(
+            request, "dead_letter_consumer.html", view="dead letters", letter=_shown(self._page, letter)
+        )
 
     def selection(self, form: Form) -> tuple[Any, str]:
         """Return the messages that a form names, and a text for them."""
@@ -202,32 +224,44 @@ class _ConsumerSide:
 
     def count(self, selection: Any, *, discard: bool) -> list[str]:
         """Return what an action would do."""
-        return [f"{self.size(selection):,} messages would be {'discarded for good' if discard else 'retried'}"]
+        return [f"{counted(self.size(selection), 'message')} would be {'discarded for good' if discard else 'retried'}"]
 
     def retry(self, selection: Any) -> str:
         """Retry messages in the next round of their group. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
-        return f"{len(done)} messages will be retried in the next round of their groups"
+        return f"{counted(len(done), 'message')} will be retried in the next round of their groups"
 
     def discard(self, selection: Any, reason: str) -> str:
         """Discard messages for good. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
-        return f"{len(done.gone)} messages were discarded{freed}"
+        return f"{_were(len(done.gone), 'message')} discarded{freed}"
 
     def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
-        values = {name: get(name) for name in self._FILTERS}
-        return consumer_pages.Filter(**values), _given(values)
+        values = {name: get(name) for name in self.filters}
+        part = number_of(values["part"])
+        chosen = consumer_pages.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
+        return chosen, _given(values)
+
+
+def _shown(page: Page, letter: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a dead letter, without its contents if payloads are hidden."""
+    hidden = frozenset() if page.shows_payloads else _CONTENTS
+    return {name: value for name, value in letter.items() if name not in hidden}
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in filters.items() if value is not None}
 
 
+def _were(count: int, noun: str) -> str:
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
+
+
 def _locked(event_ids: Sequence[str]) -> str:
-    return f"; {len(event_ids)} are locked by another transaction and were left unchanged" if event_ids else ""
+    return f"; left unchanged, as another transaction has them locked: {len(event_ids):,}" if event_ids else ""
 
 
 def _number(text: str) -> int:

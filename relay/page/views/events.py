@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
+from starlette.responses import Response
 
 from outbox.errors import ConfigurationError
 from relay.operations.event_search import EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
+from relay.page.api import View
 from relay.page.page import Page, event_id_of, number_of, time_of
 from relay.pipeline.trace import find_event
 
@@ -19,8 +19,8 @@ _KEY_EVENTS = 200
 _SEARCH_SECONDS = 3.0
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         asked = request.query_params
@@ -29,7 +29,7 @@ def routes(page: Page) -> list[Route]:
         state = _state(asked.get("state") or "waiting")
         values: dict[str, Any] = {"q": wanted, "type": kind or "", "state": state, "states": list(EventState)}
         if wanted and "/" not in wanted:
-            return RedirectResponse(f"{request.scope.get('root_path', '')}/events/{event_id_of(wanted)}", 303)
+            return page.elsewhere(request, f"/events/{event_id_of(wanted)}")
         number, at = number_of(asked.get("id")), time_of(asked.get("at"))
         with page.outbox() as connection:
             if wanted:
@@ -54,8 +54,8 @@ def routes(page: Page) -> list[Route]:
     def trace(request: Request) -> Response:
         event_id = event_id_of(request.path_params["event_id"])
         found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, page.sink_url)
-        contents = None
-        if page.shows_payloads:
+        contents = found.contents if page.shows_payloads else None
+        if contents is None and page.shows_payloads:
             with page.outbox() as connection:
                 contents = EventSearch(connection, page.schema).contents(event_id)
         return page.render(
@@ -64,10 +64,26 @@ def routes(page: Page) -> list[Route]:
             404 if not found.known else 200,
             view="events",
             found=found,
+            steps=found.steps(),
             contents=contents,
         )
 
-    return [Route("/events", show), Route("/events/{event_id}", trace)]
+    return [
+        View(
+            "/events",
+            show,
+            "events by state, page by page, or those of one aggregate",
+            {
+                "q": "an event's id, or TYPE/ID of an aggregate",
+                "state": f"one of {', '.join(EventState)}",
+                "type": "an aggregate type",
+                "days": "how far back to look among published ones",
+                "id": "`next.id` of the page before",
+                "at": "`next.at` of the page before",
+            },
+        ),
+        View("/events/{event_id}", trace, "an event's way, its headers and its payload"),
+    ]
 
 
 def _state(text: str) -> EventState:

@@ -4,59 +4,40 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from outbox._app.text import age_text
-from relay.page.charts import chart
+from outbox.errors import ConfigurationError
+from relay.page.api import View
+from relay.page.charts import MINUTES
 from relay.page.page import Page
 
+_RANGES = ", ".join(map(str, MINUTES))
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
+        minutes = _minutes(request.query_params.get("minutes"))
         overview = page.sampler.latest()
-        samples = page.sampler.samples()
-        times = [sample.at for sample in samples]
-        latencies = [sample.latency for sample in samples]
-        charts = [
-            chart("Backlog", times, [("events", [sample.backlog for sample in samples])], _count),
-            chart("Oldest waiting event", times, [("age", [sample.oldest_seconds for sample in samples])], age_text),
-            chart(
-                "Events per second",
-                times,
-                [
-                    ("written", [sample.written for sample in samples]),
-                    ("published", [sample.published for sample in samples]),
-                    ("applied", [sample.applied for sample in samples]),
-                ],
-                _per_second,
-            ),
-            chart(
-                "Latency, written to applied",
-                times,
-                [
-                    ("median", [None if one is None else one.median for one in latencies]),
-                    ("p95", [None if one is None else one.p95 for one in latencies]),
-                ],
-                age_text,
-            ),
-        ]
+        samples = page.sampler.samples(minutes * 60)
         return page.render(
             request,
             "overview.html",
             overview=overview,
             problems=page.problems(overview),
-            charts=charts,
+            minutes=minutes,
+            samples=samples,
             latency=samples[-1].latency if samples else None,
         )
 
-    return [Route("/", show)]
+    return [
+        View("/", show, "what needs attention, the figures, relays and groups", {"minutes": f"samples: of {_RANGES}"})
+    ]
 
 
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _per_second(value: float) -> str:
-    return f"{value:,.0f}/s"
+def _minutes(text: str | None) -> int:
+    if text is None:
+        return MINUTES[1]
+    if text not in map(str, MINUTES):
+        raise ConfigurationError(f"minutes must be one of {_RANGES}, not {text[:80]!r}")
+    return int(text)

@@ -7,26 +7,42 @@ from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from outbox.errors import ConfigurationError
 from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.operations import pauses
+from relay.page.api import CONFIRMED, REASON, View
 from relay.page.page import Form, Page
 from relay.parts import build_router
 
 _CONFIRM_SECONDS: Final = 5.0
+_PAUSE: Final = {
+    "scope": "all, lane or topic",
+    "lanes": "with lane: their numbers, separated by commas",
+    "topic": "with topic: its name",
+    **REASON,
+}
+_RESUME: Final = {"scope": "all, lane or topic", "name": "the lane's number, or the topic's name", **REASON}
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of these views."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
     may_write = build_router(page.settings).may_write
 
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
         outbox = None if overview is None else overview.outbox
         unseen = {} if overview is None else overview.unseen
-        return page.render(request, "relays.html", outbox=outbox, unseen=unseen, settings=page.settings)
+        lanes, topic = (request.query_params.get(name, "") for name in ("lanes", "topic"))
+        pause = {"scope": "lane" if lanes else "topic" if topic else "", "lanes": lanes, "topic": topic}
+        return page.render(
+            request,
+            "relays.html",
+            outbox=outbox,
+            unseen=unseen,
+            retained_limit_bytes=page.settings.wal.retained_limit_bytes,
+            pause=pause,
+        )
 
     def change(request: Request, form: Form) -> Response:
         scopes = _scopes(form)
@@ -54,9 +70,9 @@ def routes(page: Page) -> list[Route]:
         return page.done(request, "/relays", f"{scope}: {'resumed' if done.changed else 'was not paused'}")
 
     return [
-        Route("/relays", show),
-        Route("/relays/change", page.action(change), methods=["POST"]),
-        Route("/relays/resume", page.action(resume), methods=["POST"]),
+        View("/relays", show, "relays, lanes, pauses and the replication slot"),
+        View("/relays/change", change, "pause lanes, a topic, or everything", fields=_PAUSE | CONFIRMED),
+        View("/relays/resume", resume, "resume what is paused", fields=_RESUME),
     ]
 
 

@@ -8,10 +8,10 @@ from typing import Any, Final
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from outbox._clients.variables import variable
 from outbox.urls import display_url
+from relay.page.api import View
 from relay.page.page import Page
 from relay.sizes import server, table_sizes
 
@@ -21,8 +21,8 @@ _KAFKA_SHOWN: Final = frozenset(
 )
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         with page.outbox() as connection:
@@ -37,7 +37,7 @@ def routes(page: Page) -> list[Route]:
             consumer_tables=_consumer_tables(page),
         )
 
-    return [Route("/system", show)]
+    return [View("/system", show, "sizes, dead rows, and the settings of this process without secrets")]
 
 
 def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:

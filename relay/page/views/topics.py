@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from relay.operations.event_search import EventSearch
+from relay.page.api import View
 from relay.page.page import Page
 from relay.pipeline.topics import topics
 
 
-def routes(page: Page) -> list[Route]:
-    """Return the routes of this view."""
+def routes(page: Page) -> list[View]:
+    """Return what is served."""
 
     def show(request: Request) -> Response:
         with page.outbox() as connection:
@@ -20,4 +20,4 @@ def routes(page: Page) -> list[Route]:
         found, away = topics(page.settings, waiting)
         return page.render(request, "topics.html", topics=found, away=away)
 
-    return [Route("/topics", show)]
+    return [View("/topics", show, "where events go, what waits for each topic, and its state on Kafka")]

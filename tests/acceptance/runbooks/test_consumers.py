@@ -113,7 +113,7 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
     before = consumer.samples()
     assert consumer.alerts() == {"ConsumerStandsStill"}
     assert "ConsumerGone" in firing({}, before)
-    assert "1 losses that nobody has accepted: `outbox offsets show`" in operator.look("outbox status").text
+    assert "1 loss to accept: `outbox offsets show`" in operator.look("outbox status").text
     assert "retention" in operator.look("outbox offsets show", GROUP=GROUP).text
     operator.act("outbox offsets reset", GROUP=GROUP, TOPIC=driver.topic)
     # Where nothing was lost, it goes neither back nor on.

@@ -33,7 +33,7 @@ def test_no_relay_is_running(operator, orders, settings, address):
     orders.add(3)
     assert firing(scraped(address)) == {"OutboxNotPublishing"}
     wait_until(
-        lambda: "no relay is running, and 3 events wait" in operator.look("outbox status").text, what="the lease"
+        lambda: "no relay is running, and 3 events waiting" in operator.look("outbox status").text, what="the lease"
     )
     assert " gone " in operator.look("outbox status").text
     assert operator.look("curl -s", RELAY=address).status == 7

@@ -420,7 +420,7 @@ def test_the_way_of_an_event_is_what_is_printed(capsys):
     (shown,) = [each for each in blocks("text") if each.page.endswith("relay.md") and each.text.startswith("event")]
     written = dt.datetime(2026, 11, 23, 9, 15, 4, 128_000, dt.UTC)
     published = written + dt.timedelta(milliseconds=7)
-    message = MessageRef("order-events", 1, 4711)
+    message = MessageRef("order-events", 1, 4711, written + dt.timedelta(milliseconds=3))
     event = Event(
         UUID(re.findall(r"event (\S+)", shown.text)[0]),
         "published",

@@ -72,7 +72,7 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
         put(connection, "outbox.events", created_at=NOW - dt.timedelta(minutes=10))
         put(connection, "outbox.failures", next_attempt_at=NOW)
         status = [one for one in examine(settings(outbox_postgres, outbox_kafka)) if one.about == "status"]
-        problems = ["no relay is running, and 1 events wait", "1 events are retrying: `outbox dead-letters list`"]
+        problems = ["no relay is running, and 1 event waiting", "1 event retrying: `outbox dead-letters list`"]
         assert [(one.level, one.found) for one in status] == [(Level.WARNING, text) for text in problems]
         connection.execute("ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_counters")
     findings = found(settings(outbox_postgres, outbox_kafka))

@@ -79,7 +79,7 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     add(url, order[0], 1_000)
     found = status.look()
     outbox = found["outbox"]
-    assert found["problems"] == ["no relay is running, and 1,000 events wait"]
+    assert found["problems"] == ["no relay is running, and 1,000 events waiting"]
     assert (outbox["backlog"], outbox["exact"], outbox["relays"]) == (1_000, True, [])
     assert sum(lane["events"] for lane in outbox["lanes"]) == 1_000
     assert 0 < outbox["oldest_seconds"] < 60
@@ -115,7 +115,7 @@ def test_events_that_were_refused(status, outbox_postgres, outbox_kafka, outbox_
         return bool(status.look()["outbox"]["dead_letters"] == 3)
 
     wait_until(dead, what="the dead letters")
-    assert "3 dead letters, 3 of them block their keys: `outbox dead-letters list`" in status.look()["problems"]
+    assert "3 dead letters, 3 keys blocked: `outbox dead-letters list`" in status.look()["problems"]
 
 
 def test_a_missing_topic_that_events_wait_for(status, outbox_postgres, outbox_kafka, outbox_relay):
@@ -218,7 +218,7 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
     problems = [problem for problem in found["problems"] if problem.startswith("group totals: ")]
     assert len(problems) == 2
     assert problems[0].startswith("group totals: gone-0: ")
-    assert problems[1] == "group totals: 1 dead letters: `outbox dead-letters list --side consumer`"
+    assert problems[1] == "group totals: 1 dead letter: `outbox dead-letters list --side consumer`"
     assert "totals" in status.run()[1]
 
 
@@ -308,17 +308,19 @@ def test_a_group_that_nobody_runs(status, outbox_postgres, outbox_kafka):
     assert of_the_group() == []
     execute(url, "UPDATE consumer.offsets SET next_offset = next_offset - 1")
     (problem,) = of_the_group()
-    assert problem == ("group totals: 2 offsets wait, and it has moved nothing for 5 minutes: is a consumer running?")
+    assert problem == (
+        "group totals: 2 offsets waiting, and it has moved nothing for 5 minutes: is a consumer running?"
+    )
     execute(url, "UPDATE consumer.offsets SET updated_at = now() WHERE part = 0")
     # The group moves, and one of its partitions does not: the one old message there has waited.
     (problem,) = of_the_group()
     assert problem.startswith(f"group totals: {topic}-1 stands at offset 1 since ")
-    assert "1 offsets wait, and other partitions move" in problem
+    assert "1 offset waiting, and other partitions move" in problem
     assert f"`outbox offsets set totals {topic} 1 2 --skip" in problem
     execute(url, "UPDATE consumer.offsets SET next_offset = 2 WHERE part = 1")
     assert of_the_group() == []
     put(url, "consumer.reservations", grp="totals", topic=topic)
-    assert of_the_group() == ["group totals: 1 calls are stuck: `outbox external list`"]
+    assert of_the_group() == ["group totals: 1 call stuck: `outbox external list`"]
 
 
 def test_a_backlog_that_can_not_be_counted_in_time_hides_nothing_else(

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 import uvicorn
 from docs_support import blocks
-from page_access import audit, environment, failure, serve
+from page_access import PROXY, audit, environment, failure, serve, through_proxy
 from page_support import Answer, PageRun
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -103,24 +103,11 @@ def test_an_action_needs_our_form_from_our_site(serve, environment):
     assert audit(environment) == []
     found = page.ask(path, fields)
     assert found.status == 303
-    assert "1 events will be retried" in page.ask(found.headers["location"]).text
+    assert "1 event will be retried" in page.ask(found.headers["location"]).text
     (first, second) = audit(environment)
     assert (first[0], first[2]) == ("page: retry dead letters", {"user": "local", "which": event_id, "count": 1})
     assert (second[0], second[2]) == ("retry", {"event_ids": [event_id]})
     assert first[1] == second[1]
-
-
-PROXY = {"proxy_secret": "s3cret-of-the-proxy", "origin": "https://outbox.example.com"}
-
-
-def through_proxy(user: str, secret: str = PROXY["proxy_secret"]) -> dict[str, str]:
-    """Return the headers of a request as a proxy passes it on."""
-    return {
-        "Host": "outbox.example.com",
-        "Origin": PROXY["origin"],
-        "X-Outbox-Proxy-Secret": secret,
-        "X-Forwarded-User": user,
-    }
 
 
 def test_behind_a_proxy_only_its_requests_are_answered(serve, environment):
@@ -251,6 +238,8 @@ def test_mounted_in_an_application_that_knows_its_users(environment, serve):
         for path in ("/topics", "/events", "/dead-letters", "/relays", "/consumers", "/system", "/audit"):
             assert page.ask(f"/ops{path}", headers={"X-User": "eve"}).status == 200, path
         assert page.ask("/ops/static/page.js", headers={"X-User": "eve"}).status == 200
+        assert '"/ops/api"' in page.ask("/ops/api/openapi.json", headers={"X-User": "eve"}).text
+        assert page.ask("/ops/api/relays/resume", {}, {"X-User": "eve"}).status == 415
         event_id = failure(environment)
         token = page.ask(f"/ops/dead-letters/relay/{event_id}", headers={"X-User": "root"}).form_token
         fields = {"event_id": event_id, "form_token": token}

@@ -13,22 +13,10 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
-from page_access import SECRET, audit, environment, failure, serve
+from page_access import SECRET, audit, environment, failure, failures, serve
 from support import wait_until
 
 __all__ = ["environment", "serve"]
-
-
-def failures(url: str, kind: str, error: str, count: int) -> None:
-    """Write dead letters with an error."""
-    with psycopg.connect(url) as connection:
-        connection.execute(
-            "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, "
-            "created_at, attempts, last_error, first_failed_at) SELECT 0, coalesce((SELECT max(id) FROM "
-            "outbox.dead_letters), 0) + g, gen_random_uuid(), %s, 'k', 'T', '{}', now(), 1, replace(%s, '#', g::text), "
-            "now() FROM generate_series(1, %s) AS g",
-            (kind, error, count),
-        )
 
 
 def remaining(url: str) -> dict[tuple[str, str], int]:
@@ -123,7 +111,7 @@ def test_payloads_are_hidden_unless_somebody_wants_them(serve, environment):
         assert shown.ask(path).text.count(SECRET) == 2, path
     # The audit keeps what was discarded, with its contents.
     fields = {"event_id": event_id, "reason": "gone"}
-    assert "1 events were discarded" in hidden.act("/dead-letters/relay/discard", **fields).text
+    assert "1 event was discarded" in hidden.act("/dead-letters/relay/discard", **fields).text
     assert SECRET not in hidden.ask("/audit").text
     assert event_id in hidden.ask("/audit").text
     assert SECRET in shown.ask("/audit").text

@@ -75,10 +75,31 @@ def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
             assert lines.readline() != ""
 
 
+def test_a_silent_connection_makes_place_for_another(serve, send, monkeypatch):
+    """Long before the patience with it ends; the one that has waited longest is the first."""
+    monkeypatch.setattr("relay.page.connections._PATIENCE", 600.0)
+    monkeypatch.setattr("relay.page.connections._MOST_CONNECTIONS", 8)
+    page = serve().sign_in()
+    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
+    live = send(page, asked)
+    assert live.recv(12) == b"HTTP/1.1 200"
+    half = [send(page, each) for each in (HEAD, b"", HEAD + b"Content-Length: 10\r\n\r\nx", HEAD, HEAD, HEAD, HEAD)]
+    assert all(page.ask("/").status == 200 for _ in range(3))
+    assert ended(half[0])
+    others = [send(page, asked) for _ in range(2)]
+    assert ended(half[1])
+    assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in others)
+    assert not select.select([half[-1]], [], [], 0)[0]
+    # What is answered keeps its place.
+    assert b"data" in live.recv(4096)
+
+
 def test_no_more_connections_than_some(serve, send, monkeypatch):
     monkeypatch.setattr("relay.page.connections._MOST_CONNECTIONS", 8)
     page = serve().sign_in()
-    held = [send(page, HEAD) for _ in range(8)]
+    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
+    held = [send(page, asked) for _ in range(8)]
+    assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in held)
 
     def answers() -> bool:
         try:
@@ -86,7 +107,7 @@ def test_no_more_connections_than_some(serve, send, monkeypatch):
         except ConnectionError:
             return False
 
-    # Connections are accepted in order. These are closed at once, long before the patience with the others ends.
+    # Connections are accepted in order.
     assert not any(answers() for _ in range(20))
     held.pop().close()
     wait_until(answers, what="the place of a connection that ended")

@@ -6,13 +6,11 @@ from urllib.parse import quote
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from page_access import environment, serve
+from page_access import ACTIONS, FIELDS, TEXT, environment, serve
 
 __all__ = ["environment", "serve"]
 
 
-HOSTILE = ("%00", "\0", "../../etc/passwd", "9" * 30, "-1", "1e9", "2026-13-45", "{{7*7}}", "' OR 1=1 --", "\u202ex")
-TEXT = st.text(max_size=40) | st.sampled_from(HOSTILE)
 VIEWS = (
     "/",
     "/topics",
@@ -25,26 +23,6 @@ VIEWS = (
 )
 PARTS = ("/events/", "/dead-letters/relay/", "/dead-letters/consumer/", "/consumers/groups/", "/static/")
 NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "before", "side", "note", "cause", "group")
-FIELDS = (
-    "scope",
-    "lanes",
-    "topic",
-    "event_id",
-    "number",
-    "kind",
-    "type",
-    "state",
-    "reason",
-    "confirmed",
-    "group",
-    "name",
-    "message_id",
-    "cause",
-)
-ACTIONS = (
-    *(f"dead-letters/{side}/{what}" for side in ("relay", "consumer") for what in ("retry", "discard")),
-    *("consumers/calls/retry", "consumers/calls/cancel", "relays/change", "relays/resume"),
-)
 
 
 def test_no_address_breaks_it(serve):

@@ -34,10 +34,10 @@ def test_old_events_that_nothing_explains():
 def test_a_key_that_waits_for_a_dead_letter_which_is_gone():
     """Somebody has deleted the row: nothing brings it back, so the later events of its key wait for ever."""
     assert replace(STATE, blocking=1).problems() == [
-        "1 keys are blocked by deleted dead letters: `outbox dead-letters list`"
+        "1 key blocked by deleted dead letters: `outbox dead-letters list`"
     ]
     assert replace(STATE, blocking=1, dead_letters=2).problems() == [
-        "2 dead letters, 1 of them block their keys: `outbox dead-letters list`"
+        "2 dead letters, 1 key blocked: `outbox dead-letters list`"
     ]
 
 

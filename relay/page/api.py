@@ -1,0 +1,160 @@
+"""What the page serves: each view and action is declared once, for a browser as HTML and for programs as JSON.
+
+Below ``/api`` are the same addresses, with the same code, rights and audit. ``/api/openapi.json`` describes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime as dt
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+from starlette.responses import Response
+
+from outbox import __version__
+
+PREFIX: Final = "/api"
+MANY: Final = "list: "
+"""How the description of a field begins that takes several values."""
+REASON: Final = {"reason": "why: the audit keeps it"}
+CONFIRMED: Final = {"confirmed": "what the first answer gives for it: then it is done"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is served at one address.
+
+    path      with ``{names}`` of its parts, as for Starlette.
+    endpoint  returns the answer, by ``Page.render``; an action's also gets the fields that were sent.
+    summary   what it shows or does.
+    query     the names that it reads from an address, each with what it means.
+    fields    the same of an action's fields; None: it is a view.
+    """
+
+    path: str
+    endpoint: Callable[..., Response]
+    summary: str
+    query: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] | None = None
+
+
+def answer(values: Mapping[str, Any], status: int = 200) -> Response:
+    """Return values as JSON."""
+    return Response(json_of(values), status, media_type="application/json")
+
+
+def json_of(values: object) -> str:
+    """Return values of the page as JSON. Numbers from JSON in a table may have any size."""
+    return json.dumps(values, default=_plain, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case dt.datetime() | dt.date():
+            return value.isoformat()
+        case dt.timedelta():
+            return value.total_seconds()
+        case UUID():
+            return str(value)
+        case bytes() | memoryview():
+            return base64.b64encode(value).decode()
+        case Mapping():
+            return dict(value)
+        case Sequence() | set() | frozenset():
+            return list(value)
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value):
+        # With what it says of itself, such as a topic's problem.
+        names = [each.name for each in dataclasses.fields(value)]
+        names += [name for name, kind in vars(type(value)).items() if isinstance(kind, property)]
+        return {name: getattr(value, name) for name in names}
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def fields_of(body: bytes) -> list[tuple[str, str]] | None:
+    """Return the fields of an action that were sent as one JSON object; None if they are no such object."""
+    try:
+        sent = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(sent, dict):
+        return None
+    found = []
+    for name, value in sent.items():
+        for one in value if isinstance(value, list) else [value]:
+            if not isinstance(one, str | int) or isinstance(one, bool):
+                return None
+            found.append((name, str(one)))
+    return found
+
+
+def openapi(views: Sequence[View], base: str) -> dict[str, Any]:
+    """Return the description of the API in OpenAPI 3.1. ``base``: the path that the page lies below."""
+    paths: dict[str, dict[str, Any]] = {}
+    for view in views:
+        path = re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", view.path)
+        parts = [_parameter(name, "path", "") for name in re.findall(r"\{(\w+)\}", path)]
+        operation: dict[str, Any] = {
+            "summary": view.summary,
+            "parameters": [*parts, *(_parameter(name, "query", text) for name, text in view.query.items())],
+            "responses": {
+                "200": _json("what was done, or what would be", "Done") if view.fields is not None else _json("found"),
+                "default": _json("refused, not found, or not available", "Error"),
+            },
+        }
+        if view.fields is not None:
+            properties = {name: _field(text) for name, text in view.fields.items()}
+            schema = {"type": "object", "properties": properties}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths.setdefault(path, {})["get" if view.fields is None else "post"] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "The operations of an outbox", "version": __version__},
+        "servers": [{"url": f"{base}{PREFIX}"}],
+        "security": [{"token": []}, {}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                "Error": {"type": "object", "properties": {"error": {"type": "string"}}},
+                "Done": {
+                    "type": "object",
+                    "description": "Without `done` nothing was changed: send the same with this `confirmed` to do it.",
+                    "properties": {
+                        "done": {"type": "string"},
+                        "title": {"type": "string"},
+                        "lines": {"type": "array", "items": {"type": "string"}},
+                        "confirmed": {"type": "string"},
+                    },
+                },
+            },
+        },
+    }
+
+
+def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": place,
+        "description": text,
+        "required": place == "path",
+        "schema": {"type": "string"},
+    }
+
+
+def _field(text: str) -> dict[str, Any]:
+    if text.startswith(MANY):
+        return {"type": "array", "items": {"type": "string"}, "description": text.removeprefix(MANY)}
+    return {"type": "string", "description": text}
+
+
+def _json(text: str, schema: str | None = None) -> dict[str, Any]:
+    kind = {"type": "object"} if schema is None else {"$ref": f"#/components/schemas/{schema}"}
+    return {"description": text, "content": {"application/json": {"schema": kind}}}
