@@ -91,7 +91,7 @@ class Place:
 
     def begins(self, load: Load) -> None:
         """Wait until the relay keeps up with a load."""
-        wait_until(lambda: load.committed() > 200, what="some load")
+        load.more(100)
         caught_up(self.url)
 
 
