@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import nursery
 import psycopg
 import pytest
 import yaml
@@ -79,19 +80,10 @@ class Processes:
             home["OUTBOX_WEB__ADDRESS"] = self.here(service, "127.0.0.1:9100")
         return kept | {name: self.here(service, value) for name, value in own.items()} | home
 
-    def run(self, service: str) -> str:
+    def run(self, service: str) -> None:
         """Run a service that ends by itself."""
-        done = subprocess.run(
-            self.command(service),
-            env=self.environment(service),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self._folder,
-            check=False,
-        )
+        done = nursery.run(self.command(service)[1:], self.environment(service))
         assert done.returncode == 0, (service, done.stdout, done.stderr)
-        return done.stdout
 
     @contextmanager
     def running(self, service: str) -> Iterator[Path]:

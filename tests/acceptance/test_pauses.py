@@ -19,14 +19,12 @@ from pause_support import (
 )
 from shown import Shown
 from support import backlog, check, end_leases, ends, look_up, owners, wait_until
-from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal, wal
+from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
 from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
-
-__all__ = ["wal"]
 
 LANE = scopes_of([1], [])[0]
 

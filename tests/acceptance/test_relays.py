@@ -24,11 +24,9 @@ LEASE = 8.0
 BATCH = 20
 
 
-def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
+def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, order):
     """One that stops frees its lanes at once; those of one that is killed: test_killed_relays.py, test_sizes.py."""
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
+    url, (kind, topic) = outbox_postgres.url, order
     settings = {"relay__lease_seconds": LEASE, "relay__batch_size": BATCH}
     with Load(url, kind) as load:
         first = outbox_relay(relay__instance="first", **settings)
@@ -50,11 +48,9 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
     assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
 
 
-def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
+def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, order):
     """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order."""
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
+    url, (kind, topic) = outbox_postgres.url, order
     with Load(url, kind) as load:
         # Not longer than it has to sleep.
         sleeper = outbox_relay(relay__lease_seconds=3, relay__batch_size=BATCH)

@@ -19,7 +19,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from secured import PASSWORD, allow
-from support import Crashes, Load, check, ends, look_up, order
+from support import Crashes, Load, check, ends, look_up
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
@@ -30,8 +30,6 @@ from spark_jobs.driver.options import Options
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
-
-__all__ = ["order"]
 
 BATCH = 50
 

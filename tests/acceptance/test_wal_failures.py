@@ -11,8 +11,8 @@ from acceptance.test_failures import (
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes
-from support import Crashes, Load, await_stops, check, drained, look_up, order, wait_until
-from wal_support import done, streaming, to_wal, used_up, wal
+from support import Crashes, Load, await_stops, check, drained, look_up, wait_until
+from wal_support import done, streaming, to_wal, used_up
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
@@ -20,10 +20,8 @@ from relay.operations.dead_letters import DeadLetters, Selection
 
 # The tests of failures.py's policies, with relays that read the WAL.
 __all__ = [
-    "order",
     "test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done",
     "test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on",
-    "wal",
 ]
 
 # What the table's relays are killed at in test_failures.py and test_exactly_once.py is not all repeated here.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from support import Crashes, backlog, drained, ends, numbers_by_key, order, wait_until
-from wal_support import streaming, to_wal, used_up, wal
+from support import Crashes, backlog, drained, ends, numbers_by_key, wait_until
+from wal_support import streaming, to_wal, used_up
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
-
-__all__ = ["order", "wal"]
 
 KEYS = 300
 LARGE = 900_000

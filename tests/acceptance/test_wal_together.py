@@ -9,13 +9,11 @@ import signal
 
 import psutil
 import psycopg
-from support import Load, backlog, caught_up, check, drained, ends, order, owners, wait_until
-from wal_support import held_by, set_up, status, streaming, switch, to_wal, wal
+from support import Load, backlog, caught_up, check, drained, ends, owners, wait_until
+from wal_support import held_by, set_up, status, streaming, switch, to_wal
 
 from relay.failpoints import VARIABLE
 from relay.wal.replication import lsn_text
-
-__all__ = ["order", "wal"]
 
 
 def test_switching_under_load_repeats_nothing(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
