@@ -79,6 +79,16 @@ if (
     and psutil.virtual_memory().available >= 10 << 30
 ):
     _dirs.tempfile = SimpleNamespace(gettempdir=lambda: str(_memory), mkdtemp=tempfile.mkdtemp)  # type: ignore[assignment]
+# To format the storage of a cluster takes a JVM, once in a process for all settings that matter to it: these do not.
+_broker._NODE_SETTINGS = (
+    *_broker._NODE_SETTINGS,
+    "allow.everyone.if.no.acl.found",
+    "authorizer.class.name",
+    "broker.heartbeat.interval.ms",
+    "broker.session.timeout.ms",
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms",
+    "transaction.partition.verification.enable",
+)
 # A line for each topic and each producer of each test is a good part of what a broker does.
 _broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from secured import SecuredKafka, secured_kafka
+from support import order
+from wal_support import wal
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+
+__all__ = ["order", "wal"]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import pty
 import re
@@ -27,27 +26,8 @@ def environment(outbox_postgres_server, outbox_kafka):
 
 
 @pytest.mark.spark
-def test_the_demo_survives_its_own_kills_and_comes_out_clean(environment):
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", "--events", "3000", "--json"],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["clean"] is True
-    assert result["committed"] == result["applied"] >= 3000
-    assert result["published"] == result["committed"] + result["repeated"]
-    assert "kill -9 relay" in done.stderr
-    assert "kill -9 spark" in done.stderr
-
-
-@pytest.mark.spark
-def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(environment):
+def test_the_demo_survives_its_own_kills_and_goes_on_until_ctrl_c(environment):
+    """It ends with 0 only if the sink equals the shop."""
     ours, theirs = pty.openpty()
     shown = bytearray()
 
@@ -58,7 +38,7 @@ def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(environment):
                 shown.extend(more)
 
     demo = subprocess.Popen(
-        [sys.executable, "-m", "examples.demo", "--events", "200", "--no-kill"],
+        [sys.executable, "-m", "examples.demo", "--events", "2000"],
         env=environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
         cwd=ROOT,
         preexec_fn=functools.partial(os.login_tty, theirs),
@@ -75,12 +55,13 @@ def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(environment):
         return int(found[-1].replace(",", "")) if found else 0
 
     def shows(condition, what):
-        wait_until(lambda: demo.poll() is not None or condition(), 120, what)
+        wait_until(lambda: demo.poll() is not None or condition(), 200, what)
         assert demo.poll() is None, text()
 
     try:
         shows(lambda: re.search(r"http://127\.0\.0\.1:\d+/", text()), "the page's link")
-        shows(lambda: figure("applied") > 300, "more than the first 200 events")
+        shows(lambda: "kill -9 spark" in text() and "kill -9 relay" in text(), "the kills")
+        shows(lambda: figure("applied") > 2_100, "more than the first 2,000 events")
         os.write(ours, b"\x03")
         assert demo.wait(240) == 0, text()
     finally:
@@ -91,4 +72,4 @@ def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(environment):
     assert "closing the shop" in text()
     [(committed, through)] = set(re.findall(r"committed (\d+) · .*? applied (\d+) · lost 0 · applied twice 0", text()))
     assert committed == through
-    assert int(committed) > 300
+    assert int(committed) > 2_100

@@ -108,13 +108,14 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
         log = {
             name: stack.enter_context(here.container(name).running()) for name in ("relay", "shop", "consumer", "page")
         }
-        for name in ("relay", "consumer"):
-            wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy")
         applied = "SELECT count(*), coalesce(sum(out_of_order), 0) FROM outbox_consumer.order_totals"
         there = "SELECT to_regclass('outbox_consumer.order_totals') IS NOT NULL"
         wait_until(lambda: look_up(url, there) == [(True,)], 120, "the consumer's table")
         wait_until(lambda: look_up(url, applied)[0][0] > 20, 120, "orders to be applied")
         assert look_up(url, applied)[0][1] == 0
+        # A process for each look: not before they are.
+        for name in ("relay", "consumer"):
+            wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy")
         owners = "SELECT usename FROM pg_stat_activity WHERE application_name LIKE 'outbox%' AND usename = 'postgres'"
         assert look_up(url, owners) == []
         link = wait_until(lambda: re.search(r"http://127\.0\.0\.1:\d+/\S*", log["page"].read_text()), 60, "the link")

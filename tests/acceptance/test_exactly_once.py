@@ -19,7 +19,6 @@ from support import (
     end_leases,
     halted,
     look_up,
-    order,
     owners,
     wait_until,
     write,
@@ -27,8 +26,6 @@ from support import (
 
 from outbox import Event
 from relay.failpoints import VARIABLE
-
-__all__ = ["order"]
 
 EXACTLY_ONCE = [
     "takeover.first_marker",

@@ -8,7 +8,7 @@ import pytest
 from inbox_support import Log, Process
 from support import wait_until
 
-MESSAGES = 15_000
+MESSAGES = 8_000
 KEYS = 200
 
 
@@ -41,7 +41,7 @@ def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
         """Start a member, and write until it has had its share: partitions move while others are at work."""
 
         def takes_part() -> bool:
-            log.produce(keys[:50])
+            log.produce(keys[:20])
             return bool(log.run("SELECT 1 FROM effects WHERE member = %s LIMIT 1", name))
 
         member = start(name, **options)
@@ -51,12 +51,12 @@ def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
     def kill(member: Process) -> None:
         """Kill a member in the middle of a backlog."""
         before = log.count()
-        backlog(5_000)
-        wait_until(lambda: log.count() > before + 500, 60, "progress")
+        backlog(3_000)
+        wait_until(lambda: log.count() > before + 300, 60, "progress")
         member.signal(signal.SIGKILL)
         assert log.count() < written()
 
-    backlog(2_000)
+    backlog(1_000)
     first = join("first")
     second = join("second")
     kill(first)
@@ -82,22 +82,22 @@ def test_who_wakes_after_a_long_sleep_changes_nothing(start):
     log = start.log
     kafka = {"heartbeat.interval.ms": 300, "partition.assignment.strategy": "cooperative-sticky"}
     options = {"dedup": False, "batch": 50, "kafka": kafka}
-    log.produce([f"k{number % KEYS}" for number in range(5_000)])
+    log.produce([f"k{number % KEYS}" for number in range(2_000)])
     sleeper = start("sleeper", sleep_at=20, **options)
     wait_until(lambda: sleeper.asleep, 60, "the sleep")
     applied = log.count()
-    assert 0 < applied < 5_000
+    assert 0 < applied < 2_000
     other = start("other", **options)
     # Kafka gives it the partitions when the sleeper's session has expired.
-    wait_until(lambda: log.count() >= 5_000, 60, "all effects")
+    wait_until(lambda: log.count() >= 2_000, 60, "all effects")
     sleeper.signal(signal.SIGCONT)
     fenced = "was taken over from generation"
-    wait_until(lambda: fenced in sleeper.text() or log.count() > 5_000, 60, "what the sleeper does")
-    assert log.count() == 5_000
+    wait_until(lambda: fenced in sleeper.text() or log.count() > 2_000, 60, "what the sleeper does")
+    assert log.count() == 2_000
     log.produce([f"k{number % KEYS}" for number in range(1_000)])
-    wait_until(lambda: log.count() >= 6_000, 60, "the last effects")
+    wait_until(lambda: log.count() >= 3_000, 60, "the last effects")
     for member in (sleeper, other):
         member.signal(signal.SIGTERM)
         assert member.wait() == 0, member.text()
     log.check()
-    assert log.run("SELECT sum(applied) FROM consumer.offsets") == [(6_000,)]
+    assert log.run("SELECT sum(applied) FROM consumer.offsets") == [(3_000,)]

@@ -19,14 +19,12 @@ from pause_support import (
 )
 from shown import Shown
 from support import backlog, check, end_leases, ends, look_up, owners, wait_until
-from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal, wal
+from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
 from relay.core.pauses import ALL, scopes_of
 from relay.failpoints import VARIABLE
-
-__all__ = ["wal"]
 
 LANE = scopes_of([1], [])[0]
 
@@ -74,9 +72,9 @@ def polled(outbox_postgres, outbox_kafka, wal):
     return Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
 
 
-@ways((WAYS[0], "lane"), (WAYS[3], "topic"), (WAYS[1], "all"))
+@ways((WAYS[0], "lane"), (WAYS[3], "topic"))
 def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
-    """And when it is resumed, each event is published once and in order."""
+    """And when it is resumed, each event is published once and in order. All lanes at once: the 256 below."""
     url, scope = place.url, scope_named(which, place.topics)
     with place.load() as load:
         outbox_relay(**place.settings)
@@ -85,8 +83,7 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         pause(url, scope)
         before, besides, written = published.of(scope), published.besides(scope), place.written()
         load.more(150)
-        if scope != ALL:
-            wait_until(lambda: published.besides(scope) > besides + 30, what="the others to go on")
+        wait_until(lambda: published.besides(scope) > besides + 30, what="the others to go on")
         if place.wal:
             # What waits does not keep the WAL.
             wait_until(lambda: place.confirmed() > written, what="the slot to advance")
@@ -100,7 +97,7 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         wait_until(lambda: streaming(url), what="the lanes to stream again")
 
 
-@ways((WAYS[1], "topic"), (WAYS[2], "lane"))
+@ways((WAYS[1], "topic"))
 def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
     """Killed, taken over, stopped in order: whoever has the lanes obeys from its first turn on."""
     url, scope = place.url, scope_named(which, place.topics)
@@ -121,10 +118,7 @@ def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
         wait_until(lambda: published.besides(scope) > besides + 30, 60, "the others to go on again")
         assert published.of(scope) == before
         resume(url, scope)
-        # At-least-once, a kill may repeat a batch of each lane.
-        repeats = check(url, published.all_of(load))
-    assert repeats <= 4 * place.settings["relay__batch_size"]
-    assert repeats == 0 or place.settings["delivery"] == "at-least-once"
+        assert check(url, published.all_of(load)) == 0
 
 
 def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, outbox_relay, wal):
@@ -149,9 +143,9 @@ def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, 
         assert check(url, published.all_of(load)) == 0
 
 
-@ways((WAYS[0], "topic"), (WAYS[3], "lane"), (WAYS[2], "all"))
+@ways((WAYS[0], "topic"), (WAYS[3], "lane"))
 def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
-    """The event of a transaction that was open when the drain began, too."""
+    """The event of a transaction that was open when the drain began, too. Of all lanes: the next test."""
     url, scope = place.url, scope_named(which, place.topics)
     outbox = Outbox()
     with place.load() as load, psycopg.connect(url) as old, contextlib.ExitStack() as stack:
@@ -161,7 +155,6 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         # A key of the scope: lane 1 of the first topic.
         key = next(f"k9-{n}" for n in range(0, 100, 2) if published.lane(f"k9-{n}") == 1)
         old.execute("INSERT INTO business VALUES (%s, 1)", (key,))
-        committed = load.committed()
         draining = stack.enter_context(Draining(url, scope))
         load.more(100)
         (left,) = draining.look().values()
@@ -175,9 +168,8 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         obeyed(url, [scope])
         before = published.messages()
         assert key in {message.key().decode() for message in before}
-        assert published.of(scope) > 0
-        assert len(before) >= committed or scope != ALL
         count = published.of(scope)
+        assert count > 0
         load.more(100)
         assert published.of(scope) == count
         resume(url, scope)
@@ -185,24 +177,24 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
 
 
 @pytest.mark.parametrize("place", [WAYS[1], WAYS[2]], indirect=True)
-def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
-    """At the 3rd of its batches; another relay publishes the rest, and nothing that came later is published."""
-    url, count = place.url, 25_000
+def test_a_drain_whose_relay_is_killed(place, outbox_relay):
+    """At the 3rd of its turns of six; another relay publishes the rest, and nothing that came later is published."""
+    url, count, batch = place.url, 6_000, 250
     outbox = Outbox()
     point = "txn.committed" if place.settings["delivery"] == "exactly-once" else "batch.acknowledged"
     load = place.load()
     with psycopg.connect(url) as connection:
-        connection.execute("INSERT INTO business SELECT 'k0-' || n, 250 FROM generate_series(0, 99) AS n")
+        connection.execute("INSERT INTO business SELECT 'k0-' || n, 60 FROM generate_series(0, 99) AS n")
         outbox.add_many(
             connection,
             [
                 Event(load.kind(key), key, "Counted", {"seq": seq})
-                for seq in range(1, 251)
+                for seq in range(1, 61)
                 for key in (f"k0-{n}" for n in range(100))
             ],
         )
     draining = Draining(url, ALL)
-    settings = place.settings | {"relay__batch_size": 1000}
+    settings = place.settings | {"relay__batch_size": batch}
     victim = outbox_relay(env={VARIABLE: f"{point}=kill@3"}, **settings)
     assert victim.wait(60) < 0
     assert not draining.drained()
@@ -216,7 +208,7 @@ def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
         outbox.add(connection, Event(place.kinds[0], "later", "Counted", {"seq": 1}))
     messages = place.published(load).messages()
     repeats = check(url, messages)
-    assert repeats <= 4 * 1000
+    assert repeats <= 4 * batch
     assert repeats == 0 or place.settings["delivery"] == "at-least-once"
     assert len(messages) == count + repeats
 

@@ -28,7 +28,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
-def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, delivery):
+def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, order, delivery):
     """A relay is killed, and then Postgres with commits that were never flushed: what it has lost, Kafka must not have.
 
     The crash comes at any moment of a turn. That rows which vanish between a read and its settling are noticed is for
@@ -36,8 +36,7 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
     """
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     url = private_postgres.database(server).url
-    kind = outbox_kafka.name("Order")
-    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    kind, topic = order
     settings = {"delivery": delivery, "name": outbox_kafka.name("outbox")}
     settings |= {"relay__lease_seconds": 20, "relay__batch_size": BATCH}
     crashes = Crashes(url, kind, BATCH)

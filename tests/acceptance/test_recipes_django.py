@@ -47,9 +47,9 @@ class Shop:
         return look_up(self.url, "SELECT id::text, customer_id, total_cents FROM shop_order ORDER BY id")
 
 
-@pytest.fixture
-def shop(outbox_postgres_server, tmp_path) -> Iterator[Shop]:
-    folder = tmp_path / "django_shop"
+@pytest.fixture(scope="module")
+def shop(outbox_postgres_server, tmp_path_factory) -> Iterator[Shop]:
+    folder = tmp_path_factory.mktemp("shop") / "django_shop"
     shutil.copytree(RECIPES / "django_shop", folder)
     name = f"shop_{token()}"
     shop = Shop(outbox_postgres_server.create_database(name), folder)
@@ -59,10 +59,14 @@ def shop(outbox_postgres_server, tmp_path) -> Iterator[Shop]:
     outbox_postgres_server.drop_database(name)
 
 
-@pytest.fixture
-def address(shop) -> Iterator[str]:
-    """Where the project's server listens; its tables are there."""
+@pytest.fixture(scope="module")
+def migrated(shop) -> None:
     shop.python("manage.py", "migrate")
+
+
+@pytest.fixture
+def address(shop, migrated) -> Iterator[str]:
+    """Where the project's server listens; its tables are there."""
     log = shop.folder / "server.log"
     command = [sys.executable, "-W", "error", "manage.py", "runserver", "--noreload", "127.0.0.1:0"]
     with (
@@ -93,8 +97,7 @@ def test_orders_and_their_events_are_committed_together(shop, address, outbox_ka
     assert len(outbox_kafka.consume(topic)) == 3
 
 
-def test_an_event_outside_of_a_transaction_is_refused(shop):
-    shop.python("manage.py", "migrate")
+def test_an_event_outside_of_a_transaction_is_refused(shop, migrated):
     shop.python("-m", "relay.cli", "db", "check")
     program = (
         "from django.db import connection\n"

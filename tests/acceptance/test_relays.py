@@ -24,11 +24,9 @@ LEASE = 8.0
 BATCH = 20
 
 
-def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
+def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, order):
     """One that stops frees its lanes at once; those of one that is killed: test_killed_relays.py, test_sizes.py."""
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
+    url, (kind, topic) = outbox_postgres.url, order
     settings = {"relay__lease_seconds": LEASE, "relay__batch_size": BATCH}
     with Load(url, kind) as load:
         first = outbox_relay(relay__instance="first", **settings)
@@ -37,29 +35,27 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="two relays with two lanes each")
         third = outbox_relay(relay__instance="third", **settings)
         wait_until(lambda: sorted(owners(url).values()) == [1, 1, 2], what="three relays")
-        before = load.committed()
         ends(first)
         # Released, not expired.
         assert "first" not in owners(url)
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="two relays again")
         second.kill()
         wait_until(lambda: owners(url) == {"third": 4}, what="the lanes of the killed relay to be taken")
-        wait_until(lambda: load.committed() > before + 100, what="more load")
+        load.more(100)
         load.drain()
     # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
     repeats = check(url, outbox_kafka.consume(topic))
     assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
 
 
-def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
+def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, order):
     """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order."""
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    topic = f"{kind.lower()}-events"
-    outbox_kafka.create_topic(topic, 3)
+    url, (kind, topic) = outbox_postgres.url, order
     with Load(url, kind) as load:
-        sleeper = outbox_relay(relay__lease_seconds=LEASE, relay__batch_size=BATCH)
+        # Not longer than it has to sleep.
+        sleeper = outbox_relay(relay__lease_seconds=3, relay__batch_size=BATCH)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
-        wait_until(lambda: load.committed() > 200, what="some load")
+        load.more(200)
         sleeper.pause()
         other = outbox_relay(relay__lease_seconds=LEASE, relay__batch_size=BATCH)
         other.wait_for_log("lanes acquired")
@@ -93,7 +89,7 @@ def test_the_broker_restarts_under_load(outbox_postgres, mortal_kafka, outbox_re
             """How many turns were given up."""
             return relay.log().count(waiting)
 
-        wait_until(lambda: load.committed() > 300, what="some load")
+        load.more(300)
         early = gave_up()
         cluster.kill_broker(0)
         wait_until(lambda: gave_up() > early, what="the relay to notice")

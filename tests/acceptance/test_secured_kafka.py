@@ -19,11 +19,10 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from secured import PASSWORD, allow
-from support import Crashes, Load, check, ends, look_up, order
+from support import Crashes, Load, check, ends, look_up
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
-from outbox._app import migrate as db
 from outbox.consumer.errors import NotAuthorized
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
@@ -31,8 +30,6 @@ from spark_jobs.driver.options import Options
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import job_groups
-
-__all__ = ["order"]
 
 BATCH = 50
 
@@ -124,7 +121,6 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
 
 def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch):
     """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
-    db.upgrade_consumer(outbox_postgres.url)
     kafka = secured.options | {"sasl.password": "incorrect"}
     reports: list[str] = []
     with Topics(secured.plain) as topics:

@@ -16,7 +16,7 @@ from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
 
 _LANES = 256
-_EVENTS = 30_000
+_EVENTS = 20_000
 _KEYS = 3_000
 
 
@@ -71,14 +71,14 @@ def test_256_lanes_take_one_relays_connections_and_survive_its_kill(outbox_postg
 
 
 def test_events_near_the_limit_take_a_bounded_amount_of_memory(outbox_postgres, outbox_kafka, outbox_relay):
-    """600 events of 900 kB each took 1.4 GB: a turn is bounded by its bytes."""
+    """600 events of 900 kB each took 1.4 GB: a turn is bounded by its bytes. Half of them would take 700 MB."""
     kind = outbox_kafka.name("Blob")
     outbox_kafka.create_topic(f"{kind.lower()}-events", 3, {"retention.bytes": str(64 << 20)})
     with psycopg.connect(outbox_postgres.url) as connection:
         connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"
             " SELECT %s, 'k' || n %% 40, 'T', jsonb_build_object('n', n, 'pad', repeat(md5(n::text), 28000))"
-            " FROM generate_series(1, 600) AS n",
+            " FROM generate_series(1, 300) AS n",
             (kind,),
         )
     relay = outbox_relay(delivery="exactly-once", name=outbox_kafka.name("outbox"))
@@ -89,11 +89,11 @@ def test_events_near_the_limit_take_a_bounded_amount_of_memory(outbox_postgres, 
 
 
 def test_a_backlog_with_nothing_set_but_what_must_be(private_postgres, outbox_kafka, outbox_relay):
-    """24,000 events of 2 kB, in turns of 2,000 of a lane; fsync; topics that are there; a lease of 15 seconds.
+    """18,000 events of 2 kB, in turns of 2,000 of a lane; fsync; topics that are there; a lease of 15 seconds.
 
     Both deliveries beside each other, each killed with a turn in hand, when it is acknowledged and not settled.
     """
-    count, keys = 24_000, 600
+    count, keys = 18_000, 600
     server = private_postgres()
     points = {"at-least-once": "batch.acknowledged=kill@2", "exactly-once": "txn.committed=kill@2"}
     urls, topics, killed, settings = {}, {}, {}, {}
@@ -144,7 +144,7 @@ def test_a_transaction_of_20000_events_in_100_partitions(outbox_postgres, outbox
     db.change_lanes(url, 1)
     kinds = [outbox_kafka.name(f"Kind{number}-") for number in range(10)]
     topics = [outbox_kafka.create_topic(f"{kind.lower()}-events", 10) for kind in kinds]
-    keys, most, count = 2_000, 20_000, 50_000
+    keys, most, count = 2_000, 20_000, 24_000
     with psycopg.connect(url) as connection:
         connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"

@@ -85,6 +85,7 @@ class Stuck:
             create_topic(cluster, f"{self._kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
         self.settings = settings | {"name": topics.name(own), "bootstrap_servers": cluster.bootstrap_servers}
         self.settings |= {"log_format": "json", "relay__lease_seconds": 9, "relay__batch_size": 200}
+        self.settings["kafka__delivery_timeout_ms"] = 4000
         if settings["source"] == "wal":
             self.settings["wal__slot"] = self.settings["name"].replace("-", "_")
             to_wal(url, self.settings)
@@ -127,7 +128,7 @@ class Stuck:
         # Said once, however often it was tried. Of the others' leaders some were away too, for a moment.
         for what in (UNUSABLE, USABLE):
             assert [line["topic"] for line in logged(self._relay, what)].count(self._topic) == 1
-        for kind, count in ((STUCK, 44), *((kind, 62) for kind in HEALTHY)):
+        for kind, count in ((STUCK, 44), *((kind, 42) for kind in HEALTHY)):
             messages = self._topics.consume(f"{self._kinds[kind].lower()}-events")
             seen, repeats = numbers_by_key(messages, "seq")
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
@@ -144,6 +145,22 @@ def urls(outbox_postgres, outbox_postgres_server, _outbox_template) -> Iterator[
     yield [outbox_postgres.url, *made]
     for name in names:
         outbox_postgres_server.drop_database(name)
+
+
+def stands(outboxes: Sequence[Stuck], killed: Stuck | None = None) -> None:
+    """Write to the stuck topics of these, and to the others, of which all is published. The relay of one is killed."""
+    for outbox in outboxes:
+        # More than a turn has.
+        outbox.write([STUCK], range(2, 42))
+    for start in (2, 22):
+        if start == 22 and killed is not None:
+            killed.kill()
+        for outbox in outboxes:
+            outbox.write(HEALTHY, range(start, start + 20))
+        for outbox in outboxes:
+            outbox.others_go_on()
+    for outbox in outboxes:
+        outbox.waits()
 
 
 def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_relay, cluster):
@@ -163,18 +180,9 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_
         drained(outbox.url)
     cluster.kill_broker(0)
     try:
-        for outbox in outboxes:
-            # More than a turn has.
-            outbox.write([STUCK], range(2, 42))
-        for start in (2, 22, 42):
-            if start == 22:
-                outboxes[1].kill()
-            for outbox in outboxes:
-                outbox.write(HEALTHY, range(start, start + 20))
-            for outbox in outboxes:
-                outbox.others_go_on()
-        for outbox in outboxes:
-            outbox.waits()
+        # In this order: while a replica is missing where a transaction is to end, brokers try it without a pause.
+        stands(outboxes[1:], outboxes[1])
+        stands(outboxes[:1])
     finally:
         cluster.start_broker(0)
     for outbox in outboxes:
@@ -192,7 +200,7 @@ def test_one_of_three_brokers_is_killed_and_then_all(outbox_postgres, topics, ou
     with Load(url, kind) as load:
         relays = [outbox_relay(**settings) for _ in range(2)]
         relays[0].wait_for_log("lanes acquired")
-        wait_until(lambda: load.committed() > 150, what="some load")
+        load.more(150)
         cluster.kill_broker(0)
         load.more(450)
         # Two brokers carry it.

@@ -17,8 +17,8 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby
-from support import Load, backlog, check, logged, order, wait_until
-from wal_support import cdc, done, run_outbox, to_wal, wal
+from support import Load, backlog, check, logged, wait_until
+from wal_support import cdc, done, run_outbox, to_wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -33,8 +33,6 @@ from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Switch
 from relay.wal.session import Stream
 from relay.wal.slot import Slot, SlotNames
-
-__all__ = ["order", "wal"]
 
 FAST = {"fsync": "off", "autovacuum": "off"}
 # They wait for a person, or for a promotion: not for long.

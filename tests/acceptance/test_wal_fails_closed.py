@@ -10,13 +10,11 @@ import orjson
 import psycopg
 import pytest
 from psycopg import sql
-from support import Load, backlog, caught_up, check, ends, order, wait_until
-from wal_support import cdc, run_outbox, set_up, streaming, to_wal, wal
+from support import Load, backlog, caught_up, check, ends, wait_until
+from wal_support import cdc, run_outbox, set_up, streaming, to_wal
 
 from outbox.errors import OperationRefused
 from outbox.testing.fixtures import migrate, token
-
-__all__ = ["order", "wal"]
 
 REPAIR = "run `outbox cdc setup --repair --reason"
 

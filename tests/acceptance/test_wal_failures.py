@@ -7,15 +7,12 @@ import signal
 import psycopg
 import pytest
 from acceptance.test_failures import (
-    test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other,
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes
-from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
-from support import Crashes, Load, await_stops, check, drained, look_up, order, wait_until
-from wal_support import done, streaming, to_wal, used_up, wal
+from support import Crashes, Load, await_stops, check, drained, look_up, wait_until
+from wal_support import done, streaming, to_wal, used_up
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
@@ -23,11 +20,8 @@ from relay.operations.dead_letters import DeadLetters, Selection
 
 # The tests of failures.py's policies, with relays that read the WAL.
 __all__ = [
-    "order",
-    "test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other",
     "test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done",
     "test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on",
-    "wal",
 ]
 
 # What the table's relays are killed at in test_failures.py and test_exactly_once.py is not all repeated here.
@@ -210,13 +204,13 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
 # --- servers are away, or killed -------------------------------------------------------------------------------------
 
 
-def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, mortal_kafka, outbox_relay, wal):
-    """Postgres ends a silent stream after five seconds."""
+def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
+    """The walsender alone; the broker, for longer than Postgres waits for a silent stream; Postgres with asynchronous
+    writers.
+    """
+    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s", "wal_sender_timeout": "5s"})
+    url = private_postgres.database(server).url
     cluster, topics = mortal_kafka
-    url = outbox_postgres.url
-    database = sql.Identifier(conninfo_to_dict(url)["dbname"])
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(sql.SQL("ALTER DATABASE {} SET wal_sender_timeout = '5s'").format(database))
     kind = topics.name("Order")
     topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = wal | {
@@ -230,14 +224,17 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, m
         "wal__heartbeat_seconds": 0.2,
     }
     to_wal(url, settings)
-    relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings)
-    wait_until(lambda: streaming(url), 30, "the lanes to stream")
     heard = (
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
         "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database()"
     )
     with Load(url, kind) as load:
-        load.more(50)
+        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        load.more(80)
+        look_up(url, "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL")
+        load.more(80)
+        wait_until(lambda: streaming(url) and look_up(url, heard), 30, "the lanes to stream again")
         cluster.kill_broker(0)
         # Four batches of each lane are held.
         load.more(200)
@@ -248,43 +245,11 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(outbox_postgres, m
         assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
+        load.more(80)
+        server.kill()
+        server.start()
+        load.more(80)
         load.stop()
         used_up(url, settings)
-    assert check(url, topics.consume(topic)) == 0
-    assert relay.running
-
-
-def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
-    """Postgres with asynchronous writers, the broker, and the walsender alone."""
-    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
-    url = private_postgres.database(server).url
-    cluster, topics = mortal_kafka
-    kind = topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    settings = wal | {
-        "delivery": "exactly-once",
-        "relay__lease_seconds": 3,
-        "relay__max_backoff_seconds": 0.5,
-        "kafka__reconnect_backoff_max_ms": 500,
-    }
-    to_wal(url, settings)
-    with Load(url, kind) as load:
-        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        for strike in ("walsender", "broker", "postgres"):
-            load.more(80)
-            if strike == "walsender":
-                with psycopg.connect(url, autocommit=True) as connection:
-                    connection.execute(
-                        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL"
-                    )
-            elif strike == "broker":
-                cluster.kill()
-                cluster.start()
-            else:
-                server.kill()
-                server.start()
-        load.more(80)
-        load.drain(90)
         assert relay.running
     assert check(url, topics.consume(topic, timeout=60)) == 0

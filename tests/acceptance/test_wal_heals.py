@@ -10,12 +10,10 @@ import signal
 
 import psycopg
 from alerting import scraped
-from support import Load, check, ends, look_up, order, wait_until
-from wal_support import done, streaming, to_wal, wal
+from support import Load, check, ends, look_up, wait_until
+from wal_support import done, streaming, to_wal
 
 from outbox.sandbox._ports import free_ports
-
-__all__ = ["order", "wal"]
 
 PATIENT = {"relay__max_backoff_seconds": 0.5, "relay__lease_seconds": 10}
 AUDIT = "SELECT count(*) FROM outbox.audit WHERE what = 'cdc repair' AND why LIKE 'the relay % itself: %'"

@@ -14,8 +14,7 @@ from typing import Any
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
-from relay.core.ports import Batches, Claim, Confirm, DeliveryTimeout, Failed, Fetched, Receipt, Sent, UnsettledBatch
-from relay.core.turn_sizes import TurnSizes
+from relay.core.ports import Batches, Claim, Confirm, Failed, Fetched, Receipt, Sent, UnsettledBatch
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader
 from relay.polling.reader import LaneReader
@@ -118,16 +117,6 @@ def marker_of_all_claims() -> None:
     TransactionalPublisher._marker = marker  # type: ignore[method-assign]
 
 
-def no_halving() -> None:
-    """A turn that was late is tried again as it was."""
-    real = TurnSizes.narrowed
-
-    def narrowed(self: Any, batches: Batches, failed: Failed) -> Failed:
-        return failed if isinstance(failed.error, DeliveryTimeout) else real(self, batches, failed)
-
-    TurnSizes.narrowed = narrowed  # type: ignore[method-assign]
-
-
 def freed_keys_overtake() -> None:
     """Newer events of a key that was freed a moment ago go out before those that waited below the mark."""
     LaneReader._freed = lambda _self, _claims: set()  # type: ignore[method-assign]
@@ -146,7 +135,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "settle_before_ack": settle_before_ack,
     "let_go_unsettled": let_go_unsettled,
     "marker_of_all_claims": marker_of_all_claims,
-    "no_halving": no_halving,
     "freed_keys_overtake": freed_keys_overtake,
     "quick_marks": quick_marks,
 }

@@ -77,13 +77,3 @@ class Shown:
     def recovers(self) -> None:
         """Wait until the relay is ready, and no lane waits."""
         wait_until(lambda: self.ready() == (200, {}) and self.metric("ready") == 1, 60, "the relay to be ready")
-
-    def stays_ready(self) -> None:
-        """No lane waits, but for a lease: where the machine stands still, one of a second may run out."""
-
-        def nothing_waits() -> bool:
-            status, waits = self.ready()
-            assert waits.keys() <= {"lease_expired"}
-            return (status, waits) == (200, {})
-
-        wait_until(nothing_waits, what="the leases to be prolonged")

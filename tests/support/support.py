@@ -202,14 +202,16 @@ class Load:
 
     Every key has one writer at a time, so its counters are committed in order. Some transactions are rolled back, and
     some stay open for a while before they commit. What is committed is in the table ``business``. Each thread rests
-    ``pause`` seconds between transactions, or the load alone would keep a small machine busy.
+    ``pause`` seconds between transactions while a test waits for ``more``, and longer while it waits for anything else:
+    each turn costs a broker more processor time than the events in it cost us.
     """
 
-    def __init__(self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40, pause: float = 0.01) -> None:
+    def __init__(self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40, pause: float = 0.02) -> None:
         self._url = url
         self._type = aggregate_type
         self._pause = pause
         self._stop = threading.Event()
+        self._wanted = threading.Event()
         self._error: BaseException | None = None
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("CREATE TABLE IF NOT EXISTS business (key text PRIMARY KEY, seq int NOT NULL)")
@@ -238,7 +240,9 @@ class Load:
     def more(self, count: int, seconds: float = 30.0) -> None:
         """Wait until so many more events are committed."""
         goal = self.committed() + count
+        self._wanted.set()
         wait_until(lambda: self.committed() >= goal, seconds, f"{count} more events")
+        self._wanted.clear()
 
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""
@@ -261,8 +265,7 @@ class Load:
                 try:
                     connection = connection or self._connect()
                     self._transaction(connection, outbox, chance, keys)
-                    if self._pause:
-                        self._stop.wait(self._pause)
+                    self._stop.wait(self._pause if self._wanted.is_set() else 0.1)
                 except (psycopg.OperationalError, psycopg.Rollback) as error:
                     if not server_went_away(error, connection):
                         raise
