@@ -1,4 +1,4 @@
-"""Two topics of 32 partitions in one job: they take turns, rounds are clipped, and a worker is killed among them. And
+"""Two topics of 16 partitions in one job: they take turns, rounds are clipped, and a worker is killed among them. And
 however many they are, a session in the sink is opened for each core, and two for the driver.
 """
 
@@ -22,9 +22,9 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-PARTITIONS = 32
+PARTITIONS = 16
 SHORT, LONG = 20, 140
-MOST = 1_280
+MOST = 640
 """In a round: of the long ones, what comes in a first turn is clipped."""
 Spans = list[dict[Partition, tuple[int, int]]]
 
@@ -59,7 +59,7 @@ def spans(monkeypatch) -> Spans:
     return read
 
 
-def test_64_partitions_and_a_killed_worker(bench: Bench, topics, spans, tmp_path: Path):
+def test_32_partitions_and_a_killed_worker(bench: Bench, topics, spans, tmp_path: Path):
     killed = tmp_path / "killed"
     ordered = sorted(topics)
     # In the midst of a partition that the second round reads.
@@ -125,7 +125,7 @@ class Sessions(threading.Thread):
 
 
 @pytest.mark.parametrize("way", ["plain", "transform in Python"])
-def test_64_partitions_take_a_session_for_each_core_and_two_more(bench: Bench, topics, spans, way):
+def test_32_partitions_take_a_session_for_each_core_and_two_more(bench: Bench, topics, spans, way):
     job = ConsumerJob(
         "many",
         sorted({topic for topic, _ in topics}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,14 +31,18 @@ class Java:
         self._gate = home / "gate"
         own = Path(os.environ["JAVA_HOME"]) / "bin" / "java" if "JAVA_HOME" in os.environ else shutil.which("java")
         (home / "bin").mkdir(parents=True)
-        program = home / "bin" / "java"
+        self._program = home / "bin" / "java"
         held = f'if [ -p "{self._gate}" ]; then cat "{self._gate}"; fi'
-        program.write_text(f'#!/bin/sh\ntouch "{self.started}"\n{held}\nexec "{own}" "$@"\n')
-        program.chmod(0o755)
+        self._program.write_text(f'#!/bin/sh\ntouch "{self.started}"\n{held}\nexec "{own}" "$@"\n')
+        self._program.chmod(0o755)
 
-    def break_down(self) -> None:
+    @contextmanager
+    def broken(self) -> Iterator[None]:
         """Let Spark fail to start."""
-        (self.home / "bin" / "java").write_text(f'#!/bin/sh\ntouch "{self.started}"\nexit 1\n')
+        whole = self._program.read_text()
+        self._program.write_text(f'#!/bin/sh\ntouch "{self.started}"\nexit 1\n')
+        yield
+        self._program.write_text(whole)
 
     def hold(self) -> None:
         os.mkfifo(self._gate)
@@ -54,15 +60,31 @@ class Java:
 
 @pytest.mark.timeout(600)
 def test_spark_is_started_only_for_what_is_there(bench: Bench, consumer: Consumer, tmp_path: Path):
+    """And a run whose Spark does not start leaves the group to its driver. One test: what each run leaves, is there."""
     java = Java(tmp_path / "java")
 
-    def once(status: int, *said: str) -> None:
+    def once(status: int, *said: str) -> bool:
+        """Return whether Spark was started."""
         consumer.start("--once", JAVA_HOME=str(java.home))
         consumer.ended(status, *said)
+        return java.was_started()
+
+    def without_spark(topic: str) -> int:
+        """Return the group's generation after a run whose Spark did not start; 0: there is no group."""
+        with java.broken():
+            consumer.start("--once", JAVA_HOME=str(java.home), topic=topic)
+            assert consumer.process is not None
+            assert consumer.process.wait(240) != 0
+        assert java.was_started(), consumer.log()
+        return bench.rows("SELECT coalesce(max(generation), 0)::int FROM consumer.groups")[0][0]
+
+    another = bench.topics.create_topic(bench.topics.name("another"), 1)
+    bench.produce([(b"no JSON",)], another)
+    assert without_spark(another) == 0
 
     # A new group: its tables are made, and it begins at the topic's start.
-    once(0, '"generation": 1', '"messages": 0, "partitions": 1', "order-totals: read 0, applied 0, duplicates 0 in ")
-    assert not java.was_started()
+    began = '"generation": 1', '"messages": 0, "partitions": 1', "order-totals: read 0, applied 0, duplicates 0 in "
+    assert not once(0, *began)
     assert bench.positions() == {0: 0}
     assert bench.totals() == {}
 
@@ -79,52 +101,24 @@ def test_spark_is_started_only_for_what_is_there(bench: Bench, consumer: Consume
     assert bench.positions() == {0: 0}
     assert java.was_started()
 
-    once(0, '"messages": 2, "partitions": 1', "order-totals: read 2, applied 1, duplicates 0, dead letters 1 in ")
-    assert java.was_started()
+    read = "order-totals: read 2, applied 1, duplicates 0, dead letters 1 in "
+    assert once(0, '"messages": 2, "partitions": 1', read)
     assert bench.totals() == expected("a", 1)
 
-    once(0, '"messages": 0', "order-totals: read 0, applied 0, duplicates 0 in ")
-    assert not java.was_started()
+    assert not once(0, '"messages": 0', "order-totals: read 0, applied 0, duplicates 0 in ")
+    [(generation,)] = bench.rows("SELECT generation FROM consumer.groups")
 
     bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "order-totals")
-    once(0, '"messages": 0', "order-totals: read 0, ")
-    assert java.was_started()
-    assert bench.rows("SELECT state, attempts FROM consumer.dead_letters") == [("dead", 2)]
+    assert without_spark(bench.topic) == generation
+    assert bench.rows("SELECT state, attempts FROM consumer.dead_letters") == [("retry", 1)]
+    bench.run("UPDATE consumer.dead_letters SET state = 'dead'")
 
     bench.send("a", 2)
+    assert without_spark(bench.topic) == generation
+    assert bench.positions() == {0: 2}
+
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     for future in admin.delete_records([TopicPartition(bench.topic, 0, 3)]).values():
         future.result(30)
-    once(1, f"outbox: {bench.topic}-0: ", "--to loss --reason")
-    assert not java.was_started()
+    assert not once(1, f"outbox: {bench.topic}-0: ", "--to loss --reason")
     assert bench.rows("SELECT count(*)::int FROM consumer.losses") == [(1,)]
-
-
-@pytest.mark.timeout(600)
-def test_a_run_whose_spark_does_not_start_leaves_the_group_to_its_driver(
-    bench: Bench, consumer: Consumer, tmp_path: Path
-):
-    java = Java(tmp_path / "java")
-    java.break_down()
-
-    def started() -> tuple[bool, int]:
-        consumer.start("--once", JAVA_HOME=str(java.home))
-        assert consumer.process is not None
-        failed = consumer.process.wait(240) != 0
-        assert failed == java.was_started(), consumer.log()
-        return failed, bench.rows("SELECT coalesce(max(generation), 0)::int FROM consumer.groups")[0][0]
-
-    bench.send_raw(b"no JSON", [("ce_id", b"x")])
-    assert started() == (True, 0)
-
-    consumer.start("--once")
-    consumer.ended(0, "order-totals: read 1, applied 0, duplicates 0, dead letters 1 in ")
-    assert started() == (False, 2)
-
-    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "order-totals")
-    assert started() == (True, 2)
-
-    bench.run("UPDATE consumer.dead_letters SET state = 'dead'")
-    bench.send("a", 1)
-    assert started() == (True, 2)
-    assert bench.positions() == {0: 1}

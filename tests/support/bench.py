@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -61,10 +62,17 @@ def ided(event_id: Any = None) -> list[tuple[str, bytes]]:
     return [("ce_id", str(uuid7() if event_id is None else event_id).encode())]
 
 
+@lru_cache(maxsize=1)
+def shared_producer(servers: str) -> Producer:
+    """Return a producer that is kept: librdkafka waits for half a second before it gives a new one its id."""
+    # Without idempotence, a request that is sent again would be behind those that were sent after it.
+    # It outlives the session's broker, and would log that it is gone.
+    return Producer({"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 5, "log_level": 0})
+
+
 def produce(servers: str, topic: str, messages: Iterable[Sequence[Any]]) -> None:
     """Send messages, each as the fields of ``Sent``, in this order; wait for all of them."""
-    # Without idempotence, a request that is sent again would be behind those that were sent after it.
-    producer = Producer({"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 20})
+    producer = shared_producer(servers)
     for value, key, part, headers, at in (Sent(*one) for one in messages):
         data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
         where = {} if part is None else {"partition": part}
@@ -111,7 +119,7 @@ class Bench:
         producer: Producer | None = None,
         **where: Any,
     ) -> None:
-        producer = producer or self.producer()
+        producer = producer or shared_producer(self.topics.bootstrap_servers)
         producer.produce(self.topic, value, key, headers=headers, **where)
         assert producer.flush(30) == 0
 
@@ -123,13 +131,11 @@ class Bench:
         """Send events of these orders, each number of one after the other; wait for all of them."""
         self.produce((order(name, seq), name, part) for seq in seqs for name in names)
 
-    def producer(self, **options: Any) -> Producer:
-        given = {"bootstrap.servers": self.topics.bootstrap_servers, "enable.idempotence": True, "linger.ms": 0}
-        return Producer({**given, **options})
-
     def in_transaction(self, name: str = "") -> Producer:
         """Return a producer of this topic that has begun a transaction."""
-        producer = self.producer(**{"transactional.id": f"{self.topic}{name}"})
+        producer = Producer(
+            {"bootstrap.servers": self.topics.bootstrap_servers, "transactional.id": f"{self.topic}{name}"}
+        )
         producer.init_transactions(30)
         producer.begin_transaction()
         return producer
@@ -141,11 +147,12 @@ class Bench:
         wait_until(lambda: len(admin.list_topics(self.topic).topics[self.topic].partitions) == count, what="partitions")
 
     def send_to_added(self, name: str, seq: int, part: int, **changes: Any) -> None:
-        """Send one order event to a partition that was added: a producer may hear of it minutes later."""
+        """Send one order event to a partition that was added: the shared producer may hear of it minutes later."""
 
         def sent() -> bool:
+            producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers})
             try:
-                self.send(name, seq, part=part, **changes)
+                self.send(name, seq, part=part, producer=producer, **changes)
             except KafkaException:
                 return False
             return True

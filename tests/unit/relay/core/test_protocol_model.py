@@ -28,23 +28,18 @@ _BEHIND_WRITERS: Final[_Scenario] = {**_WRITERS, "variants": [PRODUCE_FIRST]}
 _AT_LEAST: Final[_Scenario] = {"lanes": 1, "written": "a", "workers": _MIXED}
 _FAILOVER: Final[_Scenario] = {"lanes": 1, "written": "aab", "batch_size": 1, "workers": (EXACTLY,), "lossy": True}
 
-# name: scenario, faults
+# name: scenario, faults. RENEW, REPLACE and CONCURRENT add actions and take none away: one search covers what it would
+# find without them.
 _RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
-    "two lanes": ({"written": "ab"}, 1),
     "two lanes, one producer": ({"written": "ab", "producers": 1}, 1),
-    "two lanes, taken during a turn": ({"written": "ab", "variants": [CONCURRENT]}, 1),
-    "two batches": (_ONE, 2),
-    "new ids": ({**_ONE, "variants": [RENEW]}, 2),
+    "two lanes, taken during a turn": ({"written": "ab", "variants": [REPLACE, CONCURRENT]}, 1),
+    "two batches": ({**_ONE, "variants": [RENEW, REPLACE]}, 2),
     "rows with last_batch NULL": ({"lanes": 1, "written": "a", "warm": False}, 1),
     "asynchronous writers": (_WRITERS, 1),
     "produced before it is confirmed": ({"written": "ab", "variants": [PRODUCE_FIRST]}, 1),
-    "produced before it is confirmed, two batches": ({**_ONE, "variants": [PRODUCE_FIRST]}, 2),
+    "produced before it is confirmed, two batches": ({**_ONE, "variants": [PRODUCE_FIRST, RENEW, REPLACE]}, 2),
     "produced before it is confirmed, asynchronous writers": (_BEHIND_WRITERS, 1),
     "produced before it is confirmed, beside at-least-once": ({**_AT_LEAST, "variants": [PRODUCE_FIRST]}, 2),
-    "produced before it is confirmed, new ids": ({**_ONE, "variants": [PRODUCE_FIRST, RENEW]}, 2),
-    "a refused message": ({**_ONE, "variants": [REPLACE]}, 2),
-    "a refused message, two lanes": ({"written": "ab", "variants": [REPLACE, CONCURRENT]}, 1),
-    "a refused message, produced before it is confirmed": ({**_ONE, "variants": [PRODUCE_FIRST, REPLACE]}, 2),
     "at-least-once beside exactly-once": (_AT_LEAST, 2),
     "at-least-once, two lanes": ({**_AT_LEAST, "lanes": 2}, 1),
     "a failover that loses a commit, one worker": (_FAILOVER, 2),
