@@ -14,7 +14,6 @@ from outbox import __version__
 _GROUPS: Final = {
     **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "audit")},
     "sandbox": "outbox.sandbox.cli",
-    "spark": "spark_jobs.cli.spark",
     "dead-letters": "relay.cli.dead_letters",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
 }

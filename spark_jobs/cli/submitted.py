@@ -1,6 +1,6 @@
-"""The file that spark-submit runs on the driver: the ``outbox`` command, with the job's zip on the path.
+"""The file that spark-submit runs on the driver: the ``outbox`` command; see docs/operations/scheduling.md.
 
-outbox-kafka[spark] must be installed where the driver runs. ``outbox spark package`` prints the whole command.
+outbox-kafka[spark] must be installed where the driver runs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,8 @@ def run() -> None:
         from relay.cli import main
     except ModuleNotFoundError as error:
         sys.exit(f"outbox: {error.name} is not installed on the driver; run: pip install 'outbox-kafka[spark]'")
-    _check_zip()
     threading.Thread(target=_end_with_spark, args=(os.getppid(),), name="end-with-spark", daemon=True).start()
     main()
-
-
-def _check_zip() -> None:
-    """Exit with an explanation if the zip contains another version of our modules than is installed here."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import outbox
-
-    try:
-        installed = version("outbox-kafka")
-    except PackageNotFoundError:
-        return
-    if installed != outbox.__version__:
-        sys.exit(
-            f"outbox: the zip was packaged with version {outbox.__version__}, but {installed} is installed on the "
-            "driver; package the job anew, with the driver's version"
-        )
 
 
 def _end_with_spark(parent: int) -> None:

@@ -1,10 +1,10 @@
-"""The same job on a Spark standalone cluster: the zip, spark-submit, executors killed, and two attempts at once."""
+"""The same job on a Spark standalone cluster: spark-submit, executors killed, and two attempts at once."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +18,8 @@ import pytest
 from bench import Bench, expected, ided, order
 from spark_cluster import Cluster
 from support import wait_until
+
+from spark_jobs.cli import submitted as submitted_file
 
 pytestmark = pytest.mark.spark
 
@@ -111,7 +113,7 @@ def project(tmp_path) -> Project:
 
 @contextmanager
 def submitted(project: Project, cluster: Cluster, bench: Bench, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command that ``outbox spark package`` prints, with the cluster's options, from the user's folder."""
+    """Run the documented command with the cluster's options, from the user's folder."""
     env = os.environ | {
         "OUTBOX_DATABASE_URL": bench.database.url,
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
@@ -119,21 +121,29 @@ def submitted(project: Project, cluster: Cluster, bench: Bench, *options: str) -
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PATH": f"{SPARK_HOME / 'bin'}{os.pathsep}{os.environ['PATH']}",
     }
-    packaging = [sys.executable, "-m", "relay.cli", "spark", "package", "jobs.orders:job"]
-    packaged = subprocess.run(packaging, env=env, cwd=project.folder, capture_output=True, text=True, check=True)
-    command = shlex.split(packaged.stdout[packaged.stdout.index("spark-submit") :].replace("\\\n", " "))
-    assert command[-1] == "--once"
+    modules = shutil.make_archive(str(project.folder.parent / "jobs"), "zip", project.folder)
+    command = ["spark-submit", "--name", "outbox jobs.orders:job", "--py-files", modules]
     settings = {
         "spark.executor.memory": "512m",
         "spark.driver.host": "127.0.0.1",
         "spark.ui.enabled": "false",
-        "spark.pyspark.python": cluster.python,
+        "spark.pyspark.python": sys.executable,
     }
     conf = [word for item in settings.items() for word in ("--conf", "=".join(item))]
-    consume = ["--continuous", "--topic", bench.topic, "--max-records", "1500", "--json"]
+    consume = [
+        submitted_file.__file__,
+        "consume",
+        "jobs.orders:job",
+        "--continuous",
+        "--topic",
+        bench.topic,
+        "--max-records",
+        "1500",
+        "--json",
+    ]
     with project.log.open("ab") as log:
         process = subprocess.Popen(
-            [command[0], "--master", cluster.url, *conf, *options, *command[1:-1], *consume],
+            [*command, "--master", cluster.url, *conf, *options, *consume],
             env=env,
             cwd=project.folder,
             stdout=log,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import sysconfig
 import urllib.request
 from pathlib import Path
 from typing import Any, Self
@@ -25,14 +22,10 @@ _ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 
 class Cluster:
-    """``url`` is Spark's master. Inside a ``with`` block both workers are alive, and nothing is left after it.
-
-    Executors run ``python``: the installed packages, but not this repository.
-    """
+    """``url`` is Spark's master. Inside a ``with`` block both workers are alive, and nothing is left after it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.python = bare_python(folder / "python")
         rpc, self._web, *self._worker_ports = free_ports(6)
         self.url = f"spark://127.0.0.1:{rpc}"
         self._rpc = rpc
@@ -88,29 +81,12 @@ class Cluster:
         folder = self.folder / name
         folder.mkdir()
         program = [HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{kind}", "--host", address, *arguments]
-        # Nothing of ours: what the executors import comes from the zip, or not at all.
+        # The executors import what is installed and what spark-submit sends, and nothing else.
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "OUTBOX_"))}
         env |= {"SPARK_HOME": str(HOME), "SPARK_LOCAL_IP": address, "SPARK_DAEMON_MEMORY": "256m"}
         env |= {"SPARK_NO_DAEMONIZE": "1", "SPARK_LOCAL_DIRS": str(folder)}
         log = self.folder / f"{name}.log"
         self._processes.append(Supervised(list(map(str, program)), log=log, env=env, cwd=folder))
-
-
-def bare_python(folder: Path) -> str:
-    """Make an interpreter that has what is installed, but not what is installed as editable: not this repository."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    inside = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    # A folder that a .pth file names is searched, but .pth files in it are not read.
-    (inside / "installed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = str(folder / "bin" / "python")
-    probe = (
-        "import importlib.util as u, pyspark, psycopg, pyarrow\n"
-        "print([m for m in ('relay', 'spark_jobs', 'tests') if u.find_spec(m)])"
-    )
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run([python, "-c", probe], env=env, cwd=folder, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", f"executors could import {done.stdout} without the zip"
-    return python
 
 
 def _is_executor(process: psutil.Process) -> bool:
