@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox._app.console import SinkUrl, failing_clearly, print_json
+from outbox._app.console import SinkUrl, failing_clearly, print_json, say
 from outbox._app.settings import Settings, client_options, load
 from outbox.errors import ConfigurationError
 from spark_jobs.cli.ending import die, obey_signals
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from spark_jobs.cli.consume_view import View
+    from spark_jobs.driver.options import Report, Totals
     from spark_jobs.health import ConsumerHealth
     from spark_jobs.job import ConsumerJob
     from spark_jobs.metrics import ConsumerMetrics
@@ -52,18 +52,22 @@ def consume(
     import structlog
 
     from outbox._app import logs, tracing
-    from spark_jobs.cli.consume_view import open_view
 
     settings = load(database_url=database_url, spark_packages=packages)
     logs.configure(settings.log_level, settings.log_format, settings.given_name)
     tracing.configure("outbox-consumer")
-    live = once and not as_json and sys.stdout.isatty()
-    with open_view(structlog.get_logger("consumer"), live=live) as view:
-        figures, topics = _run(settings, job, topic, once, max_records, master, view)
-        if as_json:
-            print_json(figures)
-        else:
-            view.result(figures, topics)
+    log = structlog.get_logger("consumer")
+    totals = _run(settings, job, topic, once, max_records, master, lambda text, figures: log.info(text, **figures))
+    if as_json:
+        print_json(totals.as_dict())
+        return
+    dead = f", dead letters {totals.dead:,}" if totals.dead else ""
+    say(
+        f"{totals.group}: read {totals.read:,}, applied {totals.applied:,}, duplicates {totals.duplicates:,}{dead} in "
+        f"{totals.seconds:.1f} s"
+    )
+    if dead:
+        say(f"see outbox dead-letters list --side consumer --group {totals.group}")
 
 
 def _run(
@@ -73,13 +77,12 @@ def _run(
     once: bool,
     max_records: int,
     master: str | None,
-    view: View,
-) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Run the job. Returns its figures, and those of each topic."""
+    show: Report,
+) -> Totals:
+    """Run the job. Returns its figures."""
     from spark_jobs.spark.installed import require_installed
 
     require_installed()
-    from spark_jobs.cli.consume_view import by_topic
     from spark_jobs.driver.options import options_of
     from spark_jobs.driver.runner import Runner
     from spark_jobs.health import ConsumerHealth
@@ -116,24 +119,18 @@ def _run(
         started.enter_context(_ending_with_its_jvm(spark))
         return spark
 
-    before: list[dict[str, Any]] = []
-
     def report(text: str, figures: Mapping[str, Any]) -> None:
-        if text == "planned":
-            before[:] = _progress(settings, job)
         health.observe(text, figures)
         if metrics is not None:
             metrics.observe(text, figures)
-        view.report(text, figures)
+        show(text, figures)
 
     with ExitStack() as started:
         # A run that finds nothing to do needs no Spark. Under spark-submit it does: YARN fails a driver without one.
         spark = start if once and not session.submitted() else start()
         obey()
         with Runner(spark, job, options, report, health.succeeded, health.behind) as runner:
-            totals = runner.once(stop) if once else runner.continuous(stop)
-    after = _progress(settings, job) if before else []
-    return totals.as_dict(), by_topic(before, after) if after else {}
+            return runner.once(stop) if once else runner.continuous(stop)
 
 
 @contextmanager
@@ -165,20 +162,6 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
     finally:
         over.set()
         spark.stop()
-
-
-def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
-    """Return the group's progress; empty if Postgres is away."""
-    from outbox.consumer.errors import ConsumerUnavailable
-    from outbox.consumer.postgres_errors import connect
-    from outbox.consumer.progress import progress
-
-    try:
-        with connect(settings.require_database(), f"outbox consume {job.group}") as connection:
-            return progress(connection, settings.consumer_schema, job.group)
-    except ConsumerUnavailable:
-        # Only the final table needs it, so the run does not wait for Postgres here.
-        return []
 
 
 def _metrics(settings: Settings, job: ConsumerJob, health: ConsumerHealth) -> ConsumerMetrics | None:

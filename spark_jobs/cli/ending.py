@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-from typing import Final, NoReturn
-
-_SHOW_CURSOR: Final = b"\x1b[?25h"
-"""For a terminal on which a progress bar has hidden the cursor."""
+from typing import NoReturn
 
 
 def obey_signals(stop: threading.Event, *, first: str, second: str) -> None:
@@ -31,7 +27,5 @@ def obey_signals(stop: threading.Event, *, first: str, second: str) -> None:
 
 def die(text: str) -> NoReturn:
     """End at once, as after a kill: the servers roll back what is open."""
-    if sys.stdout.isatty():
-        os.write(1, _SHOW_CURSOR)
     os.write(2, f"outbox: {text}\n".encode())
     os._exit(1)
