@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from spark_jobs.effects.produce import Produce, Traced
     from spark_jobs.errors import BadMessage, CheckpointConflict, Reject
     from spark_jobs.job import ConsumerJob
-    from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
+    from spark_jobs.payloads.decoding import Avro, Json, Protobuf, Raw
     from spark_jobs.payloads.registry import Registry
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "Insert",
     "JobError",
     "Json",
-    "JsonSchema",
     "Natural",
     "OffsetsOnly",
     "Produce",
@@ -67,7 +66,7 @@ _MODULES: Final = {
     "outbox.consumer.errors": (
         *("ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed", "Fenced", "JobError", "TopicRecreated"),
     ),
-    "spark_jobs.payloads.decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
+    "spark_jobs.payloads.decoding": ("Avro", "Json", "Protobuf", "Raw"),
     "spark_jobs.payloads.registry": ("Registry",),
     "spark_jobs.effects.mapped": ("Insert", "Upsert"),
     "spark_jobs.errors": ("BadMessage", "CheckpointConflict", "Reject"),

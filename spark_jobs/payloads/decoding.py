@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from outbox.consumer.errors import JobError
+from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Reader
 from spark_jobs.payloads.registry import Client, Registry, Schema
 
@@ -100,13 +101,31 @@ class _Bytes:
         return [payloads], set()
 
 
-class _DeclaredJson(_Planned):
-    """The base of JSON decoders whose columns are declared as DDL."""
+@dataclass(frozen=True)
+class Json(_Planned):
+    """A JSON object.
+
+    schema   Spark DDL of its fields, such as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``:
+             any object, in one column ``payload``.
+    unknown  what to do with a message that has a field which is not in the schema, at any depth.
+    missing  what to do with a message that lacks a field. A field that is null is not missing. Either is a dead letter
+             if the schema says NOT NULL.
+    wrong    what to do with a value that its field can't represent exactly: a dead letter, or NULL instead. With NOT
+             NULL it is a dead letter.
+    framed   messages name a schema in a registry, as Confluent's JSON Schema serializer writes them. It is not
+             looked up: what the columns declare is checked.
+
+    Raises JobError for an unknown policy.
+    """
 
     schema: str
-    unknown: Unknown
-    missing: Missing
-    wrong: Wrong
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+    wrong: Wrong = "dead-letter"
+    framed: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self._policy
 
     @property
     def _policy(self) -> Policy:
@@ -123,73 +142,25 @@ class _DeclaredJson(_Planned):
 
         return StructType().add("payload", VariantType()) if self._declared is None else self._declared
 
-
-@dataclass(frozen=True)
-class Json(_DeclaredJson):
-    """A JSON object.
-
-    schema   Spark DDL of its fields, such as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``:
-             any object, in one column ``payload``.
-    unknown  what to do with a message that has a field which is not in the schema, at any depth.
-    missing  what to do with a message that lacks a field. A field that is null is not missing. Either is a dead letter
-             if the schema says NOT NULL.
-    wrong    what to do with a value that its field can't represent exactly: a dead letter, or NULL instead. With NOT
-             NULL it is a dead letter.
-
-    Raises JobError for an unknown policy.
-    """
-
-    schema: str
-    unknown: Unknown = "ignore"
-    missing: Missing = "null"
-    wrong: Wrong = "dead-letter"
-
-    def __post_init__(self) -> None:
-        _ = self._policy
-
     @property
     def _plan(self) -> Plan:
-        return _JsonPlan(self._declared, self._policy)
+        return _JsonPlan(self._declared, self._policy, self.framed)
 
 
 @dataclass(frozen=True, slots=True)
 class _JsonPlan:
     declared: StructType | None
     policy: Policy
+    framed: bool
 
     def __call__(self) -> Reader:
         from spark_jobs.payloads.json_text import variant_reader
         from spark_jobs.payloads.json_whole import JsonReader
 
-        return variant_reader if self.declared is None else JsonReader(self.declared, self.policy)
-
-
-@dataclass(frozen=True)
-class JsonSchema(_DeclaredJson):
-    """A JSON object whose message refers to a schema in a registry.
-
-    registry  its URL, or a Registry with credentials and other options.
-    schema    the columns, as for Json.
-    validate  validate every message against the schema that it was written with; an invalid one is a dead letter.
-
-    unknown, missing and wrong: as for Json.
-    """
-
-    registry: str | Registry
-    schema: str
-    validate: bool = True
-    unknown: Unknown = "ignore"
-    missing: Missing = "null"
-    wrong: Wrong = "dead-letter"
-
-    def __post_init__(self) -> None:
-        _ = self._policy, _registry(self.registry)
-
-    @property
-    def _plan(self) -> Plan:
-        from spark_jobs.payloads.json_schema import Plan as SchemaPlan
-
-        return SchemaPlan(self._declared, _registry(self.registry), self.validate, self._policy)
+        reader: Reader = variant_reader if self.declared is None else JsonReader(self.declared, self.policy)
+        if not self.framed:
+            return reader
+        return lambda value, header: reader(unframe(value, header, indexes=False).payload, None)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ IMPORTS = {
     "psycopg": "import psycopg; from outbox.urls import display_url; display_url('postgresql://localhost/shop')",
     "relay": "import relay.wiring, relay.wal.source, relay.cli.doctor",
     "spark": "import spark_jobs.order_totals, spark_jobs.spark.installed as it; it.require_installed()",
-    "schemas": "from spark_jobs import Avro, JsonSchema, Protobuf, Registry; import fastavro, jsonschema.validators; "
+    "schemas": "from spark_jobs import Avro, Protobuf, Registry; import fastavro, jsonschema.validators; "
     "import google.protobuf; Registry('http://localhost').client()",
     "sandbox": "from outbox.sandbox import _pgbin, jars, kafka, postgres; _pgbin.binaries(None); jars.repository()",
     "web": "from relay.page import create_page; import relay.page.server",

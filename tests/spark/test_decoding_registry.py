@@ -16,7 +16,6 @@ import pytest
 import schema_registry
 from confluent_kafka.schema_registry import Schema, SchemaReference, SchemaRegistryClient, header_schema_id_serializer
 from confluent_kafka.schema_registry.avro import AvroSerializer
-from confluent_kafka.schema_registry.json_schema import JSONSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from decoding_support import ID, check, dead, order, read, run, send
@@ -24,7 +23,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, ti
 from support import wait_until
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
-from spark_jobs.payloads.decoding import Avro, JsonSchema, Protobuf
+from spark_jobs.payloads.decoding import Avro, Protobuf
 from spark_jobs.payloads.registry import Registry
 
 pytestmark = pytest.mark.spark
@@ -277,50 +276,3 @@ def test_protobuf_by_a_registry_and_bare(bench, registry):
         (None, None, None),
         (None, None, "the payload is no shop.Order"),
     ]
-
-
-def test_json_schema_by_a_registry(bench, registry):
-    client = SchemaRegistryClient({"url": registry.url, **USER})
-    context = SerializationContext(bench.topic, MessageField.VALUE)
-    line = {"$id": "line.json", "title": "Line", "type": "object", "properties": {"sku": {"type": "string"}}}
-    client.register_schema("line", Schema(json.dumps(line), "JSON"))
-    schema = {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Order",
-        "type": "object",
-        "required": ["id"],
-        "properties": {
-            "id": {"type": "string"},
-            "amount": {"type": "number", "minimum": 0},
-            "lines": {"type": "array", "items": {"$ref": "line.json"}},
-        },
-    }
-    registered = Schema(json.dumps(schema), "JSON", [SchemaReference("line.json", "line", 1)])
-    serialize = JSONSerializer(registered, client, conf={"validate": False})
-    headers: list[tuple[str, bytes]] = []
-    in_header = JSONSerializer(
-        registered, client, conf={"validate": False, "schema.id.serializer": header_schema_id_serializer}
-    )({"id": "h"}, SerializationContext(bench.topic, MessageField.VALUE, headers))
-    good = serialize({"id": "a", "amount": 12.34, "lines": [{"sku": "s"}]}, context)
-    cases: list[tuple[bytes | None, list[tuple[str, bytes]], Any]] = [
-        (good, [], ("a", Decimal("12.34"), [{"sku": "s"}])),
-        (in_header, headers, ("h", None, None)),
-        (None, [], None),
-        (serialize({"id": "a", "amount": -1}, context), [], "properties/amount/minimum"),
-        (serialize({"amount": 1}, context), [], "as schema 2 has it: required"),
-        (serialize({"id": "a", "lines": [{"sku": 1}]}, context), [], "field lines[].sku: is not a text"),
-        (serialize({"id": "a", "amount": 0.001}, context), [], "field amount: does not fit"),
-        (good[:5] + b'{"id": "a", "id": "a"}', [], "stands twice"),
-        (b"\0\0\0\x03\xe7{}", [], "no schema 999"),
-        (b'{"id": "a"}', [], "does not begin with a schema's id"),
-    ]
-    for value, extra, _ in cases:
-        send(bench, value, extra)
-    where = Registry(registry.url, USER)
-    decoder = JsonSchema(where, "id string, amount decimal(10,2), lines array<struct<sku: string>>")
-    totals = run(bench, decoder, "orders", "id text, amount numeric, lines jsonb")
-    assert (totals.read, totals.dead) == (len(cases), 7)
-    check(bench, "orders", [expected for *_, expected in cases])
-    found = read(JsonSchema(where, "variant", validate=False), good, cases[3][0], b"")
-    assert [item["payload"] and json.loads(item["payload"])["id"] for item in found] == ["a", "a", None]
-    assert [item["message_problem"] is None for item in found] == [True, True, False]

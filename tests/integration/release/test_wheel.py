@@ -255,19 +255,16 @@ def test_the_consumers_commands(installed, empty_database, tmp_path):
 
 SCHEMAS = """
 import sys
-from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from google.protobuf import descriptor_pb2
 from pyspark.sql.types import StructType
 from spark_jobs import Avro, Protobuf, Registry
-from spark_jobs.payloads.json_schema import Plan
-from spark_jobs.payloads.reading import Policy
+from spark_jobs.payloads.decoding import Policy, _JsonPlan
 
 record = {"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"}]}
 print(*Avro(reader_schema=record, writer_schema=record).task_plan()[1]()(b"\\x02a", None))
 print(Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto).task_plan()[1]()(b"\\x0a\\x01b", None)[0])
-number = SchemaRegistryClient({"url": sys.argv[1]}).register_schema("t-value", Schema('{"type": "object"}', "JSON"))
-read = Plan(StructType().add("id", "string"), Registry(sys.argv[1]), True, Policy())()
-print(*read(b"\\0" + number.to_bytes(4, "big") + b'{"id": "c"}', None))
+print(*_JsonPlan(StructType().add("id", "string"), Policy(), True)()(b'\\0\\0\\0\\0\\1{"id": "c"}', None))
+Registry(sys.argv[1]).client()
 """
 
 

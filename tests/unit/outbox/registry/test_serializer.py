@@ -18,9 +18,8 @@ from registry_support import LINE, LINE_OF, NOON, ORDER, SMALL, decoded, field, 
 from outbox import Event, EventError, PayloadError, SchemaMismatch, SchemaRefused, SchemaRegistryUnavailable
 from outbox.errors import ConfigurationError
 from outbox.registry import Avro, JsonSchema, Protobuf, RegistrySerializer
-from spark_jobs.payloads import decoding, json_schema
+from spark_jobs.payloads import decoding
 from spark_jobs.payloads.reading import Policy
-from spark_jobs.payloads.registry import Registry
 
 __all__ = ["server"]
 
@@ -42,7 +41,7 @@ def test_consumers_read_the_json_that_was_written(server):
     made = serializer(order({"amount": 12.5, "lines": [{"sku": "tea"}]}))
     assert made.content_type == "application/vnd.confluent.json"
     columns = t.StructType().add("amount", t.DecimalType(6, 2))
-    read = json_schema.Plan(columns, Registry(server.url), validate=True, policy=Policy())()
+    read = decoding._JsonPlan(columns, Policy(), framed=True)()
     assert read(made.payload, None) == [Decimal("12.5")]
     for payload, where, rule in (
         ({"amount": -1}, "payload['amount']", "properties/amount/minimum"),

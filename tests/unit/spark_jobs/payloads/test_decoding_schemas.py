@@ -18,11 +18,12 @@ from decoding_support import ID, order, read
 from google.protobuf import descriptor_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql import types as t
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
-from spark_jobs.payloads.decoding import PROBLEM, Avro, Protobuf, Raw
+from spark_jobs.payloads.decoding import PROBLEM, Avro, Protobuf, Raw, _JsonPlan
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Problem
 from spark_jobs.payloads.registry import Client, Registry, Schema
@@ -280,3 +281,15 @@ def test_a_registry_that_is_away_is_no_bad_message():
 def test_floats_that_are_no_numbers_pass_where_they_can_be_written():
     plan = avro({"type": "record", "name": "R", "fields": [{"name": "x", "type": "double"}]})()
     assert math.isnan(plan(base64.b64decode("AAAAAAAA+H8="), None)[0])
+
+
+def test_json_that_names_a_schema_is_read_as_declared():
+    declared = t.StructType().add("id", t.StringType()).add("amount", t.DecimalType(10, 2))
+    read = _JsonPlan(declared, Policy(), framed=True)()
+    assert list(read(b'\0\0\0\0\2{"id": "a", "amount": 1.5}', None)) == ["a", Decimal("1.5")]
+    assert list(read(b'{"id": "h"}', b"\1" + uuid.uuid4().bytes)) == ["h", None]
+    bad = {b'{"id": "a"}': "does not begin with a schema's id", b'\0\0\0\0\2{"id": 1}': "field id"}
+    for payload, problem in bad.items():
+        with pytest.raises(Problem, match=problem):
+            read(payload, None)
+    assert list(_JsonPlan(None, Policy(), framed=True)()(b"\0\0\0\0\2{}", None)) == ["{}"]
