@@ -6,18 +6,17 @@ tested, whatever repository serves them. ``python -m outbox.sandbox.jars lock`` 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import http.client
 import os
 import ssl
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -50,14 +49,9 @@ ROOTS: Final[Roots] = {
 }
 
 _WORKERS: Final = 4
-_CHUNK: Final = 1 << 16
 _TIMEOUT: Final = 30.0
 _ATTEMPTS: Final = 6
 _RETRIED_CLIENT_ERRORS: Final = {408, 425, 429}
-
-
-class _CutShort(Exception):
-    """The response ended before the whole file was received."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -117,20 +111,20 @@ def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
 
     lock   as for ``locked``.
 
-    Shows the progress of a download on standard error. Two processes can fetch at the same time. Raises ServiceError
+    Says on standard error that it downloads. Two processes can fetch at the same time. Raises ServiceError
     when the repository stays unreachable, does not have a file, or serves different bytes.
     """
     directory = cache_dir() / "jars"
     wanted = {jar: directory / f"{jar.sha256[:16]}-{jar.name}" for jar in locked(set_name, lock)}
     missing = {jar: path for jar, path in wanted.items() if not _is_cached(path, jar)}
     if missing:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ServiceError(
-                f"the cache {directory} can't be created: {error}; set OUTBOX_CACHE to another directory"
-            ) from error
-        _download_all(set_name, missing)
+        base, began = repository(), time.monotonic()
+        title = f"Downloading {set_name} ({len(missing)} files, {sum(jar.size for jar in missing) / 1e6:,.0f} MB)"
+        print(f"{title} …", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(_WORKERS, thread_name_prefix="jars") as pool:
+            # The first failure cancels those that have not begun.
+            list(pool.map(functools.partial(_fetch_one, base), missing.keys(), missing.values()))
+        print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return list(wanted.values())
 
 
@@ -171,86 +165,39 @@ def _digest(path: Path, _modified_at: int) -> str:
     return sha256(path)
 
 
-def _download_all(set_name: str, missing: Mapping[Jar, Path]) -> None:
-    base = repository()
-    count, size = len(missing), sum(jar.size for jar in missing)
-    title = f"Downloading {set_name} ({count} {'file' if count == 1 else 'files'}, {size / 1e6:,.0f} MB)"
-    with _progress(title, size) as advance, ThreadPoolExecutor(_WORKERS, thread_name_prefix="jars") as pool:
-        cancelled = threading.Event()
-
-        def unless_cancelled(received: int) -> None:
-            if cancelled.is_set():
-                raise CancelledError
-            advance(received)
-
-        pending = [pool.submit(_fetch_one, base, jar, path, unless_cancelled) for jar, path in missing.items()]
-        try:
-            for future in pending:
-                future.result()
-        except BaseException:
-            # One failure, or Ctrl-C, ends the others at their next chunk.
-            cancelled.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _fetch_one(base: str, jar: Jar, path: Path, advance: Callable[[int], None]) -> None:
+def _fetch_one(base: str, jar: Jar, path: Path) -> None:
     """Download one jar into the cache, under a lock that keeps other processes out and is released if we die."""
-    url = f"{base}/{jar.path}"
     part = path.with_name(path.name + ".part")
-    with locked_file(path.with_name(path.name + ".lock")):
-        if _is_cached(path, jar):
-            advance(jar.size)
-            return
-        try:
-            for attempt in stamina.retry_context(
-                on=_is_transient, attempts=_ATTEMPTS, timeout=None, wait_initial=0.2, wait_max=10.0
-            ):
-                with attempt:
-                    _download(url, part, jar.size, advance)
-        except urllib.error.HTTPError as error:
-            raise ServiceError(
-                f"{url}: the repository answers {error.code} {error.reason}. Set OUTBOX_MAVEN_REPOSITORY to a Maven "
-                "repository that has it"
-            ) from error
-        except (OSError, http.client.HTTPException, _CutShort) as error:
-            raise ServiceError(
-                f"{url}: {str(error) or type(error).__name__}, after {_ATTEMPTS} tries. Check the network and proxy "
-                "settings, or set OUTBOX_MAVEN_REPOSITORY to a Maven repository that can be reached; "
-                "the next attempt downloads only what is missing"
-            ) from error
-        if (digest := sha256(part)) != jar.sha256:
-            part.unlink()
-            raise ServiceError(
-                f"{url} has the SHA-256 {digest}, jars.lock says {jar.sha256}: the repository, or a proxy before it, "
-                "serves another file, which was discarded. Set OUTBOX_MAVEN_REPOSITORY to a repository you trust"
-            )
-        part.replace(path)
-
-
-def _download(url: str, part: Path, size: int, advance: Callable[[int], None]) -> None:
-    request = urllib.request.Request(url, headers={"User-Agent": "outbox-kafka", "Accept-Encoding": "identity"})  # noqa: S310 - http or https: see repository
-    received = 0
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT, context=_trust()) as response, part.open("wb") as file:  # noqa: S310
-            while received < size:
-                chunk = response.read(min(_CHUNK, size - received))
-                if not chunk:
-                    raise _CutShort(f"the connection ended at byte {received:,} of {size:,}")
-                try:
-                    file.write(chunk)
-                    file.flush()
-                except OSError as error:
-                    # A local error, such as a full disk: another try would not help.
-                    raise ServiceError(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
-                received += len(chunk)
-                advance(len(chunk))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked_file(path.with_name(path.name + ".lock")):
+            if not _is_cached(path, jar):
+                part.write_bytes(_downloaded(f"{base}/{jar.path}", jar))
+                part.replace(path)
+    except OSError as error:
+        raise ServiceError(f"{path} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
+
+
+def _downloaded(url: str, jar: Jar) -> bytes:
+    try:
+        content = _tried(url, jar.size)
     except urllib.error.HTTPError as error:
-        error.close()
-        raise
-    except BaseException:
-        advance(-received)
-        raise
+        raise ServiceError(
+            f"{url}: the repository answers {error.code} {error.reason}. Set OUTBOX_MAVEN_REPOSITORY to a Maven "
+            "repository that has it"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServiceError(
+            f"{url}: {str(error) or type(error).__name__}, after {_ATTEMPTS} tries. Check the network and proxy "
+            "settings, or set OUTBOX_MAVEN_REPOSITORY to a Maven repository that can be reached; "
+            "the next attempt downloads only what is missing"
+        ) from error
+    if (digest := hashlib.sha256(content).hexdigest()) != jar.sha256:
+        raise ServiceError(
+            f"{url} has the SHA-256 {digest}, jars.lock says {jar.sha256}: the repository, or a proxy before it, "
+            "serves another file, which was discarded. Set OUTBOX_MAVEN_REPOSITORY to a repository you trust"
+        )
+    return content
 
 
 def _is_transient(error: Exception) -> bool:
@@ -258,7 +205,21 @@ def _is_transient(error: Exception) -> bool:
         return error.code >= 500 or error.code in _RETRIED_CLIENT_ERRORS
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLCertVerificationError):
         return False
-    return isinstance(error, (OSError, http.client.HTTPException, _CutShort))
+    return isinstance(error, (OSError, http.client.HTTPException))
+
+
+@stamina.retry(on=_is_transient, attempts=_ATTEMPTS, timeout=None, wait_initial=0.2, wait_max=10.0)
+def _tried(url: str, size: int) -> bytes:
+    request = urllib.request.Request(url, headers={"User-Agent": "outbox-kafka", "Accept-Encoding": "identity"})  # noqa: S310 - http or https: see repository
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT, context=_trust()) as response:  # noqa: S310
+            content: bytes = response.read(size + 1)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise
+    if len(content) < size:
+        raise http.client.IncompleteRead(content, size - len(content))
+    return content
 
 
 @cache
@@ -271,25 +232,6 @@ def _trust() -> ssl.SSLContext:
         return context
     context.load_verify_locations(certifi.where())
     return context
-
-
-@contextmanager
-def _progress(title: str, size: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, else a line at the start and one at the end. Yields what counts received bytes."""
-    if not sys.stderr.isatty():
-        print(f"{title} …", file=sys.stderr, flush=True)
-        began = time.monotonic()
-        yield lambda _: None
-        print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return
-
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=size)
-        yield lambda received: bar.advance(task, received)
 
 
 def _lock_text() -> str:
