@@ -34,7 +34,7 @@ from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundSta
 from spark_jobs.driver.staged_rows import StagedRows, stage
 from spark_jobs.effects.mapped import Upsert
 from spark_jobs.job import META
-from spark_jobs.outcomes import EffectError, RangeOutcome
+from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.postgres.batch_table import BatchTable, textual
 from spark_jobs.postgres.group_store import PostgresGroupStore
@@ -175,18 +175,10 @@ class BatchAttempts:
         prepared = spark.prepare(self._job, source)
         columns = prepared.columns
         staged = self._stage(prepared.rows, columns, sink.generation, (), most, ask=False)
-        upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
-        if upsert:
-            upsert.note(cursor)
         with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, "shuffled"), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)
         applying.take(staged.table, staged.names, staged.rows)
-        if upsert and (lost := upsert.missed(cursor, tuple(columns), self._postgres.column_types(upsert.table))):
-            raise EffectError(
-                f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
-                "from the left, and keep the rows with message_tombstone in every filter"
-            )
         return applying
 
     def _require_all(self, source: Source, messages: int) -> None:
@@ -205,6 +197,11 @@ class BatchAttempts:
         if isinstance(self._job.strategy, Natural | Version):
             raise JobError(
                 "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
+            )
+        if isinstance(self._job.effect, Upsert) and self._job.effect.deletes:
+            raise JobError(
+                "Upsert: deletes does not go with a transform that shuffles, whose joins may leave out tombstones; "
+                "join in an effect of your own SQL"
             )
         self._sinks.effect(columns, "shuffled")
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from outbox.consumer.model import MessageRef
 from spark_jobs.dedup.strategies import ColumnType, identifier, refuse_cutting
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
@@ -50,39 +48,6 @@ DELETE FROM {table} AS stored USING {gone}
        SELECT FROM batch
         WHERE NOT batch.message_tombstone AND batch.{here}::{type} {equals} gone.outbox_batch_key
           AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
-# The tombstones before a transform; then, without those that it has kept, the ones that it has dropped.
-_NOTE: Final = """
-CREATE TEMPORARY TABLE outbox_batch_gone ON COMMIT DROP AS
-SELECT DISTINCT message_topic, message_part, message_offset, message_key FROM batch
- WHERE message_tombstone AND message_key IS NOT NULL"""
-_LEFT_OUT: Final = """
-DELETE FROM outbox_batch_gone AS gone USING batch
- WHERE batch.message_tombstone AND (batch.message_topic, batch.message_part, batch.message_offset)
-     = (gone.message_topic, gone.message_part, gone.message_offset)"""
-# Ignores tombstones whose keys do not fit the table's key type: they are for another table.
-_FOREIGN: Final = """
-DECLARE
-    gone record;
-BEGIN
-    FOR gone IN SELECT ctid AS place, message_key FROM outbox_batch_gone LOOP
-        BEGIN
-            PERFORM gone.message_key::{type};
-        EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN
-            DELETE FROM outbox_batch_gone WHERE ctid = gone.place;
-        END;
-    END LOOP;
-END"""
-_MISSED: Final = """
-SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
- WHERE EXISTS (SELECT FROM {table} AS stored WHERE stored.{conflict} {equals} gone.message_key::{type})
- UNION
-SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
- WHERE EXISTS (
-       SELECT FROM batch
-        WHERE NOT batch.message_tombstone AND batch.{here}::{type} {equals} gone.message_key::{type}
-          AND (batch.message_topic, batch.message_part, batch.message_offset)
-            < (gone.message_topic, gone.message_part, gone.message_offset))
- ORDER BY 1, 2, 3 LIMIT 1"""
 # A row without a version is neither newer nor older: it would never be written, or never be replaced.
 _VERSIONED: Final = """
 BEGIN
@@ -144,7 +109,8 @@ class Upsert:
     deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
              of one column. By default tombstones are ignored.
              A transform that filters by the payload's columns drops tombstones, in which these are NULL, and nothing
-             is deleted. Let them pass: ``message_tombstone OR …``.
+             is deleted. Let them pass: ``message_tombstone OR …``. Refused with a transform that shuffles, as its joins
+             may drop tombstones too.
 
     Of a key's messages in a batch the latest counts, or the one with the highest version. Two rows of one message with
     the same key are refused. After a shuffle whose rows no longer identify messages, so are any two rows with the same
@@ -203,24 +169,6 @@ class Upsert:
             action=action,
         )
         return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
-
-    def note(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Store the tombstones of ``batch`` before a transform's result replaces it."""
-        if self.deletes:
-            cursor.execute(_NOTE)
-
-    def missed(
-        self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, ColumnType]
-    ) -> MessageRef | None:
-        """Return the place of the first stored tombstone that is no longer in ``batch`` but has a row to delete."""
-        if not self.deletes:
-            return None
-        cursor.execute(_LEFT_OUT)
-        compared = self._compared(_pairs(self.table, self.columns, payload, types), types)
-        foreign = sql.SQL(_FOREIGN).format(**compared).as_string(cursor)
-        cursor.execute(sql.SQL("DO {}").format(sql.Literal(foreign)))
-        names = {"table": identifier(self.table), "conflict": sql.Identifier(self.key[0])}
-        return cursor.execute(sql.SQL(_MISSED).format(**names, **compared)).fetchone()
 
     def _latest(
         self,

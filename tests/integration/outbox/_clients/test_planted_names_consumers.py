@@ -21,17 +21,14 @@ from outbox.external import Done
 from spark_jobs.dedup.strategies import (
     ColumnType,
     Dedup,
-    DedupStore,
     Fingerprint,
     Natural,
     OffsetsOnly,
     Version,
-    column_types,
 )
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.job import META
-from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
 __all__ = ["admin", "hostile", "template"]
@@ -177,19 +174,6 @@ def test_keys_and_versions_of_any_type(hostile, admin, kind):
             found = admin.execute("SELECT k::text, v::text FROM public.states").fetchall()
             stored = f"SELECT (%s)::{kind}::text, (%s)::{kind}::text"
             assert sorted(found) == sorted(row for pair in left for row in admin.execute(stored, pair)), strategy
-    # A shuffle that leaves out tombstones: of a key that has no row any more, and of one that has.
-    with hostile.connect() as connection:
-        cursor = connection.cursor()
-        BatchTable(cursor, DedupStore("consumer", "g"), columns, Dedup(), "SELECT 1", bisect=True, max_dead=1)
-        cursor.executemany(
-            "INSERT INTO batch (message_topic, message_part, message_offset, message_key, message_tombstone) "
-            "VALUES ('t', 0, %s, %s, true)",
-            list(enumerate((same, high))),
-        )
-        effect.note(cursor)
-        cursor.execute("DELETE FROM batch")
-        types = column_types(cursor, "states")
-        assert effect.missed(cursor, ["k", "v"], types) == ("t", 0, 1)
 
 
 def test_the_drivers_statements(hostile, admin):

@@ -153,32 +153,6 @@ def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
             connection.rollback()
 
 
-def test_a_shuffle_may_leave_out_tombstones_that_delete_nothing(sink):
-    sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s VALUES (1, 1)")
-    store = PostgresGroupStore(sink.url, "consumer", "g", "test")
-    job = ConsumerJob("g", ["t"], Upsert("s", ["i"], ["i", "l"], deletes=True), atomic="batch")
-    insert = (
-        "INSERT INTO batch (i, message_topic, message_part, message_offset, message_key, message_tombstone) "
-        "VALUES (%s, 't', 0, %s, %s, %s)"
-    )
-    missed = {}
-    # A key, and at which offset the transform has left a row of it.
-    for key, row in (("1", None), ("01", None), ("2", None), ("2", 5), ("2", 7), ("3", 5), ("order-1", None)):
-        with psycopg.connect(sink.url) as connection:
-            cursor = connection.cursor()
-            BatchTable(cursor, DedupStore("consumer", "g"), COLUMNS, Dedup(), "SELECT 1", bisect=True, max_dead=1)
-            for offset, gone in ((4, "1"), (6, key), (8, None)):
-                cursor.execute(insert, (None, offset, gone, True))
-            job.effect.note(cursor)
-            # The first one it has kept; without a key the last one deletes nothing.
-            cursor.execute("DELETE FROM batch WHERE message_offset > 4")
-            if row is not None:
-                cursor.execute(insert, (2, row, "2", False))
-            missed[key, row] = job.effect.missed(cursor, list(PAYLOAD), store.column_types("s"))
-    assert {case for case, place in missed.items() if place == ("t", 0, 6)} == {("1", None), ("01", None), ("2", 5)}
-    assert {place for place in missed.values() if place != ("t", 0, 6)} == {None}
-
-
 def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
     sink.run("CREATE TABLE s (i int PRIMARY KEY, message_key text, message_id uuid)")
     store = PostgresGroupStore(sink.url, "consumer", "g", "test")
