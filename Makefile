@@ -124,7 +124,7 @@ docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a sit
 	mkdir -p build/docs/pages/spark_jobs
 	cp README.md CONTRIBUTING.md SECURITY.md build/docs/pages
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
-	find examples/recipes \( -name "*.py" -o -name "*.sql" \) -exec cp --parents {} build/docs/pages \;
+	find examples/recipes examples/jobs \( -name "*.py" -o -name "*.sql" \) -exec cp --parents {} build/docs/pages \;
 	cp docs/zensical.toml build/docs
 	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml

@@ -17,8 +17,9 @@ from bench import Consumer, ided
 from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
+from examples.jobs import enrich_orders
 from outbox.consumer.errors import JobError
-from spark_jobs import enrich_orders, order_totals
+from spark_jobs import order_totals
 from spark_jobs.effects.produce import Traced, derived_id
 
 pytestmark = pytest.mark.spark
@@ -115,12 +116,12 @@ def chain(bench, outbox_kafka, tmp_path) -> Iterator[tuple[dict[str, Any], list[
         "relay__batch_size": 50,
     }
     consumers = []
-    for job, topic in zip(("enrich_orders", "order_totals"), topics, strict=True):
+    for job, topic in zip(("examples.jobs.enrich_orders", "spark_jobs.order_totals"), topics, strict=True):
         folder = tmp_path / job
         folder.mkdir()
         # One core each: two of them run at a time, and partition after partition leaves more between them to be killed.
         options = ("--continuous", "--max-records", "300", "--master", "local[1,4]")
-        consumers.append(Consumer(bench, folder, *options, job=f"spark_jobs.{job}:job", topic=topic))
+        consumers.append(Consumer(bench, folder, *options, job=f"{job}:job", topic=topic))
     yield settings, topics, consumers
     for consumer in consumers:
         consumer.kill()

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from uuid_utils.compat import uuid7
 
+from examples.jobs import enrich_orders
 from outbox.consumer.errors import JobError
-from spark_jobs import enrich_orders
 from spark_jobs.effects.produce import Produce, Traced, derived_id
 from spark_jobs.job import find_job
 
@@ -88,5 +88,5 @@ def test_a_traced_payload_has_no_such_field_itself():
 
 
 def test_the_job_to_copy_can_be_found():
-    assert find_job("spark_jobs.enrich_orders:job") is enrich_orders.job
+    assert find_job("examples.jobs.enrich_orders:job") is enrich_orders.job
     assert enrich_orders.produce.name == enrich_orders.job.group
