@@ -24,7 +24,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
@@ -62,7 +62,6 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import PostgresSinks
-from spark_jobs.spark import job_groups
 from spark_jobs.spark.errors import first_line
 from spark_jobs.task.reader import ReaderSettings, close_kept
 
@@ -167,7 +166,7 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._lock_monitor(), self._spark():
+        with self._lock_monitor(), self._readers():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
         self._position.wait()
@@ -178,7 +177,7 @@ class Runner:
 
         every  a round begins no sooner than this many seconds after the one before.
         """
-        with self._lock_monitor(), self._spark():
+        with self._lock_monitor(), self._readers():
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
@@ -437,14 +436,12 @@ class Runner:
         return narrowed
 
     @contextmanager
-    def _spark(self) -> Iterator[None]:
-        """Restore this thread's job group at the end, and close this process's Kafka readers of the group."""
-        # A session that is started for this runner alone has no job group to restore.
-        with nullcontext() if callable(self._session) else job_groups.kept(self._session):
-            try:
-                yield
-            finally:
-                close_kept(self._job.group)
+    def _readers(self) -> Iterator[None]:
+        """Close this process's Kafka readers of the group at the end."""
+        try:
+            yield
+        finally:
+            close_kept(self._job.group)
 
 
 def _until(

@@ -339,10 +339,8 @@ def _for_batch(rows: DataFrame, group: str, batch: Batch) -> Iterator[None]:
     """Describe the batch's Spark jobs, which stay in the query's job group, and set _CONF; restore both at the end."""
     session = rows.sparkSession
     before = {name: str(session.conf.get(name)) for name in _CONF}
-    with job_groups.properties_kept(session, (job_groups.DESCRIPTION,)):
-        session.sparkContext.setLocalProperty(
-            job_groups.DESCRIPTION, f"{job_groups.name(group)}: batch {batch.batch_id} of query {batch.query_id}"
-        )
+    shown = f"{job_groups.name(group)}: batch {batch.batch_id} of query {batch.query_id}"
+    with job_groups.described_as(session, shown):
         for name in _CONF:
             session.conf.set(name, REQUIRED_CONF[name])
         try:

@@ -1,7 +1,4 @@
-"""How a consumer appears in Spark's UI: its Spark jobs are one job group, and each round has a description.
-
-A job group belongs to a thread, so the group of a thread that runs a consumer is restored afterwards.
-"""
+"""How a consumer appears in Spark's UI: its Spark jobs are one job group, and each round has a description."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from outbox.consumer.model import Partition, Range
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-DESCRIPTION: Final = "spark.job.description"
-_PROPERTIES: Final = ("spark.jobGroup.id", DESCRIPTION, "spark.job.interruptOnCancel")
+_DESCRIPTION: Final = "spark.job.description"
 _SHOWN: Final = 4
 
 
@@ -25,27 +21,19 @@ def name(group: str) -> str:
 
 
 @contextmanager
-def kept(session: SparkSession) -> Iterator[None]:
-    """Restore this thread's job group and description at the end."""
-    with properties_kept(session, _PROPERTIES):
-        yield
-
-
-@contextmanager
-def properties_kept(session: SparkSession, names: tuple[str, ...]) -> Iterator[None]:
-    """Restore these local properties of this thread at the end."""
+def described_as(session: SparkSession, description: str) -> Iterator[None]:
+    """Describe this thread's Spark jobs, and restore its description at the end."""
     from py4j.protocol import Py4JError
 
     context = session.sparkContext
-    before = {name: context.getLocalProperty(name) for name in names}
+    before = context.getLocalProperty(_DESCRIPTION)
+    context.setLocalProperty(_DESCRIPTION, description)
     try:
         yield
     finally:
         # The JVM may be gone: then there is nothing to restore, and the error that ended the consumer must be raised.
         with suppress(Py4JError, OSError):
-            for property_, value in before.items():
-                # None removes the property.
-                context.setLocalProperty(property_, value)  # type: ignore[arg-type]
+            context.setLocalProperty(_DESCRIPTION, before)  # type: ignore[arg-type]  # None removes it
 
 
 def show(session: SparkSession, group: str, description: str) -> None:

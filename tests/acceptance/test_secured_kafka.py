@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 import psycopg
@@ -29,7 +28,6 @@ from relay.failpoints import VARIABLE
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
-from spark_jobs.spark import job_groups
 
 BATCH = 50
 
@@ -119,15 +117,14 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
         admin.delete_acls([everything])[everything].result()
 
 
-def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch):
+def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured):
     """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
     kafka = secured.options | {"sasl.password": "incorrect"}
     reports: list[str] = []
     with Topics(secured.plain) as topics:
         topic = topics.create_topic(topics.name("refused"), 1)
         job = ConsumerJob("refused", (topic,), schema="n int", effect="SELECT")
-        # The job ends before Spark is asked for anything, but for its job group.
-        monkeypatch.setattr(job_groups, "kept", lambda _: nullcontext())
+        # The job ends before Spark is asked for anything.
         runner = Runner(
             None, job, Options(outbox_postgres.url, kafka, refused_seconds=2.0), lambda text, _: reports.append(text)
         )

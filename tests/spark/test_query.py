@@ -177,10 +177,6 @@ def test_views_and_settings_of_the_users_session(bench, start):
         assert seen(bench) == [10, 20]
         assert spark.conf.get("spark.sql.session.timeZone") == "America/New_York"
         assert context.getLocalProperty("spark.jobGroup.id") == "mine"
-        # Without a thread of its own, as on a cluster's notebook with Runner: given back as well.
-        bench.once(job(bench, "other"), driver_records=0)
-        names = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
-        assert [context.getLocalProperty(name) for name in names] == ["mine", "my work", "false"]
     finally:
         for name in ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel"):
             context.setLocalProperty(name, None)

@@ -1,12 +1,11 @@
 """The driver of a consumer group, without Spark, on real Kafka and Postgres.
 
 As long as a round finds nothing to read or halts, it never touches its Spark session; ``Driver.read`` steps over what
-there is to read, as the driver does where nothing is to be applied. ``without_spark`` works where it is imported.
+there is to read, as the driver does where nothing is to be applied.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import psycopg
@@ -24,7 +23,6 @@ from spark_jobs.driver.options import Options
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
-from spark_jobs.spark import job_groups
 
 GROUP = "billing"
 
@@ -133,12 +131,6 @@ class Driver:
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.topics.bootstrap_servers,
         }
         return CliRunner().invoke(app, ["offsets", *arguments], env=environment)
-
-
-@pytest.fixture(autouse=True)
-def without_spark(monkeypatch) -> None:
-    """These drivers plan, and have no session of Spark's whose job group they could set."""
-    monkeypatch.setattr(job_groups, "kept", lambda _: contextlib.nullcontext())
 
 
 @pytest.fixture

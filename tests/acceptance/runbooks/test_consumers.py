@@ -21,7 +21,7 @@ import pytest
 from alerting import Samples, collected, firing
 from consumer_group import event_id
 from external_support import payments, provider, sink
-from offsets_driver import GROUP, Driver, driver, without_spark
+from offsets_driver import GROUP, Driver, driver
 from prometheus_client import CollectorRegistry
 from proxy import TcpProxy
 from runbook_support import change, every_step_was_taken, forgotten, of
@@ -43,7 +43,7 @@ from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
 from spark_jobs.task.feed import rejected_from
 
-__all__ = ["driver", "provider", "sink", "without_spark"]
+__all__ = ["driver", "provider", "sink"]
 
 
 class Consumer:

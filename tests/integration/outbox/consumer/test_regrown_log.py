@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from inbox_support import Log
-from offsets_driver import GROUP, Driver, without_spark
+from offsets_driver import GROUP, Driver
 
 from outbox.consumer.errors import DataLost
 from outbox.inbox.errors import PositionLost
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-
-__all__ = ["without_spark"]
 
 
 class Broker:

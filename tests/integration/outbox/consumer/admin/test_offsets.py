@@ -7,7 +7,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
-from offsets_driver import GROUP, Driver, driver, without_spark
+from offsets_driver import GROUP, Driver, driver
 from support import wait_until
 
 from outbox.consumer.errors import DataLost, TopicRecreated
@@ -15,7 +15,7 @@ from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
 from outbox.errors import NotFound, OperationRefused
 
-__all__ = ["driver", "without_spark"]
+__all__ = ["driver"]
 
 
 def test_retention_that_was_faster_is_recorded_once_grows_and_is_accepted(driver):

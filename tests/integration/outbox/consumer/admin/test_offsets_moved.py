@@ -9,7 +9,7 @@ import time
 import orjson
 import psycopg
 import pytest
-from offsets_driver import GROUP, driver, without_spark
+from offsets_driver import GROUP, driver
 from support import wait_until
 from typer.testing import CliRunner
 
@@ -21,7 +21,7 @@ from outbox.errors import NotFound, OperationRefused, SchemaError
 from relay.cli.app import app
 from spark_jobs.driver.round_context import OffsetRanges, RoundState
 
-__all__ = ["driver", "without_spark"]
+__all__ = ["driver"]
 
 
 @pytest.mark.parametrize(
