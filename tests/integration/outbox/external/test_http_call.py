@@ -1,0 +1,270 @@
+"""The ready HTTP client against a real server: what each kind of answer, and of silence, is taken for."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import socket
+import ssl
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from provider import Provider
+
+from outbox.consumer.errors import JobError
+from outbox.external import Call, Done, OutcomeUnknown, Refused, TryLater
+from outbox.external.http_call import HttpAsk, HttpCall, _retry_after
+from outbox.sandbox._process import patience
+
+
+@pytest.fixture
+def provider(tmp_path):
+    with Provider(tmp_path / "book.sqlite") as started:
+        yield started
+
+
+def call(order: str, timeout: float = 20.0) -> Call:
+    key = str(uuid.uuid5(uuid.NAMESPACE_OID, order))
+    return Call(key, key, uuid.UUID(key), {"order": order}, 1, timeout, "t", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "text", "retry_after"),
+    [
+        ("refuse", Refused, "HTTP 402", None),
+        ("404", Refused, "HTTP 404", None),
+        ("401:3", TryLater, "HTTP 401", 3.0),
+        ("429:7", TryLater, "HTTP 429", 7.0),
+        ("425", TryLater, "HTTP 425", None),
+        ("307", TryLater, "HTTP 307", None),
+        ("409:1", OutcomeUnknown, "HTTP 409", 1.0),
+        ("503:soon", OutcomeUnknown, "HTTP 503", None),
+        ("drop", OutcomeUnknown, "no answer", None),
+        ("done-half", OutcomeUnknown, "ended after|IncompleteRead", None),
+    ],
+)
+def test_what_an_answer_is_taken_for(provider, order, kind, text, retry_after):
+    provider.tell("o", order)
+    with pytest.raises(kind, match=text) as caught:
+        HttpCall(f"{provider.url}/charges")(call("o"))
+    assert getattr(caught.value, "retry_after", None) == retry_after
+    assert HttpCall(f"{provider.url}/charges")(call("o")) == {"charge": 1}
+
+
+@pytest.mark.parametrize("order", ["stall", "trickle"])
+def test_the_whole_request_keeps_its_time(provider, order):
+    """However the server spins it out: a byte now and then does not count as an answer."""
+    provider.tell("o", order)
+    began = time.monotonic()
+    with pytest.raises(OutcomeUnknown):
+        HttpCall(f"{provider.url}/charges")(call("o", timeout=0.5))
+    assert 0.5 <= time.monotonic() - began < 15 * patience()
+
+
+def test_what_was_never_sent_did_not_happen(provider):
+    with socket.socket() as silent:
+        # Bound, so that nobody else gets the port; and not listening.
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        for url in (nobody, provider.url.replace("http", "https")):
+            with pytest.raises(TryLater, match="nothing was sent"):
+                HttpCall(url)(call("o"))
+
+    def broken(_: Call) -> Any:
+        raise KeyError("customer")
+
+    for client in (
+        HttpCall(f"{provider.url}/charges", broken),
+        HttpCall(f"{provider.url}/charges", lambda _: object()),
+        HttpCall(lambda _: "ftp://x", hosts=["x"]),
+    ):
+        with pytest.raises(TryLater, match="can't be made"):
+            client(call("o"))
+    assert provider.requests() == []
+
+
+def test_keys_headers_and_urls_are_what_was_declared(provider):
+    client = HttpCall(
+        lambda one: f"{provider.url}/charges?for={one.request['order']}",
+        headers=lambda: {"Idempotency-Key": "mine"},
+        hosts=["127.0.0.1"],
+    )
+    assert client(call("o")) == {"charge": 1}
+    assert provider.requests()[0][1:3] == ("/charges?for=o", call("o").key)
+    ask = HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}", hosts=["127.0.0.1"])
+    assert ask(call("o")) == Done({"charge": 1})
+    assert ask(call("other")) is None
+    assert replace(ask, found=lambda _: False)(call("o")) is None
+    provider.tell("cancel o", "404", "404")
+    cancelling = {"url": f"{provider.url}/cancel", "body": lambda one: {"order": "o", "key": one.call_key}}
+    with pytest.raises(Refused):
+        HttpCall(**cancelling)(call("o"))
+    assert HttpCall(**cancelling, gone_is_done=True)(call("o")) == {"error": "not now"}
+    for url in ("provider.example", "http://user:secret@provider.example/", "http://x:y/", "file:///etc"):
+        with pytest.raises(JobError, match="url") as caught:
+            HttpCall(url)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_message_does_not_choose_the_host(provider):
+    def charge(one: Call) -> str:
+        return str(one.request["order"])
+
+    port = provider.url.rpartition(":")[2]
+    for hosts in (["127.0.0.1"], [f"127.0.0.1:{port}"], ["other.example", "127.0.0.1"]):
+        assert HttpCall(charge, hosts=hosts)(call(f"{provider.url}/charges")) == {"charge": 1}
+    made = len(provider.requests())
+    for hosts, url in (
+        (["api.example"], f"{provider.url}/charges"),
+        (["127.0.0.1:1"], f"{provider.url}/charges"),
+        (["127.0.0.1"], f"http://localhost:{port}/charges"),
+        (["127.0.0.1"], f"http://127.0.0.1@localhost:{port}/charges"),
+        (["127.0.0.1"], f"http://127.0.0.1.example:{port}/charges"),
+        (["127.0.0.1"], "file:///etc/passwd"),
+    ):
+        for one in (HttpCall(charge, hosts=hosts), HttpAsk(charge, hosts=hosts)):
+            with pytest.raises(TryLater, match="nothing was sent"):
+                one(call(url))
+    assert len(provider.requests()) == made
+    for wrong in ((), "127.0.0.1", ["http://127.0.0.1"], ["127.0.0.1/x"], ["u@127.0.0.1"], [""]):
+        with pytest.raises(JobError, match="hosts"):
+            HttpCall(charge, hosts=wrong)
+        with pytest.raises(JobError, match="hosts"):
+            HttpAsk(charge, hosts=wrong)
+
+
+def test_retry_after_as_a_date_is_measured_by_the_servers_clock():
+    def headers(**values: str) -> Any:
+        message = email.message.Message()
+        for name, value in values.items():
+            message[name.replace("_", "-")] = value
+        return message
+
+    now = email.utils.formatdate(1_000_000_000, usegmt=True)
+    later = email.utils.formatdate(1_000_000_090, usegmt=True)
+    assert _retry_after(headers(Date=now, Retry_After=later)) == 90.0
+    assert _retry_after(headers(Date=later, Retry_After=now)) == 0.0
+    assert _retry_after(headers(Retry_After="-5")) is None
+    assert _retry_after(headers(Retry_After="Wed, 99 Foo")) is None
+    assert _retry_after(headers()) is None
+
+
+@pytest.fixture
+def silent() -> Iterator[Callable[[str], int]]:
+    """Return a function that makes an address not answer a SYN, as behind a firewall, and returns its port."""
+    with contextlib.ExitStack() as sockets:
+
+        def start(host: str) -> int:
+            listening = sockets.enter_context(socket.socket())
+            listening.bind((host, 0))
+            listening.listen(0)
+            port: int = listening.getsockname()[1]
+            # The queue takes one more than its length; the kernel drops what comes then.
+            for _ in range(3):
+                waiting = sockets.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex((host, port))
+            return port
+
+        yield start
+
+
+def lead_to(
+    monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int], lacking: int = 0, seconds: float = 0.0
+) -> None:
+    """Make a name have these addresses, after some of a family that the kernel lacks; to find them takes a while."""
+    families = [1_000] * lacking + [int(socket.AF_INET)] * len(addresses)
+    places = [("", 0)] * lacking + list(addresses)
+    found = [(family, socket.SOCK_STREAM, 6, "", place) for family, place in zip(families, places, strict=True)]
+    resolve = socket.getaddrinfo
+
+    def lookup(host: str, *rest: Any, **more: Any) -> Any:
+        if host != "p.example":
+            return resolve(host, *rest, **more)
+        threading.Event().wait(seconds)
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+
+def port_of(provider: Provider) -> int:
+    return int(provider.url.rpartition(":")[2])
+
+
+def test_connecting_counts_too(silent, monkeypatch):
+    """To several addresses, of which the last answers no TLS."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        lead_to(monkeypatch, *(("127.0.0.1", silent("127.0.0.1")) for _ in range(4)), mute.getsockname())
+        for url in ("https://p.example/", "https://p.example:444/"):
+            began = time.monotonic()
+            with pytest.raises(TryLater, match="nothing was sent"):
+                HttpCall(url)(call("o", timeout=1.0))
+            assert 0.9 <= time.monotonic() - began < 3.0
+
+
+def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(provider, silent, monkeypatch):
+    lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", port_of(provider)))
+    assert HttpCall("http://p.example/charges")(call("o", timeout=6.0)) == {"charge": 1}
+
+
+def test_an_address_whose_family_the_kernel_lacks_is_passed_over(provider, monkeypatch):
+    lead_to(monkeypatch, ("127.0.0.1", port_of(provider)), lacking=2)
+    assert HttpCall("http://p.example/charges")(call("o")) == {"charge": 1}
+
+
+def test_if_no_address_answers_the_first_ones_error_is_shown(silent, monkeypatch):
+    with socket.socket() as bound:
+        # Not listening.
+        bound.bind(("127.0.0.1", 0))
+        lead_to(monkeypatch, bound.getsockname(), ("127.0.0.1", silent("127.0.0.1")))
+        with pytest.raises(TryLater, match=r"nothing was sent.*refused"):
+            HttpCall("http://p.example/charges")(call("o", timeout=0.5))
+
+
+class SlowHandshake(ssl.SSLContext):
+    """A handshake that ends, but not in time."""
+
+    def wrap_socket(self, sock: socket.socket, *_: Any, **__: Any) -> Any:
+        threading.Event().wait(0.6)
+        return sock
+
+
+@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.6), ("https", 0.0)])
+def test_when_the_time_is_over_before_the_request_nothing_is_sent(monkeypatch, scheme, seconds):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        lead_to(monkeypatch, server.getsockname(), seconds=seconds)
+        tls = SlowHandshake(ssl.PROTOCOL_TLS_CLIENT) if scheme == "https" else None
+        with pytest.raises(TryLater, match=r"nothing was sent.*time is over"):
+            HttpCall(f"{scheme}://p.example/", tls=tls)(call("o", timeout=0.5))
+        server.settimeout(0.0 if tls is None else 30.0)
+        if tls is None:
+            with pytest.raises(BlockingIOError):
+                server.accept()
+        else:
+            with server.accept()[0] as connection:
+                assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(("scheme", "port"), [("http", 80), ("https", 443)])
+def test_the_end_of_an_ipv6_address_is_not_its_port(monkeypatch, scheme, port):
+    asked: list[tuple[Any, ...]] = []
+
+    def lookup(*place: Any, **_: Any) -> Any:
+        asked.append(place)
+        raise socket.gaierror("none here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    for address in ("2001:db8::5", "2001:db8::ab"):
+        for end, expected in (("", port), (":8443", 8443)):
+            with pytest.raises(TryLater, match=r"nothing was sent.*none here"):
+                HttpCall(f"{scheme}://[{address}]{end}/charges")(call("o"))
+            assert asked.pop() == (address, expected)
