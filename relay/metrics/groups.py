@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
@@ -21,6 +22,7 @@ from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
+from outbox.errors import SchemaError
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
 
 MOST: Final = 100
@@ -36,6 +38,8 @@ _CONNECT_SECONDS: Final = 5
 _MOVING_SECONDS: Final = 30.0
 # How old the first waiting message of a partition is, where this relay has not seen it come: at least so old.
 _AGES: Final = (60.0, 300.0, 900.0, 3_600.0, 21_600.0, 86_400.0, 604_800.0)
+
+log = structlog.get_logger("relay")
 
 _Position = tuple[str, str, int, int]
 """A group, a topic, a partition, and the next offset to apply."""
@@ -120,6 +124,7 @@ class GroupWatch:
         self._required = required
         self._since: dict[_Position, dt.datetime] = {}
         self._found: GroupLags | None = None
+        self._said = False
         self._looked = self._rest_until = 0.0
         registry.register(self)
 
@@ -135,6 +140,13 @@ class GroupWatch:
             self._found = self._read()
         except ConsumerUnavailable as error:
             raise DatabaseUnavailable(str(error)) from error
+        except SchemaError as error:
+            if self._required:
+                raise
+            # Consumers in the outbox's own database are shown if the relay's role may read their tables.
+            if not self._said:
+                log.info("consumer groups are not shown", error=str(error))
+            self._found, self._said = None, True
         self._looked = time.monotonic()
         self._rest_until = self._looked + _REST * (self._looked - began)
 

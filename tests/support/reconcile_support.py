@@ -9,7 +9,6 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import nursery
@@ -17,6 +16,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 from raw_kafka import UNVERIFIED, HangingTransaction
+from support import IMPATIENT
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
@@ -141,7 +141,7 @@ class Hanging(Outbox):
     topic.
     """
 
-    program = (str(Path(__file__).with_name("impatient.py")),)
+    program = IMPATIENT
 
     def __init__(self, database, kafka: Topics) -> None:
         super().__init__(database, kafka, 2)

@@ -13,7 +13,8 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Final, Self
 from uuid import UUID
 
 import psutil
@@ -28,6 +29,9 @@ from outbox.consumer import connections
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayProcess
 from relay.wal.lane_hash import lane_of
+
+IMPATIENT: Final = (str(Path(__file__).with_name("impatient.py")),)
+"""The ``program`` of a relay with less patience."""
 
 
 @pytest.fixture

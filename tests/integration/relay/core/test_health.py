@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from shown import LEASE, Shown
-from support import logged, order, wait_until
+from support import IMPATIENT, logged, order, wait_until
 from wal_support import wal
 
 from outbox.sandbox._ports import free_ports
@@ -17,7 +16,6 @@ from outbox.testing.fixtures import RelayProcess
 
 __all__ = ["order", "wal"]
 
-IMPATIENT = (str(Path(__file__).parents[3] / "support" / "impatient.py"),)
 STANDING = 3
 """After how many seconds a wait is an error there."""
 

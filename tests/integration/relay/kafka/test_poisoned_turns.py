@@ -61,9 +61,9 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source
     assert spent["producers"] <= spent["refused"] + 2 * spent["unusable"]
 
 
-@pytest.mark.parametrize("source", ["polling", "wal"])
-def test_at_least_once_publishes_all_others_in_order(outboxed, source):
-    settings = outboxed.settings("at-least-once", source=source)
+def test_at_least_once_publishes_all_others_in_order(outboxed):
+    """From the WAL; by polling: acceptance/test_failures.py."""
+    settings = outboxed.settings("at-least-once", source="wal")
     with relaying(settings):
         outboxed.write(2000)
         outboxed.write_all()
@@ -75,9 +75,9 @@ def test_at_least_once_publishes_all_others_in_order(outboxed, source):
     assert outboxed.others().keys() == ONCE.keys()
 
 
-@pytest.mark.parametrize("source", ["polling", "wal"])
-def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(outboxed, source):
-    settings = outboxed.settings("exactly-once", source=source, on_failure="block")
+def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(outboxed):
+    """From the WAL; by polling: acceptance/test_failures.py."""
+    settings = outboxed.settings("exactly-once", source="wal", on_failure="block")
     with relaying(settings):
         outboxed.write(2000)
         outboxed.write_all()

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 from alerting import firing, scraped
 from psycopg.types.json import Jsonb
-from support import wait_until
+from support import IMPATIENT, wait_until
 
 from outbox.event import DEAD_LETTER
 from outbox.sandbox._ports import free_ports
@@ -173,6 +173,7 @@ def test_a_topic_that_stands_still_beside_a_paused_one_is_an_alert(outbox_postgr
         waiting.add("Order", 5_000, 10)
         waiting.add("Bill", 100)
     outbox_relay(
+        program=IMPATIENT,
         relay__metrics_address=address,
         routes=json.dumps({"Order": {"topic": orders}, "Bill": {"topic": missing}}),
         create_topics=False,
