@@ -122,7 +122,7 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
         browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
         browser.open(link[0], timeout=30).close()
         with browser.open(link[0].partition("?")[0].partition("/enter")[0], timeout=30) as answer:
-            assert "Backlog" in answer.read().decode()
+            assert "<h1>Overview</h1>" in answer.read().decode()
 
 
 def test_what_containers_may_do():
