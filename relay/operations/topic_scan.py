@@ -127,7 +127,9 @@ def read(
             seen: list[Record] = []
             before = set(unread)
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
-                found = known[Partition(message.topic() or "", message.partition() or 0)]
+                named = Partition(message.topic() or "", message.partition() or 0)
+                # An error may be that of a topic, or of the client.
+                found = known.get(named, named)
                 error = message.error()
                 if error is None:
                     seen.append(make(found, message))
@@ -136,7 +138,7 @@ def read(
                     refused |= {one for one in unread if one.topic == found.topic}
                     unread -= refused
                     continue
-                unread -= {found} if _ends(message, ends[found]) else set()
+                unread -= {found} if _ends(message, ends.get(found)) else set()
             if done := before - unread:
                 # What follows is not wanted: a busy topic has no end.
                 consumer.pause([TopicPartition(found.topic, found.number) for found in done])
@@ -153,12 +155,11 @@ def read(
         consumer.close()
 
 
-def _ends(message: Message, end: int) -> bool:
-    """Return whether a partition has been read up to ``end``. Raises KafkaException."""
+def _ends(message: Message, end: int | None) -> bool:
+    """Return whether a partition has been read up to ``end``; None: it is an error of none. Raises KafkaException."""
     error, offset = message.error(), message.offset() or 0
-    if error is None:
-        return offset + 1 >= end
-    return is_end(error) and offset >= end
+    last = offset if error is None else offset - 1
+    return (error is None or is_end(error)) and end is not None and last + 1 >= end
 
 
 def _incomplete(unread: Collection[Partition], refused: Collection[Partition], seconds: float) -> Unavailable:
