@@ -27,15 +27,18 @@ _STRICT: Final = orjson.OPT_SORT_KEYS
 
 def write(path: Path, found: Audit, settings: Settings) -> str:
     """Write a certificate, and return the hash of its last line. Raises OperationRefused if there are differences."""
-    if found.count:
-        raise OperationRefused(f"no certificate was written: the audit found {found.count} differences")
+    if found.differs:
+        raise OperationRefused("no certificate was written: the audit found differences")
     lines = list(_lines(found, settings))
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return hashlib.sha256(lines[-1]).hexdigest()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Return a certificate's lines. Raises ConfigurationError for a file that is none, or that was changed."""
+def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], str]:
+    """Return a certificate's lines, and the hash of the last one, which must be ``digest`` if that is given.
+
+    Raises ConfigurationError for a file that is none, that has no window, or that was changed.
+    """
     try:
         raw = path.read_bytes().splitlines()
         lines = [orjson.loads(line) for line in raw]
@@ -46,27 +49,38 @@ def read(path: Path) -> list[dict[str, Any]]:
         if not isinstance(values, dict) or values.get("previous") != before:
             raise ConfigurationError(f"{path}: line {number} does not follow the line before it: the file was changed")
         before = hashlib.sha256(line).hexdigest()
-    if not lines or lines[0].get("format") != _FORMAT or lines[-1].get("windows") != len(lines) - 2:
+    if len(lines) < 3 or lines[0].get("format") != _FORMAT or lines[-1].get("windows") != len(lines) - 2:
         raise ConfigurationError(f"{path}: this is no certificate, or its end is missing")
-    return lines
+    if digest not in {None, before}:
+        raise ConfigurationError(f"{path}: its last line has the SHA-256 {before}, not {digest}: the file was changed")
+    return lines, before
 
 
-def differences(lines: list[dict[str, Any]], found: Audit) -> list[str]:
-    """Return in what an audit differs from a certificate's windows; nothing where Kafka has deleted records since."""
+def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], int]:
+    """Return in what an audit differs from a certificate's windows, and how many of these can be compared.
+
+    Not those of which Kafka or the archive has deleted something since, nor groups that are gone.
+    """
     now = {(one.window.topic, one.window.start.isoformat()): one for one in found.windows}
-    texts = []
+    texts, compared = [], 0
     for line in lines[1:-1]:
         one = now.get((line["topic"], line["start"]))
-        if one is None:
-            texts.append(f"{line['topic']} {line['start']}: nothing is there any more")
-        elif one.state != EXPIRED:
-            values = _window(one)
-            texts += [
-                f"{line['topic']} {line['start']}: {name} is {values.get(name)}, was {line[name]}"
-                for name in line
-                if name not in {"previous"} and values.get(name) != line[name]
+        if one is None or one.state == EXPIRED or (one.committed is None and line["committed"] is not None):
+            continue
+        compared += 1
+        values = _window(one)
+        pairs = [(name, line[name], values[name]) for name in ("committed", "kafka")]
+        for part in ("sums", "groups"):
+            pairs += [
+                (f"{part} of {name}", line[part][name], values[part][name])
+                for name in line[part].keys() & values[part].keys()
             ]
-    return texts
+        texts += [
+            f"{line['topic']} {line['start']}: {name} is {after}, was {before}"
+            for name, before, after in pairs
+            if before != after
+        ]
+    return texts, compared
 
 
 def _lines(found: Audit, settings: Settings) -> Iterator[bytes]:

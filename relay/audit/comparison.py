@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import secrets
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -15,9 +12,21 @@ from outbox._app.settings import client_options
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
+from outbox.errors import ConfigurationError
 from relay.audit import ledger
-from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Difference, GroupCount, WindowAudit
-from relay.audit.groups import Group, Groups
+from relay.audit.findings import (
+    DIFFERENT,
+    EQUAL,
+    EXPIRED,
+    OPEN,
+    Audit,
+    Difference,
+    GroupCount,
+    Scope,
+    WindowAudit,
+    parts,
+)
+from relay.audit.groups import Group, Groups, expected_of
 from relay.audit.sums import MODULUS, NOTHING, Sum, Window, hash_of, minute_of, minute_of_id, minute_start
 from relay.audit.tables import Archived, Committed, Misplaced, Tables, uuid_of
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
@@ -27,28 +36,10 @@ from relay.kafka.offsets import Partition
 from relay.operations.trace import topics_of
 from relay.parts import build_router
 
-_AT_ONCE: Final = 200_000
 _MOST_COMPARED: Final = 1_000_000
 _STATEMENT_SECONDS: Final = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What to audit.
-
-    since, until  events that were written from ``since`` on and before ``until``, in whole minutes.
-    topics        None for all topics to which this outbox's events go.
-    group         the only consumer group to look at; None for all.
-    partial       groups that leave events out on purpose: nothing is missing there.
-    key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
-    """
-
-    since: dt.datetime
-    until: dt.datetime
-    topics: Collection[str] | None = None
-    group: str | None = None
-    partial: Collection[str] = ()
-    key: bytes | None = None
+# How far the clocks of a writer and a relay may be apart.
+_CLOCKS_SECONDS: Final = 60
 
 
 def audit(settings: Settings, scope: Scope, sink_url: str | None = None) -> Audit:
@@ -108,10 +99,15 @@ class Comparison:
             self._now = minute_of(self._tables.now())
             waiting, dead, discarded = self._tables.waiting(), self._tables.dead(), self._tables.discarded()
             lowest = self._tables.lowest()
-            archived_before = self._tables.has_earlier()
-        topics = self._topic_names({*waiting, *dead}, {place.topic for place in lowest})
+            archived = self._tables.archived()
+        # Relays that keep no archive any more leave the old one.
+        off = self._settings.relay.archive_days == 0
+        self._archive = (
+            range(0) if archived is None else range(archived[0], archived[1] + 1 if off else self._minutes.stop)
+        )
+        self._own, topics = self._topic_names({*waiting, *dead}, {place.topic for place in lowest})
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
-        self._extents = self._topics.extents(self._audit.since, lowest)
+        self._extents = self._topics.extents(self._audit.since, lowest, complete=self._minutes.start in self._archive)
         self._missing_topics(topics)
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
@@ -120,7 +116,6 @@ class Comparison:
             committed, written, misplaced = archive.result()
         there = {*committed, *waiting, *dead, *discarded, *written}
         groups, applied = self._applied(topics)
-        self._archive_from = self._known_from(committed, before=archived_before)
         self._expired = self._lost_before(topics, first)
 
         ids, wholes = window_sums(cells)
@@ -130,7 +125,7 @@ class Comparison:
             parts = [found_in.get(window, NOTHING) for found_in in (waiting, dead, discarded)]
             one.waiting, one.dead, one.discarded = (part.events for part in parts)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
-            here = committed.get(window, Committed()) if window.minute >= self._archive_from else None
+            here = committed.get(window, Committed()) if self._archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
                 one.committed = sum((part.events for part in parts), here.ids.events)
@@ -139,7 +134,7 @@ class Comparison:
                 one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
                 if all_of_it != sum(parts, published):
                     one.state = DIFFERENT
-            if window.minute * 60 < self._expired.get(window.topic, 0):
+            if self._lost(window):
                 one.state = EXPIRED
             elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
@@ -149,7 +144,11 @@ class Comparison:
         for one in found.values():
             if one.state == EQUAL and self._under_way(one):
                 one.state = OPEN
-        self._audit.windows = list(found.values())
+        self._audit.windows = [
+            found[window]
+            for window in sorted(found, key=lambda one: (one.minute, one.topic))
+            if not found[window].empty
+        ]
         self._say_what_was_left_out(groups)
         return self._audit
 
@@ -160,17 +159,24 @@ class Comparison:
             written = self._tables.ledger() if self._ledger else {}
             return self._tables.committed(ids=self._ledger), written, self._tables.misplaced()
 
-    def _topic_names(self, windows: Collection[Window], archived: Collection[str]) -> set[str]:
-        """Return the topics to read: those named, or all to which events of this outbox go."""
+    def _topic_names(self, windows: Collection[Window], archived: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the topics to which events of this outbox go, and those to read: of another outbox they may be too."""
         if self._scope.topics is not None:
-            return set(self._scope.topics)
+            return set(self._scope.topics), set(self._scope.topics)
         topics = {window.topic for window in windows} | set(archived)
         topics |= {route.topic for route in (self._settings.routes or {}).values()}
+        read = set(topics)
         if self._groups is not None:
             with self._groups.snapshot():
-                read = {topic for group in self._groups.groups(None) for topic in group.topics}
-            topics |= {topic for topic in read if self._router.may_write(topic)}
-        return topics or set(topics_of(self._options, self._router.may_write))
+                found = self._groups.groups(None)
+            if self._scope.group is not None and not found:
+                raise ConfigurationError(f"--group {self._scope.group}: there is no such group with positions")
+            read |= {topic for group in found for topic in group.topics if self._router.may_write(topic)}
+        elif self._scope.group is not None:
+            raise ConfigurationError(f"--group {self._scope.group}: there are no tables of consumers")
+        else:
+            self._audit.notes.append("there are no tables of consumers here: give --sink-url if they are elsewhere")
+        return topics, read or set(topics_of(self._options, self._router.may_write))
 
     def _applied(self, topics: Collection[str]) -> tuple[list[Group], dict[tuple[str, int], Sum]]:
         if self._groups is None:
@@ -191,18 +197,16 @@ class Comparison:
             there |= {Window(min(group.topics), minute) for minute in minutes}
         return sorted(there, key=lambda one: (one.minute, one.topic))
 
-    def _known_from(self, committed: Mapping[Window, Committed], *, before: bool) -> int:
-        """Return the first minute for which the archive is known to have been on."""
-        if before:
-            return self._minutes.start
-        return min((window.minute for window in committed), default=self._minutes.stop)
+    def _archived(self, window: Window) -> bool:
+        """Return whether the archive has all events of a window that were published."""
+        return window.minute in self._archive and window.topic in self._own
 
     def _lost_before(self, topics: Collection[str], first: Mapping[Partition, int]) -> dict[str, float]:
         """Return for each topic that may have lost records the time, in seconds, before which it may have."""
         expired: dict[str, float] = {}
         for place, extent in self._extents.items():
             if extent.cut:
-                begins = first[place] / 1000 if place in first else float("inf")
+                begins = first[place] / 1000 + _CLOCKS_SECONDS if place in first else float("inf")
                 expired[place.topic] = max(expired.get(place.topic, 0.0), begins)
         admin = KafkaAdmin(self._options)
         for topic in {place.topic for place in self._extents} & set(topics):
@@ -213,6 +217,10 @@ class Comparison:
                 )
         return expired
 
+    def _lost(self, window: Window) -> bool:
+        """Return whether Kafka may have deleted records of a window."""
+        return window.minute * 60 < self._expired.get(window.topic, 0)
+
     def _missing_topics(self, topics: Collection[str]) -> None:
         for topic in sorted(set(topics) - {place.topic for place in self._extents}):
             self._audit.notes.append(f"topic {topic} does not exist, or these credentials may not DESCRIBE it")
@@ -221,11 +229,12 @@ class Comparison:
         notes = self._audit.notes
         if any(window.committed is None for window in self._audit.windows):
             until = ""
-            if self._archive_from < self._minutes.stop:
-                until = f" before {minute_start(self._archive_from):%Y-%m-%d %H:%M}"
+            if self._archive:
+                first, end = minute_start(self._archive.start), minute_start(self._archive.stop)
+                until = f" besides {first:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
             notes.append(
                 f"the archive has no events{until}: what was committed is not known there; set "
-                "OUTBOX_RELAY__ARCHIVE_DAYS on relays, or `outbox db ledger on`"
+                "OUTBOX_RELAY__ARCHIVE_DAYS on relays and here, or `outbox db ledger on`"
             )
         for group in groups:
             if not group.remembers:
@@ -247,37 +256,32 @@ class Comparison:
     ) -> None:
         """Compare the sums of the groups; windows in which they differ are compared one by one."""
         for group in groups:
-            expected: dict[int, Sum] = {}
-            waiting: dict[Window, int] = {}
-            unsure: set[int] = set()
-            for (place, minute), cell in cells.items():
-                if place.topic not in group.topics:
-                    continue
-                position = group.positions.get(place, 0)
-                if cell.first >= position:
-                    window = Window(place.topic, minute)
-                    waiting[window] = waiting.get(window, 0) + cell.count
-                else:
-                    expected[minute] = expected.get(minute, NOTHING) + Sum(cell.count, cell.ids)
-                    if cell.last >= position or cell.untimed:
-                        unsure.add(minute)
+            expected, waiting, unsure = expected_of(group, cells)
+            totals: dict[int, Sum] = {}
+            for window, of_window in expected.items():
+                totals[window.minute] = totals.get(window.minute, NOTHING) + of_window
             for window, one in found.items():
                 if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
                     continue
                 here = applied.get((group.name, window.minute), NOTHING)
                 count = one.groups[group.name] = GroupCount(None, waiting.get(window, 0))
                 if group.remembers:
-                    count.applied, count.hashes = here.events, here.hashes
-                    if here != expected.get(window.minute, NOTHING) or window.minute in unsure:
+                    mine = expected.get(window, NOTHING)
+                    count.applied, count.hashes = mine.events, mine.hashes
+                    if here != totals.get(window.minute, NOTHING) or window.minute in unsure:
                         one.state = DIFFERENT
 
     # -- one by one
 
-    def _one_by_one(self, found: Mapping[Window, WindowAudit]) -> None:
+    def _one_by_one(self, found: dict[Window, WindowAudit]) -> None:
         compared = 0
-        for minutes in list(_parts(found)):
-            wanted = set(minutes)
-            windows = [window for window in found if window.minute in wanted]
+        topics = sorted({place.topic for place in self._extents})
+        for minutes in list(parts(found)):
+            # All topics of a minute: an event of another one may have come meanwhile.
+            windows = [Window(topic, minute) for minute in minutes for topic in topics]
+            for window in windows:
+                state = EXPIRED if self._lost(window) else EQUAL
+                found.setdefault(window, WindowAudit(window, None, 0, state=state))
             count = sum(found[window].kafka for window in windows)
             if compared and compared + count > _MOST_COMPARED:
                 self._audit.notes.append(
@@ -308,13 +312,15 @@ class Comparison:
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
             known = set(archived[window]).union(*(ids[window] for ids in left))
             self._name_repeats(one, records)
-            if window.minute >= self._archive_from:
+            if self._archived(window):
                 one.committed = len(known)
                 self._compare_archive(one, archived[window], records, late[window], ends, hidden)
                 self._name_unknown(one, records, known)
             else:
                 known |= records.keys() | late[window].keys()
-            if window.minute >= self._ledger_from:
+            # Without an archive, what is between the outbox and its readers may be under way.
+            whole = self._archived(window) or not (one.waiting or window.topic in hidden)
+            if window.minute >= self._ledger_from and whole:
                 self._compare_ledger(one, written.get(window, NOTHING), known)
         for group, applied, excused in taken:
             self._compare_group(found, windows, group, applied, excused, on_kafka, late)
@@ -340,10 +346,8 @@ class Comparison:
         # Of a minute that is not over, the readings differ by what is written meanwhile.
         if found == written or one.window.minute >= self._now:
             return
-        where = (
-            "in the outbox or its archive" if one.window.minute >= self._archive_from else "in the outbox or on Kafka"
-        )
-        text = f"{written.events} events were written, and {found.events} are {where}"
+        where = "its archive" if self._archived(one.window) else "on Kafka"
+        text = f"{written.events} events were written, and {found.events} are in the outbox or {where}"
         self._differ(one, "missing" if written.events >= found.events else "unknown", None, text)
 
     def _compare_archive(
@@ -426,12 +430,13 @@ class Comparison:
                         "missing",
                         event_id,
                         f"the group is beyond partition {record.place.number} offset {record.offset}, and has no id "
-                        f"and no dead letter of it. If its job leaves events out, give --partial {group.name}",
+                        f"and no dead letter of it. If its job leaves events out, give --partial {group.name}; events "
+                        "from before the group's beginning are missing too",
                         group.name,
                     )
         if not mine or not group.remembers or not self._reads_only_ours(group):
             return
-        known = set(chain.from_iterable(chain(on_kafka.values(), late.values())))
+        known = self._topics.copies.union(chain.from_iterable(chain(on_kafka.values(), late.values())))
         for event_id in applied - known:
             minute = minute_of_id(event_id)
             here = next((one for one in mine if minute is None or one.minute == minute), None)
@@ -444,7 +449,7 @@ class Comparison:
     def _reads_only_ours(self, group: Group) -> bool:
         """Return whether all that a group has applied must be among the audited events."""
         read = {place.topic for place in self._extents}
-        return group.topics <= read and not any(self._topics.others[topic] for topic in group.topics)
+        return group.reads <= read and not any(self._topics.others[topic] for topic in group.topics)
 
     def _order(self, misplaced: Sequence[Misplaced], found: Mapping[Window, WindowAudit]) -> None:
         """Name events that stand before an earlier one of their key, or outside of the partition of their key."""
@@ -481,18 +486,3 @@ class Comparison:
         one.state = DIFFERENT
         name = uuid_of(event_id) if isinstance(event_id, bytes) else event_id
         self._audit.add(Difference(kind, name, one.window.topic, one.window.start, text, group))
-
-
-def _parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:
-    """Yield the minutes in which sums differ, as many at once as may be kept in memory."""
-    counts: Counter[int] = Counter()
-    for window, one in found.items():
-        counts[window.minute] += max(one.kafka, one.committed or 0)
-    part: list[int] = []
-    for minute in sorted({window.minute for window, one in found.items() if one.state == DIFFERENT}):
-        if part and sum(counts[one] for one in part) + counts[minute] > _AT_ONCE:
-            yield part
-            part = []
-        part.append(minute)
-    if part:
-        yield part

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +12,8 @@ from relay.audit.sums import Window
 
 MOST_NAMED: Final = 1000
 """The most differences of one audit that are named; the others are counted."""
+
+AT_ONCE: Final = 200_000
 
 EQUAL: Final = "equal"
 DIFFERENT: Final = "different"
@@ -65,6 +69,12 @@ class WindowAudit:
     groups: dict[str, GroupCount] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def empty(self) -> bool:
+        """Return whether no reader has an event of it."""
+        counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded)
+        return not any(counts) and not any(one.applied for one in self.groups.values())
+
 
 @dataclass(slots=True)
 class Audit:
@@ -84,8 +94,47 @@ class Audit:
     count: int = 0
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def differs(self) -> bool:
+        """Return whether anything differs, named or not."""
+        return self.count > 0 or any(one.state == DIFFERENT for one in self.windows)
+
     def add(self, found: Difference) -> None:
         """Count a difference, and keep it if it is among the first."""
         self.count += 1
         if len(self.differences) < MOST_NAMED:
             self.differences.append(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What to audit.
+
+    since, until  events that were written from ``since`` on and before ``until``, in whole minutes.
+    topics        None for all topics to which this outbox's events go.
+    group         the only consumer group to look at; None for all.
+    partial       groups that leave events out on purpose: nothing is missing there.
+    key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
+    """
+
+    since: dt.datetime
+    until: dt.datetime
+    topics: Collection[str] | None = None
+    group: str | None = None
+    partial: Collection[str] = ()
+    key: bytes | None = None
+
+
+def parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:
+    """Yield the minutes in which sums differ, as many at once as may be kept in memory."""
+    counts: Counter[int] = Counter()
+    for window, one in found.items():
+        counts[window.minute] += max(one.kafka, one.committed or 0)
+    part: list[int] = []
+    for minute in sorted({window.minute for window, one in found.items() if one.state == DIFFERENT}):
+        if part and sum(counts[one] for one in part) + counts[minute] > AT_ONCE:
+            yield part
+            part = []
+        part.append(minute)
+    if part:
+        yield part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, LiteralString
@@ -13,7 +13,8 @@ from psycopg import sql
 
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
-from relay.audit.sums import HAS_TIME, MINUTE, Sum, first_id, halves, minute_start, reduced, total
+from relay.audit.sums import HAS_TIME, MINUTE, NOTHING, Sum, Window, first_id, halves, minute_start, reduced, total
+from relay.audit.topics import Cell
 from relay.kafka.offsets import Partition
 from relay.settle.statements import STATEMENT_LIMIT
 
@@ -66,13 +67,15 @@ class Group:
 
     remembers         whether it keeps the ids of what it has applied; otherwise only its positions can be audited.
     forgotten_before  the ids of earlier days are no longer all there.
-    positions         the next offset of each partition.
+    positions         the next offset of each partition of audited topics.
+    reads             all topics that it reads.
     """
 
     name: str
     remembers: bool
     forgotten_before: dt.date | None
     positions: dict[Partition, int] = field(default_factory=dict)
+    reads: set[str] = field(default_factory=set)
 
     def forgot(self, minute: int) -> bool:
         """Return whether the ids of a minute may have been deleted."""
@@ -80,7 +83,7 @@ class Group:
 
     @property
     def topics(self) -> set[str]:
-        """Return the topics that it reads."""
+        """Return the audited topics that it reads."""
         return {place.topic for place in self.positions}
 
 
@@ -125,10 +128,11 @@ class Groups:
         """Return the groups that read one of the topics, with their positions there; None for all topics."""
         found: dict[str, Group] = {}
         for name, strategy, forgotten, topic, number, offset in self._rows(_GROUPS):
+            group = found.setdefault(name, Group(name, strategy in _REMEMBERS, forgotten))
+            group.reads.add(topic)
             if topics is None or topic in topics:
-                group = found.setdefault(name, Group(name, strategy in _REMEMBERS, forgotten))
                 group.positions[Partition(topic, number)] = offset
-        return list(found.values())
+        return [group for group in found.values() if group.positions]
 
     def sums(self, groups: Collection[Group]) -> dict[tuple[str, int], Sum]:
         """Return by group and minute the sum over the ids that it has applied, of those with a time."""
@@ -150,3 +154,27 @@ class Groups:
     def _rows(self, query: LiteralString, **values: Any) -> list[tuple[Any, ...]]:
         cursor = psycopg.Cursor(self._connection)
         return cursor.execute(statement(self._schema, query, **_PIECES), self._bound | values).fetchall()
+
+
+def expected_of(
+    group: Group, cells: Mapping[tuple[Partition, int], Cell]
+) -> tuple[dict[Window, Sum], dict[Window, int], set[int]]:
+    """Return by window what a group must have applied and how much it has not reached, and the minutes that are unsure.
+
+    Those in which its position is, and those with ids without a time, are to be compared one by one.
+    """
+    expected: dict[Window, Sum] = {}
+    waiting: dict[Window, int] = {}
+    unsure: set[int] = set()
+    for (place, minute), cell in cells.items():
+        if place.topic not in group.topics:
+            continue
+        position = group.positions.get(place, 0)
+        window = Window(place.topic, minute)
+        if cell.last >= position:
+            waiting[window] = waiting.get(window, 0) + cell.count
+        if cell.first < position:
+            expected[window] = expected.get(window, NOTHING) + Sum(cell.count, cell.ids)
+            if cell.last >= position or cell.untimed:
+                unsure.add(minute)
+    return expected, waiting, unsure

@@ -33,8 +33,16 @@ _EXISTS: Final = """
 SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
                 WHERE n.nspname = %s AND c.relname = 'ledger_state')"""
 
-_STATE: Final = """
-SELECT key, since, has_table_privilege({ledger_name}, 'SELECT') FROM {ledger_state}"""
+# Whether it is kept now, and whether this role may read it.
+_KEPT: Final = """
+SELECT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = {events_name}::regclass AND tgname = 'outbox_ledger'
+                                        AND tgenabled IN ('O', 'A'))
+   AND has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
+
+_STATE: Final = "SELECT key, since FROM {ledger_state}"
+
+_OWNER: Final = """
+SELECT relowner::regrole::text, relowner <> current_user::regrole FROM pg_class WHERE oid = {events_name}::regclass"""
 
 _TABLES: Final = (
     """
@@ -57,9 +65,11 @@ END"""
 _MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
             ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
 
-# Writers have no right on the ledger: the function runs with its owner's.
+# Writers have no right on the ledger: the function runs with its owner's. pg_temp, where a writer may create types, is
+# searched first unless it is named.
 _FUNCTION: Final = """
-CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog AS {body}"""
+CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+   SET search_path = pg_catalog, pg_temp AS {body}"""
 
 _ON: Final = (
     "REVOKE ALL ON FUNCTION {function}() FROM PUBLIC",
@@ -81,6 +91,8 @@ _OFF: Final = (
 )
 
 _OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
+
+_SINCE: Final = "UPDATE {ledger_state} SET since = greatest(since, now() - make_interval(days => %(days)s))"
 
 _ADD_UP: Final = """
 WITH many AS (
@@ -104,11 +116,18 @@ class LedgerState:
 
 
 def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | None:
-    """Return the ledger's state, or None if it is off. Raises Unavailable and SchemaError."""
+    """Return the ledger's state; None if it is off, disabled, or not to be read by this role.
+
+    Raises Unavailable and SchemaError.
+    """
+    names = _names(schema, connection)
     with unavailable_on_error("looking for the ledger"):
         if not _exists(connection, schema):
             return None
-        row = connection.execute(sql.SQL(_STATE).format(**_names(schema, connection))).fetchone()
+        kept = connection.execute(sql.SQL(_KEPT).format(**names)).fetchone()
+        if kept is None or not kept[0]:
+            return None
+        row = connection.execute(sql.SQL(_STATE).format(**names)).fetchone()
     return None if row is None else LedgerState(bytes(row[0]), row[1])
 
 
@@ -127,6 +146,12 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
             raise OperationRefused("the ledger is on already")
         for statement in (*_TABLES, _FUNCTION, *_ON):
             connection.execute(sql.SQL(statement).format(**names))
+        owner = connection.execute(sql.SQL(_OWNER).format(**names)).fetchone()
+        if owner is not None and owner[1]:
+            # Of whoever owns the events, also if a superuser turns it on: the function runs with its owner's rights.
+            for what in ("TABLE {ledger}", "TABLE {ledger_state}", "FUNCTION {function}()"):
+                change = sql.SQL(f"ALTER {what} OWNER TO ").format(**names) + sql.SQL(owner[0])
+                connection.execute(change)
         for (reader,) in connection.execute(sql.SQL(_READERS).format(**names)).fetchall():
             grant = sql.SQL("GRANT SELECT ON {ledger}, {ledger_state} TO ").format(**names) + sql.SQL(reader)
             connection.execute(grant)
@@ -154,6 +179,7 @@ def prune(connection: psycopg.Connection[Any], schema: str, days: int) -> bool:
         if not _exists(connection, schema):
             return False
         connection.execute(sql.SQL(_OLD).format(**names), {"days": max(days, _LEAST_DAYS)})
+        connection.execute(sql.SQL(_SINCE).format(**names), {"days": max(days, _LEAST_DAYS)})
         connection.execute(sql.SQL(_ADD_UP).format(**names))
     return True
 
@@ -165,11 +191,14 @@ def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:
 
 def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Composable]:
     ledger, published = sql.Identifier(schema, "ledger"), sql.Identifier(schema, "published")
+    state_table, events = sql.Identifier(schema, "ledger_state"), sql.Identifier(schema, "events")
     return names_of(schema) | {
         "ledger": ledger,
         "ledger_name": sql.Literal(ledger.as_string(connection)),
         "published_name": sql.Literal(published.as_string(connection)),
-        "ledger_state": sql.Identifier(schema, "ledger_state"),
+        "ledger_state": state_table,
+        "state_name": sql.Literal(state_table.as_string(connection)),
+        "events_name": sql.Literal(events.as_string(connection)),
         "function": sql.Identifier(schema, "count_in_ledger"),
         "trigger": sql.Identifier(_TRIGGER),
         "modulus": sql.SQL(str(MODULUS)),

@@ -21,6 +21,7 @@ from relay.audit.sums import (
     Window,
     first_id,
     halves,
+    minute_of,
     minute_start,
     reduced,
     total,
@@ -103,6 +104,8 @@ _NOW: Final = "SELECT clock_timestamp()"
 
 _EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
 
+_KEPT: Final = "SELECT min(published_at), max(published_at) FROM {published} WHERE published_at >= %(since)s"
+
 
 class Committed(NamedTuple):
     """What the archive has of one window.
@@ -183,9 +186,16 @@ class Tables:
             self._connection.execute(STATEMENT_LIMIT, (f"{self._seconds:g}s",))
             yield
 
-    def has_earlier(self) -> bool:
-        """Return whether the archive has events that were published before the range: it was on by then."""
-        return bool(self._rows(_EARLIER)[0][0])
+    def archived(self) -> tuple[int, int] | None:
+        """Return the first and the last minute since which, and up to which, the archive is known to have been on.
+
+        None if it has no events of the range, or later ones.
+        """
+        earlier, ((first, last),) = self._rows(_EARLIER)[0][0], self._rows(_KEPT)
+        if first is None:
+            return None
+        # In the minute of its first event it may have been on for a part.
+        return self._minutes.start if earlier else minute_of(first) + 1, minute_of(last)
 
     def now(self) -> dt.datetime:
         """Return the time by the database's clock."""

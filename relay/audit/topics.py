@@ -68,11 +68,15 @@ class Topics:
         self._offsets = Offsets(options)
         self.others: Counter[str] = Counter()
         """By topic, the records that are not of this outbox."""
+        self.copies: set[bytes] = set()
+        """The ids of replays, and of copies in dead-letter topics, that ``events`` has met."""
 
-    def extents(self, since: dt.datetime, at_most: Mapping[Partition, int]) -> dict[Partition, Extent]:
+    def extents(
+        self, since: dt.datetime, at_most: Mapping[Partition, int], *, complete: bool = False
+    ) -> dict[Partition, Extent]:
         """Return what to read of each partition that exists, to find all events written since a time.
 
-        at_most   offsets that must be included.
+        at_most   offsets that must be included. ``complete``: they are the lowest of all events of the range.
 
         Raises Unavailable.
         """
@@ -85,7 +89,8 @@ class Topics:
         for one in partitions:
             start = ends[one] if found[one] < 0 else found[one]
             start = max(min(start, at_most.get(one, start)), low[one])
-            extents[one] = Extent(start, max(ends[one], start), cut=start == low[one] > 0)
+            cut = start == low[one] > 0 and not (complete and at_most.get(one, start) >= start)
+            extents[one] = Extent(start, max(ends[one], start), cut)
         return extents
 
     def since(self, extents: Mapping[Partition, Extent]) -> tuple[dict[Partition, Extent], set[str]]:
@@ -137,7 +142,7 @@ class Topics:
         minutes = range(min(one.minute for one in windows), max(one.minute for one in windows) + 1)
 
         def add(place: Partition, message: Message) -> None:
-            event_id, minute, content = self._event(place, message, minutes)
+            event_id, minute, content = self._event(place, message, minutes, self.copies)
             if event_id is None or minute is None or (events := found.get(Window(place.topic, minute))) is None:
                 return
             record = OnKafka(place, message.offset() or 0, hash_of(b"", content()).to_bytes(16))
@@ -147,7 +152,7 @@ class Topics:
         return found
 
     def _event(
-        self, place: Partition, message: Message, minutes: range
+        self, place: Partition, message: Message, minutes: range, copies: set[bytes] | None = None
     ) -> tuple[bytes | None, int | None, Callable[[], bytes]]:
         """Return the id of this outbox's event, its minute if that is wanted, and what it says."""
         headers = headers_of(message)
@@ -159,6 +164,8 @@ class Topics:
             self.others[place.topic] += 1
             return None, None, bytes
         if REPLAY in headers or DEAD_LETTER in headers:
+            if copies is not None:
+                copies.add(event_id)
             return None, None, bytes
         minute = minute_of_id(event_id)
         if minute is None:

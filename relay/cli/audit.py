@@ -56,7 +56,8 @@ def audit(
     if context.invoked_subcommand is not None:
         return
     from relay.audit import certificate as certificates
-    from relay.audit.comparison import Scope, audit
+    from relay.audit.comparison import audit
+    from relay.audit.findings import Scope
 
     now = dt.datetime.now(dt.UTC)
     begin, end = as_utc(since) or now - _HOUR, as_utc(until) or now
@@ -71,7 +72,7 @@ def audit(
     if certificate is not None:
         digest = certificates.write(certificate, found, settings)
         say(f"{certificate}: written; the SHA-256 of its last line is {digest}", err=as_json)
-    if found.count:
+    if found.differs:
         raise typer.Exit(1)
 
 
@@ -79,27 +80,32 @@ def audit(
 @failing_clearly
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate of `outbox audit --certificate`.")],
+    sha256: Annotated[
+        str | None,
+        typer.Option("--sha256", help="The hash that was printed when it was written."),
+    ] = None,
     sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
 
-    Minutes of which Kafka has deleted records since are skipped.
+    Minutes of which Kafka or the archive has deleted something since are skipped.
     """
     from relay.audit import certificate as certificates
-    from relay.audit.comparison import Scope, audit
+    from relay.audit.comparison import audit
+    from relay.audit.findings import Scope
 
-    lines = certificates.read(file)
+    lines, digest = certificates.read(file, sha256)
     head = lines[0]
     since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
     scope = Scope(since, until, key=bytes.fromhex(head["key"]))
     found = audit(load(database_url=database_url), scope, sink_url)
-    texts = certificates.differences(lines, found)
+    texts, compared = certificates.differences(lines, found)
     for text in texts:
         say(text)
     if texts:
         raise typer.Exit(1)
-    say(f"{file}: {len(lines) - 2} windows, all as they were")
+    say(f"{file}: {compared} of {len(lines) - 2} windows can be compared, all as they were; SHA-256 {digest}")
 
 
 def _show(found: Audit) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import psycopg
 from confluent_kafka import Consumer as KafkaConsumer
@@ -12,6 +14,7 @@ from confluent_kafka import Producer, TopicPartition
 from inbox_support import FAST, Running
 from support import drained, look_up, order, write
 from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
 
 from outbox import Event
 from outbox.inbox import Consumer
@@ -34,9 +37,20 @@ class Pipeline:
         return {
             "OUTBOX_DATABASE_URL": self.database.url,
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
+            "OUTBOX_RELAY__ARCHIVE_DAYS": "1",
         }
 
-    def add(self, count: int = EVENTS, keys: int = 7, **values: Any) -> list[str]:
+    def kept_before(self) -> None:
+        """Give the archive an event from before the hour that is audited: it has been on since then."""
+        self.run(
+            "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
+            "published_at) SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at "
+            "FROM (SELECT now() - interval '2 hours' AS at) AS before"
+        )
+
+    def add(self, count: int = EVENTS, keys: int = 7, *, ago: int = 0) -> list[str]:
+        """Write events whose ids are of so many seconds ago, and return the ids."""
+        then = int(time.time() - ago) * 1000 << 80
         events = [
             Event(
                 self.kind,
@@ -44,7 +58,7 @@ class Pipeline:
                 "Placed",
                 {"n": number, "text": "Grüße"},
                 headers={"tenant": "ä", "trace": "x"} if number % 3 else {},
-                **values,
+                event_id=UUID(int=then | (uuid7().int & ((1 << 80) - 1))),
             )
             for number in range(count)
         ]
@@ -63,8 +77,9 @@ class Pipeline:
         finally:
             running.end()
 
-    def pause(self) -> None:
-        assert CliRunner().invoke(app, ["relay", "pause", "--reason", "a test"], env=self.environment).exit_code == 0
+    def relays(self, *words: str) -> None:
+        """Pause or resume."""
+        assert CliRunner().invoke(app, ["relay", *words], env=self.environment).exit_code == 0
 
     def rows(self, query: str) -> list[Any]:
         return look_up(self.database.url, query)

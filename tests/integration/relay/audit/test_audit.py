@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,9 @@ __all__ = ["order"]
 def pipeline(outbox_postgres, outbox_kafka, order) -> Iterator[Pipeline]:
     kind, topic = order
     with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
-        yield Pipeline(outbox_postgres, outbox_kafka, kind, topic)
+        pipeline = Pipeline(outbox_postgres, outbox_kafka, kind, topic)
+        pipeline.kept_before()
+        yield pipeline
 
 
 def test_a_clean_pipeline_is_equal(pipeline):
@@ -214,19 +217,26 @@ def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, o
 
 
 def test_a_certificate_is_repeated_and_can_not_be_changed(pipeline, tmp_path):
-    pipeline.add()
+    pipeline.add(ago=600)
     pipeline.published()
     pipeline.applied(EVENTS)
     file = tmp_path / "certificate"
     status, found = pipeline.audit("--certificate", str(file))
     assert status == 0, found
     lines = file.read_bytes().splitlines()
-    assert len(lines) >= 2
+    assert len(lines) >= 3
 
-    def verify() -> Any:
-        return CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
+    def verify(*options: str) -> Any:
+        return CliRunner().invoke(app, ["audit", "verify", str(file), *options], env=pipeline.environment)
 
-    assert verify().exit_code == 0, verify().output
+    digest = hashlib.sha256(lines[-1]).hexdigest()
+    assert verify("--sha256", digest).exit_code == 0, verify().output
+    assert verify("--sha256", "0" * 64).exit_code == 2
+    pipeline.run(
+        "DELETE FROM consumer.processed_messages WHERE message_id = (SELECT min(message_id::text)::uuid "
+        "FROM consumer.processed_messages)"
+    )
+    assert verify().exit_code == 1
     file.write_bytes(b"\n".join([lines[0].replace(b"at-least-once", b"exactly-once"), *lines[1:]]) + b"\n")
     done = verify()
     assert (done.exit_code, "was changed" in done.output) == (2, True)

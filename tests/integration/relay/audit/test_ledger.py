@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import time
-from uuid import UUID
 
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
 from spans import relay
-from support import order, write
+from support import order
 from typer.testing import CliRunner
-from uuid_utils.compat import uuid7
 
-from outbox import Event
 from relay.audit.ledger import prune, turn_on
 from relay.cli.app import app
 
@@ -28,26 +24,19 @@ def ledger(outbox_postgres, outbox_kafka, order) -> Pipeline:
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         turn_on(connection, "outbox", "to know")
     pipeline.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+    pipeline.kept_before()
     return pipeline
 
 
 def written(pipeline: Pipeline, count: int = EVENTS) -> list[str]:
     """Write events whose ids are of ten minutes ago: a minute that is over."""
-    then = int(time.time() - 600) * 1000 << 80
-    events = [
-        Event(pipeline.kind, f"key-{number % 7}", "Placed", {"n": number}, event_id=UUID(int=then | _random()))
-        for number in range(count)
-    ]
-    return [str(one) for one in write(pipeline.database.url, events)]
-
-
-def _random() -> int:
-    """What a UUIDv7 has behind its time."""
-    return uuid7().int & ((1 << 80) - 1)
+    return pipeline.add(count, ago=600)
 
 
 @pytest.mark.parametrize("archive_days", [0, 1])
 def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days):
+    if not archive_days:
+        ledger.run("DELETE FROM outbox.published")
     written(ledger)
     with relay(ledger.database, ledger.kafka, relay__archive_days=archive_days):
         ledger.published()
@@ -56,10 +45,12 @@ def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days)
         assert (status, found["differences"]) == (0, [])
         assert sum(one["committed"] for one in found["windows"]) == EVENTS
         assert {one["state"] for one in found["windows"]} == {"equal"}
-        ledger.pause()
+        ledger.relays("pause", "--reason", "a test")
         more = written(ledger, 3)
         assert ledger.differences(*topic) == []
         ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{more[1]}'")
+        ledger.relays("resume")
+        ledger.published()
         assert ledger.differences(*topic) == [("missing", None)]
         [one] = ledger.audit(*topic)[1]["differences"]
         # All of one minute, or the last three alone in the next one.
@@ -161,3 +152,20 @@ def test_it_is_turned_on_and_off_once(outbox_postgres):
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         assert not prune(connection, "outbox", 1)
         assert connection.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (0,)
+
+
+def test_a_type_that_a_writer_plants_is_not_used(ledger):
+    """The trigger's function runs with its owner's rights, and a writer's pg_temp is searched unless it is named."""
+    with psycopg.connect(ledger.database.url) as connection:
+        connection.execute("CREATE TABLE public.called (by_whom text)")
+        connection.execute(
+            "CREATE FUNCTION pg_temp.evil(bytea) RETURNS boolean LANGUAGE plpgsql AS "
+            "$$ BEGIN INSERT INTO public.called VALUES (current_user); RETURN true; END $$"
+        )
+        connection.execute("CREATE DOMAIN pg_temp.bytea AS pg_catalog.bytea CHECK (pg_temp.evil(VALUE))")
+        connection.execute("CREATE DOMAIN pg_temp.text AS pg_catalog.text CHECK (pg_temp.evil(''::pg_catalog.bytea))")
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', 'k', 'E')"
+        )
+        assert connection.execute("SELECT * FROM public.called").fetchall() == []
+    assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1,)]
