@@ -129,7 +129,10 @@ class GroupWatch:
         registry.register(self)
 
     def look(self) -> None:
-        """Read the groups, if they are ours to show. Raises Unavailable or SchemaError."""
+        """Read the groups, if they are ours to show.
+
+        Raises Unavailable, and if they are ``required`` SchemaError and BrokerUnavailable.
+        """
         if not self._shows():
             self._found = None
             return
@@ -137,13 +140,14 @@ class GroupWatch:
         if began < self._rest_until:
             return
         try:
-            self._found = self._read()
+            self._found, self._said = self._read(), False
         except ConsumerUnavailable as error:
             raise DatabaseUnavailable(str(error)) from error
-        except SchemaError as error:
+        except (SchemaError, BrokerUnavailable) as error:
             if self._required:
                 raise
-            # Consumers in the outbox's own database are shown if the relay's role may read their tables.
+            # Consumers in the outbox's own database are shown if the relay may read their tables and their topics. Of a
+            # Kafka that is away others tell.
             if not self._said:
                 log.info("consumer groups are not shown", error=str(error))
             self._found, self._said = None, True
