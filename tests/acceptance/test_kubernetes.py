@@ -30,6 +30,7 @@ from outbox._app.settings import check_environment
 from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
 from relay.config import load
+from spark_jobs.job import find_job
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/chart"
@@ -289,7 +290,7 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     assert may["capabilities"] == {"drop": ["ALL"]}
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
-    # The settings are ones that are read, and the command is one that there is.
+    # The settings are ones that are read, and the command is one that there is. A job is one of the image's.
     values = variables(container, tmp_path)
     (tmp_path / "database-url").write_text("postgresql://relay@postgres/outbox")
     (tmp_path / "proxy-secret").write_text("s" * 32)
@@ -303,6 +304,10 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
     assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[a-z-]+", result.output))
+
+    if words[0] == "consume":
+        assert words[1].startswith("spark_jobs."), "the wheel has no other module with a job"
+        assert find_job(words[1]).group
 
     # Probes ask where something is served, and who ends a pod waits for as long as it may take.
     served = {value.rpartition(":")[2] for variable, value in values.items() if variable.endswith("_ADDRESS")}
@@ -412,8 +417,7 @@ def order(number: int, seq: int) -> Event:
 def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path):
     """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
     kafka, topics = mortal_kafka
-    for topic in ("order-events", "enrichedorder-events"):
-        topics.create_topic(topic, 2)
+    topics.create_topic("order-events", 2)
     server = private_postgres()
 
     def url(role: str) -> str:
@@ -481,9 +485,6 @@ def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_pa
             write(3)
             wait_until(lambda: applied(3), 120, "the events behind the old relay's end to be applied")
 
-            here.only("outbox-enrich-orders").run()
-            enriched = "SELECT count(*) FROM outbox_consumer.enriched_orders"
-            assert look_up(server.url("postgres"), enriched) == [(60,)]
             for name in ("outbox-prune", "outbox-prune-consumer"):
                 assert "partition" in here.only(name).run()
             user = {"X-Forwarded-User": "ada"}
