@@ -294,13 +294,17 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     values = variables(container, tmp_path)
     (tmp_path / "database-url").write_text("postgresql://relay@postgres/outbox")
     (tmp_path / "proxy-secret").write_text("s" * 32)
+    (tmp_path / "sink-url").write_text("postgresql://page@sink/outbox")
     for variable, value in values.items():
         monkeypatch.setenv(variable, value)
     check_environment()
     settings = load()
     assert settings.database_url == "postgresql://relay@postgres/outbox"
+    assert settings.relay.sink_url == ("postgresql://page@sink/outbox" if name == "outbox-page" else None)
     assert "postgresql://" not in json.dumps(container), "passwords belong into Secrets"
     words = container["args"]
+    # Kubernetes would put the variable's value there, and all users of the node see a process's arguments.
+    assert "$(" not in "".join(words)
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
     assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[a-z-]+", result.output))
@@ -333,7 +337,6 @@ class Cluster:
     def __init__(self, folder: Path, kafka: str, secrets: Mapping[str, Mapping[str, str]]) -> None:
         self._folder = folder
         self._kafka = kafka
-        self._secrets = secrets
         for secret, keys in secrets.items():
             (folder / secret).mkdir()
             for key, value in keys.items():
@@ -354,8 +357,6 @@ class Cluster:
 
         def value(one: dict[str, Any]) -> str:
             source = one.get("valueFrom", {})
-            if "secretKeyRef" in source:
-                return self._secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
             if "fieldRef" in source:
                 assert source["fieldRef"] == {"fieldPath": "metadata.name"}
                 return instance
@@ -364,8 +365,7 @@ class Cluster:
             return re.sub(r"0\.0\.0\.0:\d+", f"127.0.0.1:{port}", text)
 
         values = {one["name"]: value(one) for one in container["env"]}
-        words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["args"]]
-        return Container(f"{instance}-{container['name']}", ["outbox", *words], values, self._folder)
+        return Container(f"{instance}-{container['name']}", ["outbox", *container["args"]], values, self._folder)
 
 
 def address(container: Container) -> str:
