@@ -148,6 +148,20 @@ def test_helm_renders_a_release_of_consumers_alone():
         validate(one)
 
 
+def test_helm_shortens_the_release_for_the_longest_names():
+    """Kubernetes adds 11 characters to a CronJob's name for its Jobs, and theirs may have 63."""
+    jobs = "consumer.jobs.{0}.job=spark_jobs.order_totals:job,consumer.jobs.{0}.schedule=@hourly"
+    options = ("--values", str(VALUES), "--set", jobs.format("c" * 22))
+    documents = rendered(*options, "--set", f"consumer.jobs.{'d' * 22}.job=a:job", release="r" * 53)
+    for document in documents:
+        validate(document)
+        assert len(document["metadata"]["name"]) <= (52 if document["kind"] == "CronJob" else 63)
+    named = {one["metadata"]["name"]: one for one in documents if one["kind"] == "CronJob"}
+    assert set(named) == {f"{'r' * 29}-{what}" for what in ("prune", "prune-consumer", "c" * 22)}
+    [container] = template(named[f"{'r' * 29}-{'c' * 22}"])["spec"]["containers"]
+    assert container["args"] == ["consume", "spark_jobs.order_totals:job", "--once", "--json"]
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [("relay.replicaas=3", "replicaas"), ("settings.OUTBOX_X=3", "string"), ("page.enabled=true", "page.origin")],
