@@ -94,9 +94,14 @@ def helm() -> str:
     return found
 
 
-def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
+def attempted(*options: str, release: str = "outbox") -> subprocess.CompletedProcess[str]:
     command = [helm(), "template", release, str(CHART), "--kube-version", OLDEST, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
+    done = attempted(*options, release=release)
+    assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
@@ -162,17 +167,25 @@ def test_helm_shortens_the_release_for_the_longest_names():
     assert container["args"] == ["consume", "spark_jobs.order_totals:job", "--once", "--json"]
 
 
+def test_a_consumer_has_no_name_of_the_charts_own_parts():
+    """Two objects of a kind would have one name."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = schema["properties"]["consumer"]["properties"]["jobs"]["propertyNames"]
+    own = {one["metadata"]["name"] for one in of_kind("Deployment", "CronJob")} - {"outbox-order-totals"}
+    assert {f"outbox-{name}" for name in names["not"]["enum"]} == own
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
-    [("relay.replicaas=3", "replicaas"), ("settings.OUTBOX_X=3", "string"), ("page.enabled=true", "page.origin")],
+    [
+        ("relay.replicaas=3", "replicaas"),
+        ("settings.OUTBOX_X=3", "string"),
+        ("page.enabled=true", "page.origin"),
+        ("consumer.jobs.relay.job=spark_jobs.order_totals:job", "invalid propertyName 'relay'"),
+    ],
 )
 def test_helm_refuses_values_that_are_wrong(values, said):
-    done = subprocess.run(
-        [helm(), "template", "outbox", str(CHART), "--kube-version", OLDEST, "--set", values],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = attempted("--set", values)
     assert done.returncode != 0
     assert said in done.stderr
 
