@@ -167,6 +167,22 @@ def test_helm_shortens_the_release_for_the_longest_names():
     assert container["args"] == ["consume", "spark_jobs.order_totals:job", "--once", "--json"]
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("relay.replicas=3", "3"),
+        ("relay.replicas=0", "1"),
+        ("relay.replicas=5,relay.autoscaling.enabled=true,relay.autoscaling.minReplicas=3", "3"),
+        ("relay.replicas=3,relay.settings.OUTBOX_RELAY__EXPECTED_RELAYS=x", "x"),
+    ],
+)
+def test_helm_tells_the_relays_how_many_should_run(values, expected):
+    [relay] = [one for one in rendered("--set", values) if one["kind"] == "Deployment"]
+    [container] = template(relay)["spec"]["containers"]
+    found = [one["value"] for one in container["env"] if one["name"] == "OUTBOX_RELAY__EXPECTED_RELAYS"]
+    assert found == [expected]
+
+
 def test_a_consumer_has_no_name_of_the_charts_own_parts():
     """Two objects of a kind would have one name."""
     schema = json.loads((CHART / "values.schema.json").read_text())
@@ -350,6 +366,8 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     if words[:2] == ["relay", "run"]:
         assert pod["terminationGracePeriodSeconds"] > settings.relay.shutdown_seconds + 10
         assert settings.relay.instance
+        [scaled] = of_kind("ScaledObject")
+        assert settings.relay.expected_relays == scaled["spec"]["minReplicaCount"]
         # Who restarts relays that are not ready restarts them while Kafka is away.
         assert probes["livenessProbe"]["httpGet"]["path"] == probes["startupProbe"]["httpGet"]["path"] == "/livez"
         assert probes["readinessProbe"]["httpGet"]["path"] == "/readyz"
