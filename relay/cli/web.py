@@ -23,6 +23,8 @@ def web(
 
     On a loopback address, whoever opens the printed link, which contains a token, may use it. Any other address needs a
     proxy that authenticates its users and shares a secret with the page; see docs/operations/page.md.
+
+    The consumers' database is that of --sink-url, else of OUTBOX_RELAY__SINK_URL, else the outbox's.
     """
     try:
         from relay.page.server import PageServer
@@ -35,7 +37,7 @@ def web(
 
     settings = load(**given)
     logs.configure(settings.log_level, settings.log_format)
-    server = PageServer(settings, sink_url)
+    server = PageServer(settings, sink_url or settings.relay.sink_url)
 
     def announce() -> None:
         # The token in it is the key to the page: for the terminal, not for the log.

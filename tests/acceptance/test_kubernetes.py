@@ -30,6 +30,7 @@ from outbox._app.settings import check_environment
 from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
 from relay.config import load
+from spark_jobs.job import find_job
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/chart"
@@ -93,9 +94,14 @@ def helm() -> str:
     return found
 
 
-def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
+def attempted(*options: str, release: str = "outbox") -> subprocess.CompletedProcess[str]:
     command = [helm(), "template", release, str(CHART), "--kube-version", OLDEST, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
+    done = attempted(*options, release=release)
+    assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
@@ -147,17 +153,55 @@ def test_helm_renders_a_release_of_consumers_alone():
         validate(one)
 
 
+def test_helm_shortens_the_release_for_the_longest_names():
+    """Kubernetes adds 11 characters to a CronJob's name for its Jobs, and theirs may have 63."""
+    jobs = "consumer.jobs.{0}.job=spark_jobs.order_totals:job,consumer.jobs.{0}.schedule=@hourly"
+    options = ("--values", str(VALUES), "--set", jobs.format("c" * 22))
+    documents = rendered(*options, "--set", f"consumer.jobs.{'d' * 22}.job=a:job", release="r" * 53)
+    for document in documents:
+        validate(document)
+        assert len(document["metadata"]["name"]) <= (52 if document["kind"] == "CronJob" else 63)
+    named = {one["metadata"]["name"]: one for one in documents if one["kind"] == "CronJob"}
+    assert set(named) == {f"{'r' * 29}-{what}" for what in ("prune", "prune-consumer", "c" * 22)}
+    [container] = template(named[f"{'r' * 29}-{'c' * 22}"])["spec"]["containers"]
+    assert container["args"] == ["consume", "spark_jobs.order_totals:job", "--once", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("relay.replicas=3", "3"),
+        ("relay.replicas=0", "1"),
+        ("relay.replicas=5,relay.autoscaling.enabled=true,relay.autoscaling.minReplicas=3", "3"),
+        ("relay.replicas=3,relay.settings.OUTBOX_RELAY__EXPECTED_RELAYS=x", "x"),
+    ],
+)
+def test_helm_tells_the_relays_how_many_should_run(values, expected):
+    [relay] = [one for one in rendered("--set", values) if one["kind"] == "Deployment"]
+    [container] = template(relay)["spec"]["containers"]
+    found = [one["value"] for one in container["env"] if one["name"] == "OUTBOX_RELAY__EXPECTED_RELAYS"]
+    assert found == [expected]
+
+
+def test_a_consumer_has_no_name_of_the_charts_own_parts():
+    """Two objects of a kind would have one name."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    names = schema["properties"]["consumer"]["properties"]["jobs"]["propertyNames"]
+    own = {one["metadata"]["name"] for one in of_kind("Deployment", "CronJob")} - {"outbox-order-totals"}
+    assert {f"outbox-{name}" for name in names["not"]["enum"]} == own
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
-    [("relay.replicaas=3", "replicaas"), ("settings.OUTBOX_X=3", "string"), ("page.enabled=true", "page.origin")],
+    [
+        ("relay.replicaas=3", "replicaas"),
+        ("settings.OUTBOX_X=3", "string"),
+        ("page.enabled=true", "page.origin"),
+        ("consumer.jobs.relay.job=spark_jobs.order_totals:job", "invalid propertyName 'relay'"),
+    ],
 )
 def test_helm_refuses_values_that_are_wrong(values, said):
-    done = subprocess.run(
-        [helm(), "template", "outbox", str(CHART), "--kube-version", OLDEST, "--set", values],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = attempted("--set", values)
     assert done.returncode != 0
     assert said in done.stderr
 
@@ -289,20 +333,28 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     assert may["capabilities"] == {"drop": ["ALL"]}
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
 
-    # The settings are ones that are read, and the command is one that there is.
+    # The settings are ones that are read, and the command is one that there is. A job is one of the image's.
     values = variables(container, tmp_path)
     (tmp_path / "database-url").write_text("postgresql://relay@postgres/outbox")
     (tmp_path / "proxy-secret").write_text("s" * 32)
+    (tmp_path / "sink-url").write_text("postgresql://page@sink/outbox")
     for variable, value in values.items():
         monkeypatch.setenv(variable, value)
     check_environment()
     settings = load()
     assert settings.database_url == "postgresql://relay@postgres/outbox"
+    assert settings.relay.sink_url == ("postgresql://page@sink/outbox" if name == "outbox-page" else None)
     assert "postgresql://" not in json.dumps(container), "passwords belong into Secrets"
     words = container["args"]
+    # Kubernetes would put the variable's value there, and all users of the node see a process's arguments.
+    assert "$(" not in "".join(words)
     result = CliRunner().invoke(app, [*words, "--help"])
     assert result.exit_code == 0, result.output
     assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[a-z-]+", result.output))
+
+    if words[0] == "consume":
+        assert words[1].startswith("spark_jobs."), "the wheel has no other module with a job"
+        assert find_job(words[1]).group
 
     # Probes ask where something is served, and who ends a pod waits for as long as it may take.
     served = {value.rpartition(":")[2] for variable, value in values.items() if variable.endswith("_ADDRESS")}
@@ -314,6 +366,8 @@ def test_a_container(name, container, monkeypatch, tmp_path):
     if words[:2] == ["relay", "run"]:
         assert pod["terminationGracePeriodSeconds"] > settings.relay.shutdown_seconds + 10
         assert settings.relay.instance
+        [scaled] = of_kind("ScaledObject")
+        assert settings.relay.expected_relays == scaled["spec"]["minReplicaCount"]
         # Who restarts relays that are not ready restarts them while Kafka is away.
         assert probes["livenessProbe"]["httpGet"]["path"] == probes["startupProbe"]["httpGet"]["path"] == "/livez"
         assert probes["readinessProbe"]["httpGet"]["path"] == "/readyz"
@@ -328,7 +382,6 @@ class Cluster:
     def __init__(self, folder: Path, kafka: str, secrets: Mapping[str, Mapping[str, str]]) -> None:
         self._folder = folder
         self._kafka = kafka
-        self._secrets = secrets
         for secret, keys in secrets.items():
             (folder / secret).mkdir()
             for key, value in keys.items():
@@ -349,8 +402,6 @@ class Cluster:
 
         def value(one: dict[str, Any]) -> str:
             source = one.get("valueFrom", {})
-            if "secretKeyRef" in source:
-                return self._secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
             if "fieldRef" in source:
                 assert source["fieldRef"] == {"fieldPath": "metadata.name"}
                 return instance
@@ -359,8 +410,7 @@ class Cluster:
             return re.sub(r"0\.0\.0\.0:\d+", f"127.0.0.1:{port}", text)
 
         values = {one["name"]: value(one) for one in container["env"]}
-        words = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in container["args"]]
-        return Container(f"{instance}-{container['name']}", ["outbox", *words], values, self._folder)
+        return Container(f"{instance}-{container['name']}", ["outbox", *container["args"]], values, self._folder)
 
 
 def address(container: Container) -> str:
@@ -412,8 +462,7 @@ def order(number: int, seq: int) -> Event:
 def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path):
     """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
     kafka, topics = mortal_kafka
-    for topic in ("order-events", "enrichedorder-events"):
-        topics.create_topic(topic, 2)
+    topics.create_topic("order-events", 2)
     server = private_postgres()
 
     def url(role: str) -> str:
@@ -481,9 +530,6 @@ def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_pa
             write(3)
             wait_until(lambda: applied(3), 120, "the events behind the old relay's end to be applied")
 
-            here.only("outbox-enrich-orders").run()
-            enriched = "SELECT count(*) FROM outbox_consumer.enriched_orders"
-            assert look_up(server.url("postgres"), enriched) == [(60,)]
             for name in ("outbox-prune", "outbox-prune-consumer"):
                 assert "partition" in here.only(name).run()
             user = {"X-Forwarded-User": "ada"}

@@ -1,6 +1,6 @@
-{{/* The release's name, with `outbox` in it. */}}
+{{/* The release's name, with `outbox` in it. A CronJob's may have 52 characters, of which a consumer's has 22 at most. */}}
 {{- define "outbox.fullname" -}}
-{{- ternary .Release.Name (printf "%s-outbox" .Release.Name) (contains "outbox" .Release.Name) | trunc 40 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-outbox" .Release.Name) (contains "outbox" .Release.Name) | trunc 29 | trimSuffix "-" -}}
 {{- end }}
 
 {{/* What selects the pods of a part. Takes root and component; of the whole release without component. */}}
