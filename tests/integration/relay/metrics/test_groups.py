@@ -261,6 +261,9 @@ def test_servers_that_are_away(watched):
     watched.start(url="postgresql://127.0.0.1:1/x")
     with pytest.raises(DatabaseUnavailable):
         watched.watch.look()
+    # Where the consumers are not named as this relay's to show, a Kafka that is away is for others to tell.
     watched.start(servers="127.0.0.1:1")
+    assert watched.lag() is None
+    watched.start(servers="127.0.0.1:1", required=True)
     with pytest.raises(BrokerUnavailable):
         watched.watch.look()
