@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from confluent_kafka import KafkaException
 from psycopg import sql
 
+from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.kafka.client import text_of
@@ -103,7 +104,8 @@ SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
 
 _STANDING: Final = """
 SELECT r.event_id::text
-  FROM (SELECT event_id, '' AS mark, sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
+  FROM (SELECT event_id, coalesce(nullif(headers ->> {replay}, ''), headers ->> {dead}, '') AS mark,
+               sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table}) AS r
  WHERE {there} ORDER BY 1"""
 
@@ -184,7 +186,9 @@ class Recovery(Reconciler):
         there = sql.SQL(_THERE)
 
         def standing(table: str) -> list[str]:
-            return [event_id for (event_id,) in self._with(_STANDING, there=there, table=self._names[table])]
+            names = {"there": there, "table": self._names[table]}
+            found = self._with(_STANDING, **names, replay=sql.Literal(REPLAY), dead=sql.Literal(DEAD_LETTER))
+            return [event_id for (event_id,) in found]
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")

@@ -118,6 +118,20 @@ def test_without_an_archive_what_was_published_about_the_point_is_unsure(restore
     assert restored.recover("--dry-run", archive=False)["lost"] == []
 
 
+@pytest.mark.parametrize("header", ["outbox-replay", "outbox-dead-letter"])
+def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored, header):
+    """Both have the id and the payload of an event that is on Kafka. One copy is there too, by its own header."""
+    original, published = new_id(), new_id()
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
+    for number, event_id in enumerate((original, published)):
+        values = f", 1, {4711 + number}, now(), 3, 'large', now(), '{{\"{header}\": \"2026-01-01T00:00:00Z\"}}'"
+        restored.put("dead_letters", event_id, columns, values)
+    restored.send(original, published)
+    restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
+    restored.recover("--reason", "restored")
+    assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(original,)]
+
+
 @pytest.mark.parametrize("place", ["reconcile.settling=kill", "reconcile.settling=kill@2"])
 def test_it_is_killed_and_run_again(restored, place):
     """Without markers: the lanes' leases end, and nothing is published again."""
