@@ -14,6 +14,7 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.consumer.retention import IdRetention
+from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.metrics.storage import Place, StorageWatch
 from relay.tasks.archive import Retention
@@ -117,3 +118,20 @@ def test_it_is_read_once_a_minute_and_shown_by_one_relay(outbox_postgres, monkey
 def _samples(watched: Watched) -> Any:
     watched.look()
     return collected(watched.registry)
+
+
+def test_a_place_that_is_away_hides_no_other(outbox_postgres):
+    watched = Watched(outbox_postgres.url)
+    places = watched.watch._places
+    away = Place(Connector("postgresql://postgres@127.0.0.1:1/nowhere", "watch"), "consumer", {})
+    watched.watch._places = [places[0], away]
+    with pytest.raises(Unavailable):
+        watched.look()
+    assert (watched.value("table_bytes", schema="outbox", table="events") or 0) > 0
+    assert (watched.value("database_bytes") or 0) > 0
+    watched.watch._places = [Place(away.connect, "outbox", {}), places[1]]
+    with pytest.raises(Unavailable):
+        watched.look()
+    assert watched.value("table_bytes", schema="outbox", table="events") is None
+    assert (watched.value("table_bytes", schema="consumer", table="offsets") or 0) > 0
+    assert watched.value("database_bytes") is None
