@@ -20,6 +20,32 @@ _STALE_SECONDS: Final = 240.0
 # Ids without a time have the day 1970-01-01, whose partition is kept for good.
 _YEARS_SECONDS: Final = 20 * 365 * 86_400.0
 _DAY_SECONDS: Final = 86_400.0
+# No table of a user's own becomes a label.
+_OWN: Final = frozenset(
+    [
+        "events",
+        "lanes",
+        "relays",
+        "failures",
+        "published",
+        "published_default",
+        "dead_letters",
+        "streams",
+        "audit",
+        "pauses",
+        "scheduled",
+        "ledger",
+        "ledger_state",
+        "groups",
+        "offsets",
+        "processed_messages",
+        "processed_messages_default",
+        "losses",
+        "reservations",
+        "checkpoints",
+        "alembic_version",
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -48,10 +74,13 @@ class Storage:
 
 
 def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
-    """Return the tables by name, from the rows of table_sizes."""
+    """Return the tables of the outbox or of the consumers by name, from the rows of table_sizes."""
     found: dict[str, Table] = {}
     for row in rows:
-        table = found.setdefault(row["name"] if row["stray"] else row["parent"] or row["name"], Table())
+        name = row["name"] if row["stray"] else row["parent"] or row["name"]
+        if name not in _OWN:
+            continue
+        table = found.setdefault(name, Table())
         table.bytes += row["bytes"]
         table.rows += row["live_rows"]
         table.dead_rows += row["dead_rows"]

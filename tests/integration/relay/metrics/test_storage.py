@@ -14,6 +14,7 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.consumer.retention import IdRetention
+from relay.audit.ledger import turn_on
 from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.metrics.storage import Place, StorageWatch
@@ -135,3 +136,23 @@ def test_a_place_that_is_away_hides_no_other(outbox_postgres):
     assert watched.value("table_bytes", schema="outbox", table="events") is None
     assert (watched.value("table_bytes", schema="consumer", table="offsets") or 0) > 0
     assert watched.value("database_bytes") is None
+
+
+def test_all_tables_of_ours_are_shown_and_none_of_a_user(outbox_postgres):
+    watched = Watched(outbox_postgres.url)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        turn_on(connection, "outbox", None)
+        ours = connection.execute(
+            "SELECT nspname, relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace"
+            " WHERE nspname IN ('outbox', 'consumer') AND relkind = 'r'"
+        ).fetchall()
+        # Neither end is a time.
+        for kind, low, high in (("bigint", "20260101", "20270101"), ("text", "2026-01-41", "2026-02-31")):
+            connection.execute(f"CREATE TABLE outbox.mine_{kind} (a {kind}) PARTITION BY RANGE (a)")
+            connection.execute(
+                f"CREATE TABLE outbox.part_{kind} PARTITION OF outbox.mine_{kind}"
+                f" FOR VALUES FROM ('{low}') TO ('{high}')"
+            )
+    watched.look()
+    shown = [sample.labels for family in watched.registry.collect() for sample in family.samples]
+    assert {(labels["schema"], labels["table"]) for labels in shown if "table" in labels} == set(ours)
