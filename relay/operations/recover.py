@@ -43,10 +43,13 @@ from relay.operations.holding import Holding
 from relay.operations.lane_rows import content_of
 from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
+from relay.operations.trace import time_of
 
 CLOCKS: Final = dt.timedelta(minutes=1)
 """How far the clocks of relays and database may differ: messages have the relay's."""
 _AUDIT_IDS: Final = 10_000
+_LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
+"""The time of records whose writer made one up that no calendar has. In every zone Python has it."""
 _RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
 
 _TABLE: Final = (
@@ -282,7 +285,7 @@ class Recovery(Reconciler):
 
 
 def _row(record: TopicRecord) -> tuple[Any, ...]:
-    at = dt.datetime.fromtimestamp(max(record.milliseconds, 0) / 1000, dt.UTC)
+    at = min(time_of(max(record.milliseconds, 0)) or _LATEST, _LATEST)
     key = (record.key or b"").decode(errors="replace").replace("\0", "")
     return record.event_id, record.mark, content_of(record), *record.partition, record.offset, at, _written(record), key
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
+from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
 
 __all__ = ["outbox"]
@@ -101,6 +103,21 @@ def test_each_table_is_compared(restored):
     found = restored.recover("--dry-run", status=1)
     assert (ids(found["missing"]), found["settled"], found["changed"]) == ({missing}, {}, [changed])
     assert ids(found["lost"]) == {lost}
+
+
+def test_records_of_any_program_break_nothing(restored):
+    """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
+    restored.put("events", event_id := new_id())
+    topic = restored.kafka.create_topic(f"{restored.kafka.name('made-up')}-events", config=TOPIC)
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    for name, value in (("outbox-replay", "\0"), ("outbox-dead-letter", "a\0"), ("ce_source", "\0"), ("ce_time", "\0")):
+        restored.send(event_id, headers=[(name, value)])
+    restored.send(f"{event_id}\0")
+    micros = int(time.time() * 1_000_000)
+    producer.produce(topic, b"{}", headers=[("ce_id", new_id())], timestamp=micros)
+    assert producer.flush(60) == 0
+    found = restored.recover("--dry-run", status=1)
+    assert (found["records"], found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
 
 
 def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):
