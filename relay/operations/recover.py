@@ -212,10 +212,11 @@ class Recovery(Reconciler):
             findings.hanging,
         )
 
-    def recover(self, found: Comparison, reason: str) -> None:
+    def recover(self, found: Comparison, reason: str) -> Sequence[str]:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        Lanes of an exactly-once outbox get new markers. Raises OperationRefused when another process took one.
+        Returns the ids of dead letters that another transaction had locked: they were left as they are. Lanes of an
+        exactly-once outbox get new markers. Raises OperationRefused when another process took one.
         """
         details = {
             "since": found.since.isoformat(),
@@ -238,8 +239,10 @@ class Recovery(Reconciler):
             self._settle([state.lane for state in found.broken], reason)
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": list(found.scheduled)}, "deleting scheduled events")
-        if found.dead:
-            DeadLetters(self._connection, self._schema).discard(Selection(found.dead), f"it is on Kafka: {reason}")
+        if not found.dead:
+            return []
+        letters = DeadLetters(self._connection, self._schema)
+        return letters.discard(Selection(found.dead), f"it is on Kafka: {reason}").locked
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
@@ -147,6 +148,20 @@ def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored, header):
     restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
     restored.recover("--reason", "restored")
     assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(original,)]
+
+
+def test_a_dead_letter_that_is_locked_is_left_and_named(restored):
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
+    held, free = new_id(), new_id()
+    for number, event_id in enumerate((held, free)):
+        restored.put("dead_letters", event_id, columns, f", 1, {4711 + number}, now(), 3, 'large', now()")
+    restored.send(held, free)
+    with psycopg.connect(restored.url) as other:
+        other.execute("SELECT FROM outbox.dead_letters WHERE event_id = %s FOR UPDATE", (held,))
+        assert restored.recover("--reason", "first", status=1)["locked"] == [held]
+    assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(held,)]
+    assert restored.recover("--reason", "second")["locked"] == []
+    assert restored.run("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
 
 
 @pytest.mark.parametrize("place", ["reconcile.settling=kill", "reconcile.settling=kill@2"])
