@@ -12,17 +12,22 @@ from relay.insights import read_rows
 _DOING: Final = "looking at the sizes"
 
 _SIZES: Final = r"""
-SELECT c.relname AS name, pg_total_relation_size(c.oid) AS bytes, greatest(c.reltuples, 0)::bigint AS rows,
+SELECT c.relname AS name, coalesce(pg_total_relation_size(c.oid), 0) AS bytes,
+       greatest(c.reltuples, 0)::bigint AS rows,
        coalesce(s.n_live_tup, 0) AS live_rows, coalesce(s.n_dead_tup, 0) AS dead_rows,
        greatest(s.last_vacuum, s.last_autovacuum) AS vacuumed_at, p.relname AS parent,
        coalesce(pg_get_expr(c.relpartbound, c.oid) = 'DEFAULT', false) AS stray,
-       extract(epoch FROM clock_timestamp() - (regexp_match(
-           pg_get_expr(c.relpartbound, c.oid), $r$TO \('(\d[^']*)'\)$r$))[1]::timestamptz)::float8 AS over_seconds
+       CASE WHEN k.atttypid IN ('timestamptz'::regtype, 'timestamp'::regtype, 'date'::regtype)
+            THEN extract(epoch FROM clock_timestamp() - (regexp_match(
+                     pg_get_expr(c.relpartbound, c.oid),
+                     $r$TO \('(\d\d\d\d-\d\d-\d\d[^']*)'\)$r$))[1]::timestamptz)::float8 END AS over_seconds
   FROM pg_class AS c
   JOIN pg_namespace AS n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
   LEFT JOIN pg_stat_all_tables AS s ON s.relid = c.oid
   LEFT JOIN pg_inherits AS i ON i.inhrelid = c.oid
   LEFT JOIN pg_class AS p ON p.oid = i.inhparent
+  LEFT JOIN pg_partitioned_table AS t ON t.partrelid = p.oid
+  LEFT JOIN pg_attribute AS k ON k.attrelid = p.oid AND k.attnum = t.partattrs[0]
  WHERE c.relkind = 'r'
  ORDER BY coalesce(p.relname, c.relname), c.relname"""
 

@@ -37,6 +37,7 @@ def recover(
     Postgres directly, not through a pooler. --json lists every event.
     """
     from relay.cli.relay import build_reconciler
+    from relay.operations.dead_letters import locked as error_of_locked
     from relay.operations.recover import Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
@@ -44,8 +45,7 @@ def recover(
     assert start is not None
     with closing(build_reconciler(Recovery, database_url)) as recovery:
         found = recovery.compare(start, end, load(database_url=database_url).ce_source)
-        if not dry_run:
-            recovery.recover(found, why)
+        locked = [] if dry_run else recovery.recover(found, why)
     if as_json:
         print_json(
             {
@@ -57,12 +57,15 @@ def recover(
                 "changed": found.changed,
                 "scheduled": found.scheduled,
                 "dead_letters": found.dead,
+                "locked": locked,
                 "lanes": found.lanes,
                 "dry_run": dry_run,
             }
         )
     else:
         _print(found, dry_run=dry_run)
+    if locked:
+        raise error_of_locked(locked)
     if dry_run and found.differs:
         raise typer.Exit(1)
 

@@ -11,6 +11,8 @@ import psycopg
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
+from outbox.errors import SchemaError
+from relay.core.ports import Unavailable
 from relay.sizes import Disk, disk, table_sizes
 
 _READ_SECONDS: Final = 60.0
@@ -18,6 +20,32 @@ _STALE_SECONDS: Final = 240.0
 # Ids without a time have the day 1970-01-01, whose partition is kept for good.
 _YEARS_SECONDS: Final = 20 * 365 * 86_400.0
 _DAY_SECONDS: Final = 86_400.0
+# No table of a user's own becomes a label.
+_OWN: Final = frozenset(
+    [
+        "events",
+        "lanes",
+        "relays",
+        "failures",
+        "published",
+        "published_default",
+        "dead_letters",
+        "streams",
+        "audit",
+        "pauses",
+        "scheduled",
+        "ledger",
+        "ledger_state",
+        "groups",
+        "offsets",
+        "processed_messages",
+        "processed_messages_default",
+        "losses",
+        "reservations",
+        "checkpoints",
+        "alembic_version",
+    ]
+)
 
 
 @dataclass(slots=True)
@@ -35,18 +63,24 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """One reading. ``tables`` by schema and name; ``overdue``: seconds since an expired partition should be gone."""
+    """One reading. ``tables`` by schema and name; ``overdue``: seconds since an expired partition should be gone.
 
-    disk: Disk
+    ``disk`` is None when the outbox's database did not answer.
+    """
+
+    disk: Disk | None
     tables: Mapping[tuple[str, str], Table]
     overdue: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
-    """Return the tables by name, from the rows of table_sizes."""
+    """Return the tables of the outbox or of the consumers by name, from the rows of table_sizes."""
     found: dict[str, Table] = {}
     for row in rows:
-        table = found.setdefault(row["name"] if row["stray"] else row["parent"] or row["name"], Table())
+        name = row["name"] if row["stray"] else row["parent"] or row["name"]
+        if name not in _OWN:
+            continue
+        table = found.setdefault(name, Table())
         table.bytes += row["bytes"]
         table.rows += row["live_rows"]
         table.dead_rows += row["dead_rows"]
@@ -84,6 +118,8 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
         "processed_messages (consumer.keep_days); 0 if none should.",
         sorted(found.overdue.items()),
     )
+    if found.disk is None:
+        return
     yield GaugeMetricFamily(
         "outbox_database_bytes", "Size of the outbox's database, all schemas.", value=found.disk.database_bytes
     )
@@ -120,30 +156,40 @@ class StorageWatch:
         self._shows = shows
         self._found: Storage | None = None
         self._looked = 0.0
+        self._whole = True
         registry.register(self)
 
     def look(self) -> None:
-        """Read the sizes once a minute, if they are ours to show. Raises Unavailable."""
+        """Read the sizes once a minute, if they are ours to show. Raises Unavailable, after those that can be read."""
         if not self._shows():
             self._found = None
             return
-        if self._found is not None and time.monotonic() - self._looked < _READ_SECONDS:
+        if self._found is not None and self._whole and time.monotonic() - self._looked < _READ_SECONDS:
             return
         tables: dict[tuple[str, str], Table] = {}
         overdue: dict[tuple[str, str], float] = {}
         taken: Disk | None = None
-        for place in self._places:
-            with place.connect() as connection:
-                taken = taken or disk(connection)
-                found = summed(table_sizes(connection, place.schema))
+        failed: Unavailable | SchemaError | None = None
+        for number, place in enumerate(self._places):
+            try:
+                with place.connect() as connection:
+                    if number == 0:
+                        taken = disk(connection)
+                    found = summed(table_sizes(connection, place.schema))
+            except (Unavailable, SchemaError) as error:
+                failed = failed or error
+                continue
             tables |= {(place.schema, name): table for name, table in found.items()}
             overdue |= {
                 (place.schema, name): max(found[name].over_seconds - days * _DAY_SECONDS, 0.0)
                 for name, days in place.keep_days.items()
                 if name in found
             }
-        assert taken is not None
-        self._found, self._looked = Storage(taken, tables, overdue), time.monotonic()
+        self._whole = failed is None
+        if taken is not None or tables:
+            self._found, self._looked = Storage(taken, tables, overdue), time.monotonic()
+        if failed is not None:
+            raise failed
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the metrics of the last reading; none if it is stale."""

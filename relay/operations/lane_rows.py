@@ -63,7 +63,7 @@ SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(e
 
 _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
 
-_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id LIMIT %s"
+_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id"
 
 # LIMIT prevents the planner from reversing the join; see settle/statements.py.
 _SETTLE: Final = """
@@ -140,9 +140,9 @@ class LaneRows:
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
-    def found_ids(self, lane: int, most: int) -> list[str]:
-        """Return the event ids of the first listed rows of a lane that are on Kafka."""
-        return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane, most), "reading what is found")]
+    def found_ids(self, lane: int) -> list[str]:
+        """Return the event ids of a lane's listed rows that are on Kafka."""
+        return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
 
     def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""

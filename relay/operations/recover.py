@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from confluent_kafka import KafkaException
 from psycopg import sql
 
+from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.kafka.client import text_of
@@ -42,10 +43,13 @@ from relay.operations.holding import Holding
 from relay.operations.lane_rows import content_of
 from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
+from relay.operations.trace import time_of
 
 CLOCKS: Final = dt.timedelta(minutes=1)
 """How far the clocks of relays and database may differ: messages have the relay's."""
 _AUDIT_IDS: Final = 10_000
+_LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
+"""The time of records whose writer made one up that no calendar has. In every zone Python has it."""
 _RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
 
 _TABLE: Final = (
@@ -103,7 +107,8 @@ SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
 
 _STANDING: Final = """
 SELECT r.event_id::text
-  FROM (SELECT event_id, '' AS mark, sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
+  FROM (SELECT event_id, coalesce(nullif(headers ->> {replay}, ''), headers ->> {dead}, '') AS mark,
+               sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table}) AS r
  WHERE {there} ORDER BY 1"""
 
@@ -184,7 +189,9 @@ class Recovery(Reconciler):
         there = sql.SQL(_THERE)
 
         def standing(table: str) -> list[str]:
-            return [event_id for (event_id,) in self._with(_STANDING, there=there, table=self._names[table])]
+            names = {"there": there, "table": self._names[table]}
+            found = self._with(_STANDING, **names, replay=sql.Literal(REPLAY), dead=sql.Literal(DEAD_LETTER))
+            return [event_id for (event_id,) in found]
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
@@ -205,10 +212,11 @@ class Recovery(Reconciler):
             findings.hanging,
         )
 
-    def recover(self, found: Comparison, reason: str) -> None:
+    def recover(self, found: Comparison, reason: str) -> Sequence[str]:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        Lanes of an exactly-once outbox get new markers. Raises OperationRefused when another process took one.
+        Returns the ids of dead letters that another transaction had locked: they were left as they are. Lanes of an
+        exactly-once outbox get new markers. Raises OperationRefused when another process took one.
         """
         details = {
             "since": found.since.isoformat(),
@@ -231,8 +239,10 @@ class Recovery(Reconciler):
             self._settle([state.lane for state in found.broken], reason)
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": list(found.scheduled)}, "deleting scheduled events")
-        if found.dead:
-            DeadLetters(self._connection, self._schema).discard(Selection(found.dead), f"it is on Kafka: {reason}")
+        if not found.dead:
+            return []
+        letters = DeadLetters(self._connection, self._schema)
+        return letters.discard(Selection(found.dead), f"it is on Kafka: {reason}").locked
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
@@ -278,7 +288,7 @@ class Recovery(Reconciler):
 
 
 def _row(record: TopicRecord) -> tuple[Any, ...]:
-    at = dt.datetime.fromtimestamp(max(record.milliseconds, 0) / 1000, dt.UTC)
+    at = min(time_of(max(record.milliseconds, 0)) or _LATEST, _LATEST)
     key = (record.key or b"").decode(errors="replace").replace("\0", "")
     return record.event_id, record.mark, content_of(record), *record.partition, record.offset, at, _written(record), key
 

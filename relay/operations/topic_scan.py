@@ -209,4 +209,6 @@ def _uuid(text: str) -> str | None:
 
 
 def _text(value: str | bytes | None) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+    # Postgres takes none. Another character, as without it this would be another id or mark.
+    return text.replace("\0", "\ufffd")

@@ -92,7 +92,18 @@ def fields_of(body: bytes) -> list[tuple[str, str]] | None:
             if not isinstance(one, str | int) or isinstance(one, bool):
                 return None
             found.append((name, str(one)))
+    if not all(_is_text(one) for pair in found for one in pair):
+        return None
     return found
+
+
+def _is_text(value: str) -> bool:
+    """Return whether a text is whole characters: JSON can name half of one, which nothing else takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def openapi(views: Sequence[View], base: str) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.consumer.retention import IdRetention
+from relay.audit.ledger import turn_on
+from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.metrics.storage import Place, StorageWatch
 from relay.tasks.archive import Retention
@@ -117,3 +119,40 @@ def test_it_is_read_once_a_minute_and_shown_by_one_relay(outbox_postgres, monkey
 def _samples(watched: Watched) -> Any:
     watched.look()
     return collected(watched.registry)
+
+
+def test_a_place_that_is_away_hides_no_other(outbox_postgres):
+    watched = Watched(outbox_postgres.url)
+    places = watched.watch._places
+    away = Place(Connector("postgresql://postgres@127.0.0.1:1/nowhere", "watch"), "consumer", {})
+    watched.watch._places = [places[0], away]
+    with pytest.raises(Unavailable):
+        watched.look()
+    assert (watched.value("table_bytes", schema="outbox", table="events") or 0) > 0
+    assert (watched.value("database_bytes") or 0) > 0
+    watched.watch._places = [Place(away.connect, "outbox", {}), places[1]]
+    with pytest.raises(Unavailable):
+        watched.look()
+    assert watched.value("table_bytes", schema="outbox", table="events") is None
+    assert (watched.value("table_bytes", schema="consumer", table="offsets") or 0) > 0
+    assert watched.value("database_bytes") is None
+
+
+def test_all_tables_of_ours_are_shown_and_none_of_a_user(outbox_postgres):
+    watched = Watched(outbox_postgres.url)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        turn_on(connection, "outbox", None)
+        ours = connection.execute(
+            "SELECT nspname, relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = relnamespace"
+            " WHERE nspname IN ('outbox', 'consumer') AND relkind = 'r'"
+        ).fetchall()
+        # Neither end is a time.
+        for kind, low, high in (("bigint", "20260101", "20270101"), ("text", "2026-01-41", "2026-02-31")):
+            connection.execute(f"CREATE TABLE outbox.mine_{kind} (a {kind}) PARTITION BY RANGE (a)")
+            connection.execute(
+                f"CREATE TABLE outbox.part_{kind} PARTITION OF outbox.mine_{kind}"
+                f" FOR VALUES FROM ('{low}') TO ('{high}')"
+            )
+    watched.look()
+    shown = [sample.labels for family in watched.registry.collect() for sample in family.samples]
+    assert {(labels["schema"], labels["table"]) for labels in shown if "table" in labels} == set(ours)

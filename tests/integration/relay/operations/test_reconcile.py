@@ -73,6 +73,12 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_a_kill(outbox, place, larg
     left = {row[1] for lane in range(6) for row in outbox.rows(lane)}
     assert left == wanted - outbox.published().keys()
     assert len(left) == len(wanted) - sum(published.values())
+    # `outbox recover` has these only from there.
+    settled = outbox.run(
+        "SELECT jsonb_array_elements_text(details -> 'event_ids_on_kafka') FROM outbox.audit"
+        " WHERE what = 'reconcile settles'"
+    )
+    assert {event_id for (event_id,) in settled} == wanted - left
     markers = outbox.state.last_markers(range(8))
     for lane in range(6):
         assert markers[lane].batch == 8

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 from confluent_kafka import Producer
+from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
 
 __all__ = ["outbox"]
@@ -103,6 +106,21 @@ def test_each_table_is_compared(restored):
     assert ids(found["lost"]) == {lost}
 
 
+def test_records_of_any_program_break_nothing(restored):
+    """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
+    restored.put("events", event_id := new_id())
+    topic = restored.kafka.create_topic(f"{restored.kafka.name('made-up')}-events", config=TOPIC)
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    for name, value in (("outbox-replay", "\0"), ("outbox-dead-letter", "a\0"), ("ce_source", "\0"), ("ce_time", "\0")):
+        restored.send(event_id, headers=[(name, value)])
+    restored.send(f"{event_id}\0")
+    micros = int(time.time() * 1_000_000)
+    producer.produce(topic, b"{}", headers=[("ce_id", new_id())], timestamp=micros)
+    assert producer.flush(60) == 0
+    found = restored.recover("--dry-run", status=1)
+    assert (found["records"], found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
+
+
 def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):
     """One with a time of writing after the point is lost for sure; one long before it is not looked at."""
     unsure, sure, again = (new_id() for _ in range(3))
@@ -116,6 +134,34 @@ def test_without_an_archive_what_was_published_about_the_point_is_unsure(restore
     assert (ids(found["lost"]), ids(found["unsure"])) == ({sure}, {unsure})
     restored.since = "2098-01-01"
     assert restored.recover("--dry-run", archive=False)["lost"] == []
+
+
+@pytest.mark.parametrize("header", ["outbox-replay", "outbox-dead-letter"])
+def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored, header):
+    """Both have the id and the payload of an event that is on Kafka. One copy is there too, by its own header."""
+    original, published = new_id(), new_id()
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
+    for number, event_id in enumerate((original, published)):
+        values = f", 1, {4711 + number}, now(), 3, 'large', now(), '{{\"{header}\": \"2026-01-01T00:00:00Z\"}}'"
+        restored.put("dead_letters", event_id, columns, values)
+    restored.send(original, published)
+    restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
+    restored.recover("--reason", "restored")
+    assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(original,)]
+
+
+def test_a_dead_letter_that_is_locked_is_left_and_named(restored):
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
+    held, free = new_id(), new_id()
+    for number, event_id in enumerate((held, free)):
+        restored.put("dead_letters", event_id, columns, f", 1, {4711 + number}, now(), 3, 'large', now()")
+    restored.send(held, free)
+    with psycopg.connect(restored.url) as other:
+        other.execute("SELECT FROM outbox.dead_letters WHERE event_id = %s FOR UPDATE", (held,))
+        assert restored.recover("--reason", "first", status=1)["locked"] == [held]
+    assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(held,)]
+    assert restored.recover("--reason", "second")["locked"] == []
+    assert restored.run("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
 
 
 @pytest.mark.parametrize("place", ["reconcile.settling=kill", "reconcile.settling=kill@2"])

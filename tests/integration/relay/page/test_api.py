@@ -210,7 +210,20 @@ def test_numbers_of_any_size_and_halves_of_characters_are_shown(serve, environme
 
 def test_no_body_breaks_it(serve, environment):
     page = serve()
-    for body in (b"", b"[]", b"1", b"{", b'{"a": {}}', b'{"a": null}', b'{"a": 1.5}', b'{"a": [[1]]}', b"[" * 100_000):
+    for body in (
+        b"",
+        b"[]",
+        b"1",
+        b"{",
+        b'{"a": {}}',
+        b'{"a": null}',
+        b'{"a": 1.5}',
+        b'{"a": [[1]]}',
+        b"[" * 100_000,
+        b'{"reason": "\\ud800"}',
+        b'{"a\\udfff": "b"}',
+        b'{"a": ["b", "\\ud800"]}',
+    ):
         found = page.ask("/api/relays/change", body=body, headers=token(page) | JSON)
         assert (found.status, "one JSON object" in found.text) == (400, True), body
     assert post(page, "/relays/change", {"scope": "a\0b"}).status == 400

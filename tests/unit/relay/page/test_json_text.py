@@ -33,3 +33,9 @@ def test_other_texts_stay(text):
 
 def test_levels_far_below_are_not_indented_further():
     assert len(pretty("[" * 1_000 + "]" * 1_000)) < 200_000
+
+
+def test_a_very_long_text_stays():
+    text = "[" * 500 + ",".join(["[]"] * 34_000) + "]" * 500
+    assert pretty(text) is text
+    assert len(pretty("[" * 500 + "0" + ",0" * 49_000 + "]" * 500)) < 10_000_000
