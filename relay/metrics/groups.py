@@ -151,6 +151,7 @@ class GroupWatch:
             if not self._said:
                 log.info("consumer groups are not shown", error=str(error))
             self._found, self._said = None, True
+            return
         self._looked = time.monotonic()
         self._rest_until = self._looked + _REST * (self._looked - began)
 
