@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,17 @@ from relay.audit.findings import (
     parts,
 )
 from relay.audit.groups import Group, Groups, expected_of
-from relay.audit.sums import MODULUS, NOTHING, Sum, Window, hash_of, minute_of, minute_of_id, minute_start
+from relay.audit.sums import (
+    MODULUS,
+    NOTHING,
+    WINDOW_SECONDS,
+    Sum,
+    Window,
+    hash_of,
+    minute_of,
+    minute_of_id,
+    minute_start,
+)
 from relay.audit.tables import Archived, Committed, Misplaced, Tables, uuid_of
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.config import Settings
@@ -60,7 +71,7 @@ class Comparison:
         self._settings = settings
         self._scope = scope
         # The last minute is included if ``until`` is within it.
-        stop = -(-int(scope.until.timestamp()) // 60)
+        stop = math.ceil(scope.until.timestamp() / WINDOW_SECONDS)
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
         self._router = build_router(settings)
         self._options = client_options(settings)

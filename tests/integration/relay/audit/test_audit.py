@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
 from collections.abc import Iterator
@@ -49,6 +50,15 @@ def test_what_is_equal_is_not_compared_one_by_one(pipeline, monkeypatch):
     pipeline.applied(EVENTS)
     monkeypatch.setattr(Topics, "events", None)
     assert pipeline.differences() == []
+
+
+@pytest.mark.parametrize(("until", "minutes"), [("10:00:00", 60), ("10:00:00.2", 61), ("10:00:59", 61)])
+def test_a_minute_that_has_begun_is_audited(pipeline, until, minutes):
+    day = "2026-11-25T"
+    status, found = pipeline.audit("--since", f"{day}09:00:30+00:00", "--until", f"{day}{until}+00:00")
+    assert status == 0
+    since, end = (dt.datetime.fromisoformat(found[name]) for name in ("since", "until"))
+    assert (end - since) == dt.timedelta(minutes=minutes)
 
 
 def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
