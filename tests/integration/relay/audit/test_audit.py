@@ -207,7 +207,8 @@ def test_what_is_under_way_is_open(pipeline):
     pipeline.published()
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, [])
-    assert {one["state"] for one in found["windows"]} == {"open"}
+    # Those before may be of a minute that is over.
+    assert found["windows"][-1]["state"] == "open"
     assert sum(one["groups"][pipeline.group]["waiting"] for one in found["windows"]) == 4
 
 
