@@ -286,7 +286,8 @@ class Comparison:
 
     def _one_by_one(self, found: dict[Window, WindowAudit]) -> None:
         compared = 0
-        topics = sorted({place.topic for place in self._extents})
+        # Of a topic that is gone too: its events are missing.
+        topics = sorted({place.topic for place in self._extents} | {window.topic for window in found})
         for minutes in list(parts(found)):
             # All topics of a minute: an event of another one may have come meanwhile.
             windows = [Window(topic, minute) for minute in minutes for topic in topics]
@@ -373,7 +374,7 @@ class Comparison:
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
-                behind = row.place is not None and (row.offset or 0) >= ends.get(row.place, 0)
+                behind = row.place is not None and row.place in ends and (row.offset or 0) >= ends[row.place]
                 if behind or (row.place is None and one.window.topic in hidden):
                     one.waiting += 1
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -67,11 +67,13 @@ class Pipeline:
     def published(self) -> None:
         drained(self.database.url)
 
-    def applied(self, count: int, handler: Callable[..., None] = lambda *_: None, **options: Any) -> None:
+    def applied(
+        self, count: int, handler: Callable[..., None] = lambda *_: None, topics: Sequence[str] = (), **options: Any
+    ) -> None:
         """Let the group apply messages, until it has passed so many."""
         kafka = {"bootstrap.servers": self.kafka.bootstrap_servers, **FAST}
         given = {"group": self.group, "wait": (0.01, 0.1), **options}
-        running = Running(Consumer(self.database.url, [self.topic], kafka=kafka, **given), handler)
+        running = Running(Consumer(self.database.url, [self.topic, *topics], kafka=kafka, **given), handler)
         try:
             running.wait(lambda: self.rows("SELECT sum(next_offset) FROM consumer.offsets") == [(count,)], "positions")
         finally:
@@ -88,9 +90,9 @@ class Pipeline:
         with psycopg.connect(self.database.url) as connection:
             connection.execute(statement)
 
-    def produce(self, **values: Any) -> None:
+    def produce(self, topic: str | None = None, **values: Any) -> None:
         producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})
-        producer.produce(self.topic, **values)
+        producer.produce(topic or self.topic, **values)
         assert producer.flush(30) == 0
 
     def ends(self) -> dict[int, int]:

@@ -12,12 +12,14 @@ from uuid import UUID
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
+from confluent_kafka.admin import AdminClient
 from spans import relay
-from support import order
+from support import order, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid4, uuid7
 
 from outbox import Event, Outbox
+from relay.audit import comparison, findings
 from relay.audit.topics import Topics
 from relay.cli.app import app
 
@@ -114,6 +116,53 @@ def test_an_event_that_is_not_on_kafka(pipeline):
         f"FROM outbox.published WHERE event_id = '{ids[0]}'"
     )
     assert pipeline.differences() == [("missing", lost)]
+
+
+def test_a_topic_that_was_deleted(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    client = AdminClient({"bootstrap.servers": pipeline.kafka.bootstrap_servers})
+    client.delete_topics([pipeline.topic])[pipeline.topic].result(30)
+    wait_until(lambda: pipeline.topic not in client.list_topics(timeout=30).topics, what="the topic to go")
+    assert pipeline.differences() == sorted(("missing", one) for one in ids)
+
+
+def test_windows_that_were_not_compared_are_no_success(pipeline, monkeypatch, tmp_path):
+    for ago in (600, 480):
+        pipeline.add(ago=ago)
+    pipeline.published()
+    pipeline.run("UPDATE outbox.published SET payload = '{}'")
+    monkeypatch.setattr(findings, "AT_ONCE", 1)
+    monkeypatch.setattr(comparison, "_MOST_COMPARED", 1)
+    file = tmp_path / "certificate"
+    status, found = pipeline.audit("--certificate", str(file))
+    assert (status, file.exists()) == (1, False)
+    assert [one["state"] for one in found["windows"]] == ["different", "different"]
+    assert found["differences_count"] == EVENTS
+    assert any("were not compared one by one" in note for note in found["notes"])
+
+
+def test_many_events_of_several_minutes_with_the_faults_in_the_middle(pipeline, monkeypatch):
+    """More than the rows that are read, and the events that are compared, at once."""
+    ids = [one for ago in (720, 600, 480) for one in pipeline.add(6000, ago=ago)]
+    pipeline.published()
+    monkeypatch.setattr(findings, "AT_ONCE", 7000)
+    faults = [ids[at] for at in (3000, 9000, 15000)]
+    for one in faults:
+        pipeline.run(f"UPDATE outbox.published SET payload = '{{}}' WHERE event_id = '{one}'")
+    assert pipeline.differences() == sorted(("payload", one) for one in faults)
+
+
+def test_a_group_that_also_reads_the_topic_of_another_outbox(pipeline):
+    """Its relays have the same source, and the template allows its topic."""
+    ids = pipeline.add()
+    pipeline.published()
+    other = pipeline.kafka.create_topic(f"{pipeline.kafka.name('cart').lower()}-events", 1)
+    for _ in range(5):
+        pipeline.produce(topic=other, value=b"{}", headers={"ce_id": str(uuid7()), "ce_source": "/outbox"})
+    pipeline.applied(len(ids) + 5, topics=[other])
+    assert pipeline.differences() == []
+    assert pipeline.differences("--topic", pipeline.topic) == []
 
 
 def test_a_record_that_was_produced_twice(pipeline):
