@@ -19,7 +19,7 @@ from psycopg.rows import dict_row
 from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
 from relay.core.pauses import Paused, Pauses, Scope, ScopeKind
-from relay.database import unavailable_on_error
+from relay.database import one_snapshot, unavailable_on_error
 from relay.lanes import source_problem
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
@@ -256,9 +256,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         lanes: list[LaneState] = []
         relays: list[RelayState] = []
         visible = VisibleTables(connection, schema)
-        with connection.transaction():
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+        with one_snapshot(connection, _STATEMENT_SECONDS):
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
             pauses: Sequence[Paused] = ()
             with visible.reading("pauses", "relays"):

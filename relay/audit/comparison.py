@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from itertools import chain
 from typing import Any, Final, Self
 
@@ -75,34 +76,27 @@ class Comparison:
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
         self._router = build_router(settings)
         self._options = client_options(settings)
-        self._connection = Connector(settings.require_database(), "outbox audit")()
-        try:
+        with ExitStack() as opened:
+            self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
+            self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
             kept = ledger.state(self._connection, settings.db_schema)
             self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
             self._ledger = kept is not None and kept.key == self._key
             # Events of the minute in which it was turned on may have been written before.
             self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
             self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
-            self._tables = Tables(
-                self._connection,
-                *(settings.db_schema, self._router, scope.topics, self._minutes, self._key, _STATEMENT_SECONDS),
-            )
-            self._sink = connect(sink_url or settings.require_database(), "outbox audit")
-        except BaseException:
-            self._connection.close()
-            raise
-        self._groups: Groups | None = None
-        if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
-            self._groups = Groups(
-                self._sink, settings.consumer_schema, scope.group, self._minutes, self._key, _STATEMENT_SECONDS
-            )
+            common = self._minutes, self._key, _STATEMENT_SECONDS
+            self._tables = Tables(self._connection, settings.db_schema, self._router, scope.topics, *common)
+            self._groups: Groups | None = None
+            if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
+                self._groups = Groups(self._sink, settings.consumer_schema, scope.group, *common)
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.close()
-        self._sink.close()
+        self._opened.close()
 
     def run(self) -> Audit:
         """Return the result."""

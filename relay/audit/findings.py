@@ -14,6 +14,7 @@ MOST_NAMED: Final = 1000
 """The most differences of one audit that are named; the others are counted."""
 
 AT_ONCE: Final = 200_000
+"""So many events are compared one by one at once; a minute that has more is compared as a whole."""
 
 EQUAL: Final = "equal"
 DIFFERENT: Final = "different"

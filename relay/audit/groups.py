@@ -1,4 +1,4 @@
-"""What each consumer group has applied: the ids in the sink, its positions, dead letters and accepted losses."""
+"""What each consumer group has applied: the ids in the sink, its positions and its dead letters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 from relay.audit.sums import HAS_TIME, MINUTE, NOTHING, Sum, Window, first_id, halves, minute_start, reduced, total
 from relay.audit.topics import Cell
+from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
-from relay.settle.statements import STATEMENT_LIMIT
 
 _REMEMBERS: Final = frozenset({"Dedup"})
 """The strategies that keep the ids of events."""
@@ -44,7 +44,7 @@ _UNTIMED: Final = """
 SELECT message_id FROM {processed_messages}
  WHERE grp = ANY(%(groups)s) AND message_id = ANY(%(ids)s::uuid[])"""
 
-# Discarded letters are kept in the audit alone, and so are the messages that an external effect left out.
+# Discarded letters are kept in the audit alone.
 _EXCUSED: Final = """
 SELECT topic, part, message_offset FROM {dead_letters} WHERE grp = %(group)s
 UNION ALL
@@ -119,9 +119,7 @@ class Groups:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything in this block in one snapshot. Raises ConsumerUnavailable and SchemaError."""
-        with clear_errors("reading what groups have applied"), self._connection.transaction():
-            self._connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            self._connection.execute(STATEMENT_LIMIT, (f"{self._seconds:g}s",))
+        with clear_errors("reading what groups have applied"), one_snapshot(self._connection, self._seconds):
             yield
 
     def groups(self, topics: Collection[str] | None) -> list[Group]:

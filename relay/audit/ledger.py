@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.errors import OperationRefused
-from relay.audit.sums import HAS_TIME, MINUTE, MODULUS, halves, total
+from relay.audit.sums import MODULUS, event_minute, halves, total
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.settle.statements import names_of
@@ -61,9 +60,6 @@ BEGIN
       FROM added {hashed} WHERE NOT from_relay GROUP BY 1, 2;
     RETURN NULL;
 END"""
-
-_MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
-            ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
 
 # Writers have no right on the ledger: the function runs with its owner's. pg_temp, where a writer may create types, is
 # searched first unless it is named.
@@ -137,7 +133,8 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
     Raises OperationRefused if it is on, Unavailable and SchemaError.
     """
     names = _names(schema, connection)
-    body = sql.SQL(_BODY).format(**names, **_pieces(names))
+    hashed = halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)"))
+    body = sql.SQL(_BODY).format(**names, **event_minute(names), ids=total("ids"), hashed=hashed)
     key = secrets.token_bytes(32)
     text = body.as_string(connection).replace("%(key)s::bytea", sql.Literal(key).as_string(connection))
     names |= {"key": sql.Literal(key), "body": sql.Literal(text)}
@@ -202,18 +199,4 @@ def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Co
         "function": sql.Identifier(schema, "count_in_ledger"),
         "trigger": sql.Identifier(_TRIGGER),
         "modulus": sql.SQL(str(MODULUS)),
-    }
-
-
-def _pieces(names: Mapping[str, sql.Composable]) -> dict[str, sql.Composable]:
-    event_id = sql.SQL("event_id")
-    parts = {
-        "has_time": sql.SQL(HAS_TIME).format(id=event_id),
-        "minute_of_id": sql.SQL(MINUTE).format(id=event_id),
-        "created_at": names["created_at"],
-    }
-    return {
-        "minute": sql.SQL(_MINUTE).format(**parts),
-        "ids": total("ids"),
-        "hashed": halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)")),
     }

@@ -1,13 +1,14 @@
 """Counts and sums of events by minute: two readers compare millions of events without keeping any.
 
 A sum is that of a keyed hash of each event, modulo 2^128. It does not depend on the order, and a pair does not cancel
-out, as it would with XOR. The key is random, so nobody can make events whose hashes add up to the same.
+out, as it would with XOR. The key is random, so events can't be made whose hashes add up to the same.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, LiteralString, NamedTuple
 
@@ -82,6 +83,9 @@ MINUTE: Final = """(('x' || pg_catalog.left(pg_catalog.encode(pg_catalog.uuid_se
         / 60000)"""
 """SQL: the minute in a UUID of version 7."""
 
+_EVENT_MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
+            ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
+
 _HALVES: Final = """
  CROSS JOIN LATERAL (SELECT pg_catalog.left(
         pg_catalog.encode(pg_catalog.sha256(%(key)s::bytea || {content}), 'hex'), 32) AS digits OFFSET 0) AS {digits}
@@ -91,6 +95,14 @@ _HALVES: Final = """
 _TOTAL: Final = """(sum({name}.high) FILTER (WHERE {where}) * 18446744073709551616
         + sum({name}.low) FILTER (WHERE {where})
         + 18446744073709551616 * count(*) FILTER (WHERE {name}.low < 0 AND {where}))"""
+
+
+def event_minute(names: Mapping[str, sql.Composable]) -> dict[str, sql.Composable]:
+    """Return SQL over an event's columns: ``has_time`` and ``minute``, by its id, else by ``created_at``."""
+    event_id = sql.SQL("event_id")
+    has_time, of_id = (sql.SQL(text).format(id=event_id) for text in (HAS_TIME, MINUTE))
+    minute = sql.SQL(_EVENT_MINUTE).format(has_time=has_time, minute_of_id=of_id, created_at=names["created_at"])
+    return {"has_time": has_time, "minute": minute}
 
 
 def halves(name: str, content: sql.Composable) -> sql.Composed:

@@ -14,11 +14,10 @@ from psycopg.rows import tuple_row
 
 from relay.audit.content import content
 from relay.audit.sums import (
-    HAS_TIME,
-    MINUTE,
     NOTHING,
     Sum,
     Window,
+    event_minute,
     first_id,
     halves,
     minute_of,
@@ -26,16 +25,13 @@ from relay.audit.sums import (
     reduced,
     total,
 )
-from relay.database import unavailable_on_error
+from relay.database import one_snapshot, unavailable_on_error
 from relay.kafka.offsets import Partition
 from relay.kafka.routing import NoRoute, Router
-from relay.settle.statements import STATEMENT_LIMIT, names_of
+from relay.settle.statements import names_of
 
 # Copies for a dead-letter topic and replays have their event's id, and are no events of their own.
 _ORIGINAL: Final = "NOT coalesce(headers ?| ARRAY['outbox-replay', 'outbox-dead-letter'], false)"
-
-_MINUTE: Final = """CASE WHEN {has_time} THEN {minute_of_id}
-            ELSE pg_catalog.floor(extract(epoch FROM {created_at}) / 60)::bigint END"""
 
 # By the index on event_id where the ids have a time. The others, which few writers make, are found by reading the
 # partitions from the first day on.
@@ -181,9 +177,7 @@ class Tables:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything in this block in one snapshot. Raises Unavailable and SchemaError."""
-        with unavailable_on_error("reading the events to audit"), self._connection.transaction():
-            self._connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            self._connection.execute(STATEMENT_LIMIT, (f"{self._seconds:g}s",))
+        with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, self._seconds):
             yield
 
     def archived(self) -> tuple[int, int] | None:
@@ -298,15 +292,8 @@ class Tables:
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
     """Return the names, and the pieces of SQL that the statements share."""
-    event_id = sql.SQL("event_id")
-    pieces = names | {
-        "has_time": sql.SQL(HAS_TIME).format(id=event_id),
-        "minute_of_id": sql.SQL(MINUTE).format(id=event_id),
-        "original": sql.SQL(_ORIGINAL),
-        "content": content(),
-    }
-    texts = (("minute", _MINUTE), ("archived", _ARCHIVED), ("whole", _WHOLE), ("discarded", _DISCARDED))
-    for name, text in texts:
+    pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
+    for name, text in (("archived", _ARCHIVED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

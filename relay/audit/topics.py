@@ -14,7 +14,7 @@ from relay.audit.content import content_of
 from relay.audit.sums import NOTHING, WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
 from relay.kafka.client import headers_of, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
-from relay.operations.topic_scan import read
+from relay.operations.topic_scan import header_text, read
 
 _SLACK_SECONDS: Final = 900
 """Kafka's time of an event is the relay's, and that of its id the writer's: how far the clocks may be apart."""
@@ -160,7 +160,7 @@ class Topics:
         if event_id is None:
             self.others[place.topic] += 1
             return None, None, bytes
-        if CE_SOURCE in headers and _text(headers[CE_SOURCE]) != self._source:
+        if CE_SOURCE in headers and header_text(headers[CE_SOURCE]) != self._source:
             self.others[place.topic] += 1
             return None, None, bytes
         if REPLAY in headers or DEAD_LETTER in headers:
@@ -169,7 +169,7 @@ class Topics:
             return None, None, bytes
         minute = minute_of_id(event_id)
         if minute is None:
-            minute = _written(_text(headers.get(CE_TIME)), message.timestamp()[1])
+            minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
         if minute not in minutes:
             minute = None
         key, value = message.key(), message.value()
@@ -213,7 +213,7 @@ def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes
 def _id_of(headers: Mapping[str, Any]) -> bytes | None:
     """Return the event's id as 16 bytes; None for a record that has none."""
     try:
-        found = bytes.fromhex(_text(headers[CE_ID]).replace("-", ""))
+        found = bytes.fromhex(header_text(headers[CE_ID]).replace("-", ""))
     except (KeyError, ValueError):
         return None
     return found if len(found) == 16 else None
@@ -224,7 +224,3 @@ def _written(ce_time: str, milliseconds: int) -> int:
         return minute_of(dt.datetime.fromisoformat(ce_time))
     except (ValueError, OverflowError):
         return milliseconds // (1000 * WINDOW_SECONDS)
-
-
-def _text(value: str | bytes | None) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

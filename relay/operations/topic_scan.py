@@ -192,12 +192,12 @@ def _seen(partition: Partition, message: Message, headers: Mapping[str, Any] | N
         partition,
         message.offset() or 0,
         message.timestamp()[1],
-        _uuid(_text(headers.get(CE_ID))),
-        _text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
+        _uuid(header_text(headers.get(CE_ID))),
+        header_text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
         value if isinstance(value, bytes) else None,
         key if isinstance(key, bytes) else None,
-        _text(headers.get(CE_SOURCE)),
-        _text(headers.get(CE_TIME)),
+        header_text(headers.get(CE_SOURCE)),
+        header_text(headers.get(CE_TIME)),
     )
 
 
@@ -208,7 +208,8 @@ def _uuid(text: str) -> str | None:
         return None
 
 
-def _text(value: str | bytes | None) -> str:
+def header_text(value: str | bytes | None) -> str:
+    """Return a header as text; empty without one."""
     text = value.decode(errors="replace") if isinstance(value, bytes) else value or ""
     # Postgres takes none. Another character, as without it this would be another id or mark.
     return text.replace("\0", "\ufffd")

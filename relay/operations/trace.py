@@ -19,12 +19,12 @@ from psycopg.rows import dict_row
 
 from outbox._clients.visible import VisibleTables
 from relay.core.ports import Unavailable
-from relay.database import unavailable_on_error
+from relay.database import one_snapshot, unavailable_on_error
 from relay.insights import read_rows
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets
 from relay.operations.topic_scan import committed_since
-from relay.settle.statements import STATEMENT_LIMIT, names_of
+from relay.settle.statements import names_of
 
 _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000
@@ -141,9 +141,7 @@ def find(
             return row
 
         failure: dict[str, Any] | None = None
-        with connection.transaction():
-            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+        with one_snapshot(connection, _STATEMENT_SECONDS):
             waiting = read("events", _WAITING)
             if waiting is not None:
                 bound |= {"lane": waiting["lane"], "id": waiting["id"]}

@@ -258,7 +258,7 @@ def test_text_that_postgres_refuses_after_a_shuffle_is_never_left_out(bench):
 
 
 def test_rows_that_are_still_messages_after_a_shuffle(bench, spark):
-    """The latest of a key counts there too, and what can't be told is refused."""
+    """The latest of a key counts there too, and what can't be recognized is refused."""
     names = spark.createDataFrame([(1, "one"), (2, "two"), (3, "three"), (3, "drei")], "id long, name string")
     number = itertools.count()
 

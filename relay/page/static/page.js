@@ -33,7 +33,7 @@
     part.before(button);
   }
 
-  // What somebody has selected or is about to press must not vanish under their hands, nor a figure that they read.
+  // What a user has selected or is about to press must not vanish, nor a figure that they read.
   const inUse = (part) => {
     const selection = getSelection();
     const inside = document.activeElement !== part && part.contains(document.activeElement);
