@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any, Self
 
-from standby import ask
+from standby import ask, base_backup
 from support import wait_until
 
-from outbox.sandbox._pgbin import binaries
-from outbox.sandbox.postgres import USER, PostgresServer
+from outbox.sandbox.postgres import PostgresServer
 
 KEPT = {"wal_keep_size": "1GB"}
 """Settings of a server that is to be restored: its WAL is the archive."""
@@ -49,18 +47,7 @@ class Backup:
         self._files.mkdir()
         if user is not None:
             shutil.chown(self._files, user.uid, user.gid)
-        subprocess.run(
-            [
-                *(binaries(user) / "pg_basebackup", "-D", self._files, "-h", "127.0.0.1", "-p", str(primary.port)),
-                *("-U", USER, "-X", "none", "-c", "fast", "--no-sync"),
-            ],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            check=True,
-            user=None if user is None else user.uid,
-            group=None if user is None else user.gid,
-            extra_groups=None if user is None else [],
-        )
+        base_backup(primary, user, self._files, "-X", "none")
 
     def here(self) -> str:
         """Mark the point. Returns the server's time."""

@@ -12,10 +12,25 @@ import psycopg
 from support import wait_until
 
 from outbox.sandbox import _postmaster
+from outbox.sandbox._dirs import User, identity
 from outbox.sandbox._pgbin import binaries
 from outbox.sandbox.postgres import USER, PostgresServer
 
 PHYSICAL_SLOT = "to_standby"
+
+
+def base_backup(primary: PostgresServer, user: User | None, target: Path, *options: str) -> None:
+    """Copy the files of a running server, as this account."""
+    subprocess.run(
+        [
+            *(binaries(user) / "pg_basebackup", "-D", target, "-h", "127.0.0.1", "-p", str(primary.port)),
+            *("-U", USER, "-c", "fast", "--no-sync", *options),
+        ],
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        check=True,
+        **identity(user),
+    )
 
 
 class Standby(PostgresServer):
@@ -44,18 +59,7 @@ class Standby(PostgresServer):
     def _initdb(self, target: Path) -> None:
         """Copy the primary instead of making a new cluster."""
         user = self._user
-        subprocess.run(
-            [
-                *(binaries(user) / "pg_basebackup", "-D", target, "-h", "127.0.0.1", "-p", str(self.primary.port)),
-                *("-U", USER, "-X", "stream", "-c", "fast", "--no-sync", "-C", "-S", PHYSICAL_SLOT),
-            ],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            check=True,
-            user=None if user is None else user.uid,
-            group=None if user is None else user.gid,
-            extra_groups=None if user is None else [],
-        )
+        base_backup(self.primary, user, target, "-X", "stream", "-C", "-S", PHYSICAL_SLOT)
         signal_file = target / "standby.signal"
         signal_file.touch()
         if user is not None:

@@ -117,6 +117,17 @@ def shop(outbox_kafka) -> Shop:
     return Shop(outbox_kafka)
 
 
+def outbox_of(private_postgres: Any, shop: Shop, settings: dict[str, Any]) -> tuple[PostgresServer, str]:
+    """Make a server with the outbox of a shop, which is read from the settings' source."""
+    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    shop.prepare(url)
+    if settings["source"] == "wal":
+        to_wal(url, settings)
+    return primary, url
+
+
 def row_ids(url: str) -> set[int]:
     with psycopg.connect(url) as connection:
         return {id_ for (id_,) in connection.execute("SELECT id FROM outbox.events")}
@@ -131,12 +142,7 @@ def row_ids(url: str) -> set[int]:
 def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery, source, archive):
     """By a base backup and the WAL up to a point; ids, revisions and batches are given out again."""
     settings |= {"delivery": delivery, "source": source, "relay__archive_days": archive, "relay__lease_seconds": 10}
-    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
-    primary = private_postgres(FAST)
-    url = private_postgres.database(primary).url
-    shop.prepare(url)
-    if source == "wal":
-        to_wal(url, settings)
+    primary, url = outbox_of(private_postgres, shop, settings)
     relay = follow(url).start()
     settled = shop.write(url, 5)
     drained(url)
@@ -203,12 +209,7 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
     marked   the relay knows that no id up to a mark can be committed any more, and these are given out again.
     """
     settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 60}
-    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
-    primary = private_postgres(FAST)
-    url = private_postgres.database(primary).url
-    shop.prepare(url)
-    if source == "wal":
-        to_wal(url, settings)
+    primary, url = outbox_of(private_postgres, shop, settings)
     with TcpProxy("127.0.0.1", primary.port) as proxy:
         relay = follow(f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox").start()
         settled = shop.write(url, 5)
