@@ -1,4 +1,4 @@
-"""The chart, and the manifests that are rendered from it. No cluster runs here: their commands run as processes."""
+"""The chart, and the manifests that are rendered from it. test_kubernetes_processes.py runs them."""
 
 from __future__ import annotations
 
@@ -6,70 +6,38 @@ import hashlib
 import json
 import re
 import shutil
-import socket
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
-import psycopg
 import pytest
 import yaml
-from containers import Container
-from support import look_up, wait_until
+from manifests import (
+    CHART,
+    DOCUMENTS,
+    MANIFESTS,
+    MIGRATE,
+    MONITORING,
+    NEWEST,
+    NOT_KUBERNETES_OWN,
+    OLDEST,
+    PODS,
+    ROOT,
+    VALUES,
+    containers,
+    of_kind,
+    template,
+    variables,
+)
 from typer.testing import CliRunner
 
-from outbox import Event, Outbox
 from outbox._app.settings import check_environment
-from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
 from relay.config import load
 from spark_jobs.job import find_job
-
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy/chart"
-MANIFESTS = ROOT / "deploy/kubernetes"
-VALUES = ROOT / "deploy/kubernetes.values.yaml"
-MONITORING = ROOT / "docs/operations/monitoring"
-SECRETS = "/run/secrets/outbox"
-NOT_KUBERNETES_OWN = {"PodMonitor", "PrometheusRule", "ScaledObject"}
-OLDEST, NEWEST = "1.31", "1.37"
-
-DOCUMENTS: list[dict[str, Any]] = [
-    document
-    for file in sorted(MANIFESTS.glob("*.yaml"))
-    for document in yaml.safe_load_all(file.read_text())
-    if document
-]
-
-
-def of_kind(*kinds: str) -> list[dict[str, Any]]:
-    return [document for document in DOCUMENTS if document["kind"] in kinds]
-
-
-def template(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the pods that a Deployment, a Job or a CronJob makes."""
-    spec = document["spec"]
-    found: dict[str, Any] = spec.get("jobTemplate", {}).get("spec", spec)["template"]
-    return found
-
-
-def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a pod's containers in the order in which they begin."""
-    return [*pod.get("initContainers", ()), *pod["containers"]]
-
-
-PODS = {
-    document["metadata"]["name"]: template(document)["spec"] for document in of_kind("Deployment", "Job", "CronJob")
-}
-[MIGRATE] = [name for name in PODS if name.startswith("outbox-migrate")]
-
 
 # --- What the chart renders
 
@@ -310,12 +278,6 @@ def test_what_comes_before_an_upgrade_needs_nothing_that_comes_with_it():
     ]
 
 
-def variables(container: dict[str, Any], secrets: Path) -> dict[str, str]:
-    """Return a container's environment, with its Secret in a folder."""
-    values = {one["name"]: one.get("value", "x") for one in container["env"]}
-    return {name: value.replace(SECRETS, str(secrets)) for name, value in values.items()}
-
-
 CONTAINERS = {f"{name}/{one['name']}": (name, one) for name, pod in PODS.items() for one in containers(pod)}
 
 
@@ -371,175 +333,3 @@ def test_a_container(name, container, monkeypatch, tmp_path):
         # Who restarts relays that are not ready restarts them while Kafka is away.
         assert probes["livenessProbe"]["httpGet"]["path"] == probes["startupProbe"]["httpGet"]["path"] == "/livez"
         assert probes["readinessProbe"]["httpGet"]["path"] == "/readyz"
-
-
-# --- The same, run
-
-
-class Cluster:
-    """Makes processes of the manifests' containers: Secrets are folders, and Kafka is one that runs here."""
-
-    def __init__(self, folder: Path, kafka: str, secrets: Mapping[str, Mapping[str, str]]) -> None:
-        self._folder = folder
-        self._kafka = kafka
-        for secret, keys in secrets.items():
-            (folder / secret).mkdir()
-            for key, value in keys.items():
-                (folder / secret / key).write_text(value)
-
-    def pod(self, name: str, instance: str = "") -> list[Container]:
-        """Return a pod's containers, as processes with ports of their own."""
-        return [self._container(name, one, instance or name) for one in containers(PODS[name])]
-
-    def only(self, name: str, instance: str = "") -> Container:
-        [found] = self.pod(name, instance)
-        return found
-
-    def _container(self, name: str, container: dict[str, Any], instance: str) -> Container:
-        [volume] = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == SECRETS]
-        [secret] = [one["secret"]["secretName"] for one in PODS[name]["volumes"] if one["name"] == volume]
-        (port,) = free_ports(1)
-
-        def value(one: dict[str, Any]) -> str:
-            source = one.get("valueFrom", {})
-            if "fieldRef" in source:
-                assert source["fieldRef"] == {"fieldPath": "metadata.name"}
-                return instance
-            text = str(one["value"]).replace(SECRETS, str(self._folder / secret))
-            text = text.replace("kafka-bootstrap:9092", self._kafka)
-            return re.sub(r"0\.0\.0\.0:\d+", f"127.0.0.1:{port}", text)
-
-        values = {one["name"]: value(one) for one in container["env"]}
-        return Container(f"{instance}-{container['name']}", ["outbox", *container["args"]], values, self._folder)
-
-
-def address(container: Container) -> str:
-    [found] = [value for name, value in container.environment.items() if name.endswith("_ADDRESS")]
-    return found
-
-
-def answers(container: Container, name: str, kind: str) -> bool:
-    """Ask what a probe of the manifests asks."""
-    probe = containers(PODS[name])[0][kind]
-    host, port = address(container).split(":")
-    try:
-        if "tcpSocket" in probe:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        else:
-            urllib.request.urlopen(f"http://{host}:{port}{probe['httpGet']['path']}", timeout=5).close()
-    except OSError:  # an HTTPError is one
-        return False
-    return True
-
-
-def verbose(container: Container) -> str:
-    try:
-        with urllib.request.urlopen(f"http://{address(container)}/readyz?verbose", timeout=5) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as not_ready:
-        with not_ready:
-            return not_ready.read().decode()
-
-
-PROXY_SECRET = "between-the-proxy-and-the-page"
-
-
-def page(container: Container, headers: Mapping[str, str]) -> tuple[int, str]:
-    origin = container.environment["OUTBOX_WEB__ORIGIN"].removeprefix("https://")
-    request = urllib.request.Request(f"http://{address(container)}/", headers={"Host": origin, **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as refused:
-        return refused.code, ""
-
-
-def order(number: int, seq: int) -> Event:
-    payload = {"order_id": f"o{number}", "seq": seq, "customer": "c", "amount_cents": 100, "status": "placed"}
-    return Event("order", f"o{number}", "OrderChanged", payload)
-
-
-def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path):
-    """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
-    kafka, topics = mortal_kafka
-    topics.create_topic("order-events", 2)
-    server = private_postgres()
-
-    def url(role: str) -> str:
-        return server.url("postgres").replace("postgresql://postgres", f"postgresql://{role}:outbox")
-
-    # What docs/operations/kubernetes.md asks for before the first release.
-    with psycopg.connect(server.url("postgres"), autocommit=True) as admin:
-        admin.execute((ROOT / "deploy/postgres/roles.sql").read_text())
-    owner = ["outbox", "db", "roles", "migrator=outbox_migrator", "consumer-migrator=outbox_migrator", "--apply"]
-    Container("owner", owner, {"OUTBOX_DATABASE_URL": server.url("postgres")}, tmp_path).run()
-    page_keys = {"proxy-secret": PROXY_SECRET, "sink-url": url("outbox_page")}
-    here = Cluster(
-        tmp_path,
-        kafka.bootstrap_servers,
-        {
-            **{f"outbox-{role}": {"database-url": url(f"outbox_{role}")} for role in ("migrator", "relay", "consumer")},
-            "outbox-page": {"database-url": url("outbox_page"), **page_keys},
-        },
-    )
-    job = here.pod(MIGRATE)
-    for step in job:
-        step.run()
-
-    def write(seq: int) -> None:
-        with psycopg.connect(url("outbox_shop")) as shop:
-            Outbox().add_many(shop, [order(number, seq) for number in range(20)])
-
-    def applied(seq: int) -> bool:
-        [(orders, out_of_order)] = look_up(
-            server.url("postgres"),
-            """
-            SELECT count(*) FILTER (WHERE last_seq = %s AND events_applied = %s), coalesce(sum(out_of_order), 0)
-              FROM outbox_consumer.order_totals
-            """,
-            seq,
-            seq,
-        )
-        assert out_of_order == 0
-        return orders == 20
-
-    with ExitStack() as stack:
-        stack.callback(kafka.resume_broker, 0)
-        old, new = (here.only("outbox-relay", f"outbox-relay-{n}") for n in ("old", "new"))
-        old_relay = ExitStack()
-        stack.push(old_relay)
-        old_relay.enter_context(old.running(PODS["outbox-relay"]["terminationGracePeriodSeconds"]))
-        totals, web = here.only("outbox-order-totals"), here.only("outbox-page")
-        stack.enter_context(totals.running(PODS["outbox-order-totals"]["terminationGracePeriodSeconds"]))
-        stack.enter_context(web.running(30))
-        for name, container in (("outbox-relay", old), ("outbox-order-totals", totals), ("outbox-page", web)):
-            for kind in ("livenessProbe", "readinessProbe"):
-                wait_until(lambda a=(container, name, kind): answers(*a), 120, f"the {kind} of {name}")
-        there = "SELECT to_regclass('outbox_consumer.order_totals') IS NOT NULL"
-        wait_until(lambda: look_up(server.url("postgres"), there) == [(True,)], 120, "the consumer's table")
-        write(1)
-        wait_until(lambda: applied(1), 120, "the first events to be applied")
-
-        # The next version: its Job while the old relays work, then relays one by one.
-        for step in job:
-            step.run()
-        write(2)
-        with new.running(PODS["outbox-relay"]["terminationGracePeriodSeconds"]):
-            wait_until(lambda: answers(new, "outbox-relay", "readinessProbe"), 60, "the new relay to be ready")
-            old_relay.close()
-            write(3)
-            wait_until(lambda: applied(3), 120, "the events behind the old relay's end to be applied")
-
-            for name in ("outbox-prune", "outbox-prune-consumer"):
-                assert "partition" in here.only(name).run()
-            user = {"X-Forwarded-User": "ada"}
-            assert page(web, user)[0] in {401, 403}
-            status, text = page(web, {**user, "X-Outbox-Proxy-Secret": PROXY_SECRET})
-            assert status == 200
-            assert "<h1>Overview</h1>" in text
-
-            # Kafka does not answer: the relay lives, and its pod ends within its time. `running` checks that.
-            kafka.pause_broker(0)
-            write(4)
-            wait_until(lambda: "kafka_unavailable" in verbose(new), 60, "the relay to wait for Kafka")
-            assert answers(new, "outbox-relay", "livenessProbe")
