@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -262,9 +263,9 @@ class Comparison:
         """Compare the sums of the groups; windows in which they differ are compared one by one."""
         for group in groups:
             expected, waiting, unsure = expected_of(group, cells)
-            totals: dict[int, Sum] = {}
+            totals: dict[int, Sum] = defaultdict(Sum)
             for window, of_window in expected.items():
-                totals[window.minute] = totals.get(window.minute, NOTHING) + of_window
+                totals[window.minute] += of_window
             for window, one in found.items():
                 if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from psycopg import sql
 
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
-from relay.audit.sums import HAS_TIME, MINUTE, NOTHING, Sum, Window, first_id, halves, minute_start, reduced, total
+from relay.audit.sums import HAS_TIME, MINUTE, Sum, Window, first_id, halves, minute_start, reduced, total
 from relay.audit.topics import Cell
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
@@ -161,8 +162,8 @@ def expected_of(
 
     Those in which its position is, and those with ids without a time, are to be compared one by one.
     """
-    expected: dict[Window, Sum] = {}
-    waiting: dict[Window, int] = {}
+    expected: dict[Window, Sum] = defaultdict(Sum)
+    waiting: Counter[Window] = Counter()
     unsure: set[int] = set()
     for (place, minute), cell in cells.items():
         if place.topic not in group.topics:
@@ -170,9 +171,9 @@ def expected_of(
         position = group.positions.get(place, 0)
         window = Window(place.topic, minute)
         if cell.last >= position:
-            waiting[window] = waiting.get(window, 0) + cell.count
+            waiting[window] += cell.count
         if cell.first < position:
-            expected[window] = expected.get(window, NOTHING) + Sum(cell.count, cell.ids)
+            expected[window] += Sum(cell.count, cell.ids)
             if cell.last >= position or cell.untimed:
                 unsure.add(minute)
     return expected, waiting, unsure

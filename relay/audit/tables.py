@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, LiteralString, NamedTuple
@@ -270,11 +271,11 @@ class Tables:
         return found
 
     def _summed(self, query: LiteralString, table: str | None = None) -> dict[Window, Sum]:
-        found: dict[Window, Sum] = {}
+        found: dict[Window, Sum] = defaultdict(Sum)
         for kind, minute, count, hashes in self._rows(query, table=table):
             window = self._window(kind, None, minute)
             if window is not None and minute in self._minutes:
-                found[window] = found.get(window, NOTHING) + Sum(int(count), reduced(hashes))
+                found[window] += Sum(int(count), reduced(hashes))
         return found
 
     def _window(self, kind: str, topic: str | None, minute: int) -> Window | None:

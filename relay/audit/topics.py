@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +11,7 @@ from confluent_kafka import Message
 
 from outbox.event import CE_ID, CE_SOURCE, CE_TIME, DEAD_LETTER, REPLAY
 from relay.audit.content import content_of
-from relay.audit.sums import NOTHING, WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
+from relay.audit.sums import WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
 from relay.kafka.client import headers_of, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
 from relay.operations.topic_scan import header_text, read
@@ -196,12 +196,12 @@ class Topics:
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:
     """Return for each window the sum over the ids, and over ids, places and contents."""
-    ids: dict[Window, Sum] = {}
-    wholes: dict[Window, Sum] = {}
+    ids: dict[Window, Sum] = defaultdict(Sum)
+    wholes: dict[Window, Sum] = defaultdict(Sum)
     for (place, minute), cell in cells.items():
         window = Window(place.topic, minute)
-        ids[window] = ids.get(window, NOTHING) + Sum(cell.count, cell.ids)
-        wholes[window] = wholes.get(window, NOTHING) + Sum(cell.count, cell.whole)
+        ids[window] += Sum(cell.count, cell.ids)
+        wholes[window] += Sum(cell.count, cell.whole)
     return ids, wholes
 
 
