@@ -156,10 +156,6 @@ class TopicUnusable(BrokerUnavailable):
     No event is at fault.
     """
 
-    def __init__(self, topic: str, text: str) -> None:
-        super().__init__(text)
-        self.topic = topic
-
 
 class IdBusy(BrokerUnavailable):
     """The last transaction of a transactional.id can't be ended: most likely one of its partitions has no leader.
@@ -169,30 +165,19 @@ class IdBusy(BrokerUnavailable):
 
 
 class UndecidedTransaction(BrokerUnavailable):
-    """A partition ends in a transaction that is neither committed nor aborted, so its contents are not known yet.
-
-    ``topic`` and ``partition`` name it; ``stable`` is the offset up to which all is decided, ``end`` the end offset.
-    """
-
-    def __init__(self, message: str, topic: str, partition: int, stable: int, end: int) -> None:
-        super().__init__(message)
-        self.topic = topic
-        self.partition = partition
-        self.stable = stable
-        self.end = end
+    """A partition ends in a transaction that is neither committed nor aborted, so its contents are not known yet."""
 
     @classmethod
     def at(cls, topic: str, partition: int, stable: int, end: int, seconds: float) -> UndecidedTransaction:
-        """Return the error, with the likely causes and what to do."""
+        """Return the error, with the likely causes and what to do.
+
+        ``stable`` is the offset up to which all is decided, ``end`` the end offset.
+        """
         return cls(
             f"Kafka: {topic!r} partition {partition} is decided up to offset {stable} only and ends at {end}, for "
             f"{seconds:g} s now: a transaction there is neither committed nor aborted. Either another program has one "
             "open, or a broker that restarted has lost a transaction's markers (KAFKA-20734). Nothing is published "
-            "before it is decided. Run `outbox relay reconcile`: it names the transaction and what ends it",
-            topic,
-            partition,
-            stable,
-            end,
+            "before it is decided. Run `outbox relay reconcile`: it names the transaction and what ends it"
         )
 
 

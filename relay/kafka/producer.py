@@ -284,7 +284,7 @@ class BatchProducer:
         causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
         unusable = self._topics_at_fault(causes)
         if unusable:
-            return TopicUnusable(unusable[0], self._topics.reasons()[unusable[0]]), ()
+            return TopicUnusable(self._topics.reasons()[unusable[0]]), ()
         blamed: dict[int, str] = {}
         for claim, error in causes:
             reason = self._refusal(claim, error)
@@ -301,7 +301,7 @@ class BatchProducer:
                 self._stalled = self._topics.stalled(self._unanswered(), seconds, trial=self._trial is not None)
             if self._stalled:
                 topic = self._stalled[0]
-                return TopicUnusable(topic, self._topics.reasons()[topic] + self._lost()), ()
+                return TopicUnusable(self._topics.reasons()[topic] + self._lost()), ()
         return self._unavailable(causes, min(seconds, self._trial or seconds)), ()
 
     def likeliest(self) -> dict[int, int]:
@@ -428,7 +428,7 @@ class BatchProducer:
                 if code in TOPIC_REFUSALS:
                     reason = f"{TOPIC_REFUSALS[code].format(topic=topic)} ({text_of(error)})"
                     self._topics.refused(topic, reason)
-                    return TopicUnusable(topic, reason)
+                    return TopicUnusable(reason)
                 self.broken_off = code == KafkaError._STATE
                 raise BrokerUnavailable(f"Kafka, sending to {topic!r}: {text_of(error)}") from error
             else:

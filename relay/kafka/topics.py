@@ -128,13 +128,13 @@ class Topics:
         Raises TopicUnusable, without a request to the broker each time, or Unavailable when no broker answers.
         """
         if topic in self._held():
-            raise TopicUnusable(topic, f"topic {topic!r} is paused")
+            raise TopicUnusable(f"topic {topic!r} is paused")
         if topic in self._known and not self._unusable:
             return
         with self._lock:
             state = self._unusable.get(topic)
             if state is not None and self._waits(topic, state):
-                raise TopicUnusable(topic, state.reason)
+                raise TopicUnusable(state.reason)
             if topic in self._known:
                 return
             try:
@@ -324,7 +324,7 @@ class Topics:
             log.error("topic can't be written to; its events wait", topic=topic, reason=reason)
         self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait, stalled)
         self._note_reasons()
-        return TopicUnusable(topic, reason)
+        return TopicUnusable(reason)
 
     def _note_reasons(self) -> None:
         self._reasons = {topic: state.reason for topic, state in self._unusable.items()}

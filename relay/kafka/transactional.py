@@ -385,7 +385,7 @@ class TransactionalPublisher:
         topics = sender.forbidden_topics()
         if not topics:
             return None
-        return TopicUnusable(topics[0], f"the relay may not write to {topics}; grant WRITE and DESCRIBE")
+        return TopicUnusable(f"the relay may not write to {topics}; grant WRITE and DESCRIBE")
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()

@@ -160,10 +160,7 @@ class HiddenEvents:
             raise UndecidedTransaction(
                 f"Kafka: {found.partition.topic!r} partition {found.partition.number} still waits, at offset "
                 f"{found.stable}, for the end of a transaction of another producer than the lanes' rows name. If a "
-                f"program has it open, end that, or wait for its time-out; else abort it: {self._command(found)}",
-                *found.partition,
-                found.stable,
-                found.end,
+                f"program has it open, end that, or wait for its time-out; else abort it: {self._command(found)}"
             )
 
     def _command(self, found: Undecided) -> str:

@@ -120,13 +120,10 @@ def test_an_open_transaction_at_the_end_is_an_error_for_its_lane_alone(state):
     other = state.producer("other")
     other.begin_transaction()
     state.write(other, 1, marker(2).encode())
-    with pytest.raises(
-        UndecidedTransaction, match=r"partition 1 is decided up to .*KAFKA-20734.*relay reconcile"
-    ) as told:
+    text = rf"'{state.name}' partition 1 is decided up to .*KAFKA-20734.*relay reconcile"
+    with pytest.raises(UndecidedTransaction, match=text) as error:
         topic.last_markers([0, 1, 2])
-    assert isinstance(told.value, Unavailable)
-    assert (told.value.topic, told.value.partition) == (state.name, 1)
-    assert told.value.stable < told.value.end
+    assert isinstance(error.value, Unavailable)
     read = topic.read([0, 1, 2])
     assert read.markers == {0: marker(1), 2: marker(1)}
     assert read.problems.keys() == {1}

@@ -368,7 +368,7 @@ def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
     def stalled(batches: Batches) -> Sent:
         world.broker.paused = frozenset({("Invoice", False)})
         half = {lane: Receipt(UnsettledBatch(claims[:16])) for lane, claims in batches.items()}
-        return Failed(TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"), half)
+        return Failed(TopicUnusable("topic 'invoice-events' has no leader for partition 0"), half)
 
     world = World(rows, stalled, settings=replace(SETTINGS, batch_size=32))
     world.run()

@@ -178,7 +178,8 @@ def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(
     assert sender.paused() == frozenset()
     failure, blamed = failed(sender, (turn[0][1], code), (turn[0][0], KafkaError._PURGE_QUEUE))
     assert isinstance(failure, TopicUnusable)
-    assert (failure.topic, blamed) == ("invoice-events", [])
+    assert "'invoice-events'" in str(failure)
+    assert blamed == []
     assert said in str(failure)
     assert sender.paused() == {("Invoice", False)}
 
@@ -210,7 +211,7 @@ def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():
 class OneMissing(AllThere):
     def require(self, topic: str) -> None:
         if topic == "invoice-events":
-            raise TopicUnusable(topic, "it is not there")
+            raise TopicUnusable("it is not there")
 
 
 def test_events_of_a_topic_that_is_not_there_are_left_out_with_their_key_and_the_lane_says_so():

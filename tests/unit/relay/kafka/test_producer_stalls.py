@@ -52,7 +52,7 @@ def test_a_topic_of_which_nothing_is_acknowledged_while_others_are_holds_itself_
     topics = Looked()
     sender, failure = late_turn(topics, [1, 2, 3])
     assert isinstance(failure, TopicUnusable)
-    assert failure.topic == "invoice-events"
+    assert "'invoice-events'" in str(failure)
     assert str(failure).endswith("(3 of 6 events not acknowledged)")
     assert sender.paused() == {("Invoice", False)}
     # Others of its turn may be late themselves: they come again.
@@ -148,7 +148,7 @@ def test_an_attempt_says_nothing_of_the_topics_beside_it():
     del sender._failed[3]
     failure, _ = sender.failure(4)
     assert isinstance(failure, TopicUnusable)
-    assert failure.topic == "invoice-events"
+    assert "'invoice-events'" in str(failure)
     assert sender.paused() == {("Invoice", False)}
     assert topics.reasons().keys() == {"invoice-events"}
     sender.close()
