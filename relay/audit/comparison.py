@@ -100,7 +100,6 @@ class Comparison:
         self._opened.close()
 
     def run(self) -> Audit:
-        """Return the result."""
         with self._tables.snapshot():
             self._now = minute_of(self._tables.now())
             waiting, dead, discarded = self._tables.waiting(), self._tables.dead(), self._tables.discarded()
@@ -224,7 +223,6 @@ class Comparison:
         return expired
 
     def _lost(self, window: Window) -> bool:
-        """Return whether Kafka may have deleted records of a window."""
         return window.minute * 60 < self._expired.get(window.topic, 0)
 
     def _missing_topics(self, topics: Collection[str]) -> None:
@@ -260,7 +258,6 @@ class Comparison:
         groups: Sequence[Group],
         applied: Mapping[tuple[str, int], Sum],
     ) -> None:
-        """Compare the sums of the groups; windows in which they differ are compared one by one."""
         for group in groups:
             expected, waiting, unsure = expected_of(group, cells)
             totals: dict[int, Sum] = defaultdict(Sum)
@@ -392,7 +389,6 @@ class Comparison:
     def _ids_of_groups(
         self, windows: Sequence[Window], on_kafka: Mapping[Window, Mapping[bytes, Any]]
     ) -> list[tuple[Group, set[bytes], set[tuple[Partition, int]]]]:
-        """Return the groups with their positions now, the ids that they have applied, and what is excused."""
         if self._groups is None:
             return []
         minutes = sorted({window.minute for window in windows})

@@ -43,7 +43,6 @@ def content() -> sql.Composed:
 
 
 def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any]) -> bytes:
-    """Return what a record says."""
     event_type = _bytes(headers.get(CE_TYPE, headers.get(EVENT_TYPE, b"")))
     own = sorted(
         (name.encode(), _bytes(text))

@@ -72,7 +72,6 @@ class WindowAudit:
 
     @property
     def empty(self) -> bool:
-        """Return whether no reader has an event of it."""
         counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded)
         return not any(counts) and not any(one.applied for one in self.groups.values())
 
@@ -97,11 +96,9 @@ class Audit:
 
     @property
     def differs(self) -> bool:
-        """Return whether anything differs, named or not."""
         return self.count > 0 or any(one.state == DIFFERENT for one in self.windows)
 
     def add(self, found: Difference) -> None:
-        """Count a difference, and keep it if it is among the first."""
         self.count += 1
         if len(self.differences) < MOST_NAMED:
             self.differences.append(found)

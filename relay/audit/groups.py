@@ -84,7 +84,6 @@ class Group:
 
     @property
     def topics(self) -> set[str]:
-        """Return the audited topics that it reads."""
         return {place.topic for place in self.positions}
 
 

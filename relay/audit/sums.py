@@ -28,7 +28,6 @@ class Window(NamedTuple):
 
     @property
     def start(self) -> dt.datetime:
-        """Return when the minute began."""
         return minute_start(self.minute)
 
 
@@ -40,7 +39,6 @@ class Sum:
     hashes: int = 0
 
     def __add__(self, other: Sum) -> Sum:
-        """Return the sum over both."""
         return Sum(self.events + other.events, (self.hashes + other.hashes) % MODULUS)
 
 
@@ -53,12 +51,10 @@ def hash_of(key: bytes, content: bytes) -> int:
 
 
 def minute_of(time: dt.datetime) -> int:
-    """Return the minute, counted from 1970, in which a time is."""
     return int(time.timestamp() // WINDOW_SECONDS)
 
 
 def minute_start(minute: int) -> dt.datetime:
-    """Return when a minute begins."""
     return dt.datetime.fromtimestamp(minute * WINDOW_SECONDS, dt.UTC)
 
 

@@ -193,7 +193,6 @@ class Tables:
         return self._minutes.start if earlier else minute_of(first) + 1, minute_of(last)
 
     def now(self) -> dt.datetime:
-        """Return the time by the database's clock."""
         found: dt.datetime = self._rows(_NOW)[0][0]
         return found
 
@@ -211,19 +210,15 @@ class Tables:
         return found
 
     def waiting(self) -> dict[Window, Sum]:
-        """Return the sums over the ids of events that are still to be published."""
         return self._summed(_WAITING, "events")
 
     def dead(self) -> dict[Window, Sum]:
-        """Return the sums over the ids of dead letters."""
         return self._summed(_WAITING, "dead_letters")
 
     def discarded(self) -> dict[Window, Sum]:
-        """Return the sums over the ids of events that operators have discarded."""
         return self._summed(_WAITING, "discarded")
 
     def ledger(self) -> dict[Window, Sum]:
-        """Return the sums over the ids of all events that were written, as the ledger has them."""
         return self._summed(_LEDGER)
 
     def lowest(self) -> dict[Partition, int]:
@@ -292,7 +287,6 @@ class Tables:
 
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
-    """Return the names, and the pieces of SQL that the statements share."""
     pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
     for name, text in (("archived", _ARCHIVED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
         pieces[name] = sql.SQL(text).format(**pieces)
@@ -305,5 +299,4 @@ def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
 
 
 def uuid_of(event_id: bytes) -> str:
-    """Return an id as text."""
     return str(uuid.UUID(bytes=event_id))

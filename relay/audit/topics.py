@@ -195,7 +195,6 @@ class Topics:
 
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:
-    """Return for each window the sum over the ids, and over ids, places and contents."""
     ids: dict[Window, Sum] = defaultdict(Sum)
     wholes: dict[Window, Sum] = defaultdict(Sum)
     for (place, minute), cell in cells.items():
@@ -206,12 +205,10 @@ def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Windo
 
 
 def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes:
-    """Return an event's id, place and content as bytes."""
     return event_id + partition.to_bytes(4) + offset.to_bytes(8) + content
 
 
 def _id_of(headers: Mapping[str, Any]) -> bytes | None:
-    """Return the event's id as 16 bytes; None for a record that has none."""
     try:
         found = bytes.fromhex(header_text(headers[CE_ID]).replace("-", ""))
     except (KeyError, ValueError):

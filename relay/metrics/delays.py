@@ -97,7 +97,6 @@ class PublishDelays:
         return self._topics.setdefault(topic, _Delays())
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield the histogram."""
         found = HistogramMetricFamily(
             "outbox_relay_publish_delay_seconds",
             "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement, or the commit of "
@@ -113,7 +112,6 @@ class PublishDelays:
 
 
 def _text(seconds: float) -> str:
-    """Return a time as events have it."""
     return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 

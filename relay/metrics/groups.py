@@ -62,7 +62,6 @@ class GroupLags:
 
 
 def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
-    """Yield the metrics of a reading."""
     lag = GaugeMetricFamily(
         "outbox_group_lag_messages",
         "Offsets that are committed in Kafka and not applied by the group, over the topic's partitions. Whether its "
@@ -156,7 +155,6 @@ class GroupWatch:
         self._rest_until = self._looked + _REST * (self._looked - began)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics of the last reading; none if it is stale."""
         found = self._found
         until = max(self._looked, self._rest_until) + _STALE_SECONDS
         if found is not None and self._shows() and time.monotonic() <= until:

@@ -60,18 +60,15 @@ class TurnMetrics:
         )
 
     def events(self, result: str, count: int) -> None:
-        """Count events."""
         self._events.labels(result).inc(count)
 
     def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        """Record a turn."""
         self._turns.observe(events)
         for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
         self._last.set(time.time())
 
     def lanes_lost(self, count: int) -> None:
-        """Count lanes that another relay has taken."""
         self._lost.inc(count)
 
 

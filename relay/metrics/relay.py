@@ -55,7 +55,6 @@ def slot_metrics(
 
 
 def slot_repairs(registry: CollectorRegistry) -> Counter:
-    """Return the counter of the repairs that a relay has done by itself."""
     return Counter(
         "outbox_slot_repairs",
         "Repairs of a lost slot by this process; only with source=wal.",
@@ -110,7 +109,6 @@ class SlotWatch:
         self._log_limit(self._names.slot if names is None else names.slot)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return the result of the last look, with its time."""
         if self._state is None and self._by_checkpoint:
             return iter(())
         healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS

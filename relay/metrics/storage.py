@@ -91,8 +91,6 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
 
 
 def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
-    """Yield the metrics of a reading."""
-
     def by_table(name: str, text: str, values: Iterable[tuple[tuple[str, str], float]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"outbox_table_{name}", text, labels=["schema", "table"])
         for labels, value in values:
@@ -192,7 +190,6 @@ class StorageWatch:
             raise failed
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the metrics of the last reading; none if it is stale."""
         found = self._found
         if found is not None and self._shows() and time.monotonic() - self._looked <= _STALE_SECONDS:
             yield from storage_metrics(found)

@@ -59,7 +59,6 @@ class _Walk:
 
 
 def topic_ages(ages: Mapping[str, float]) -> GaugeMetricFamily:
-    """Return the metric of the ages that a look has found."""
     found = GaugeMetricFamily(
         "outbox_backlog_topic_oldest_age_seconds",
         "Age of the topic's event that has waited longest, except in paused lanes. Of topics that have waiting events "

@@ -45,7 +45,6 @@ class View:
 
 
 def answer(values: Mapping[str, Any], status: int = 200) -> Response:
-    """Return values as JSON."""
     return Response(json_of(values), status, media_type="application/json")
 
 

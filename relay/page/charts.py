@@ -51,14 +51,12 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """Return what the chart shows, in words."""
         now = ", ".join(f"{line.name} {line.latest}" for line in self.lines)
         when = f" from {self.times[0]} to {self.times[-1]}" if self.times else ""
         return f"{self.title}{when}, up to {self.top}. Now: {now or 'nothing'}"
 
 
 def charts(samples: Sequence[Sample]) -> Mapping[str, Chart]:
-    """Return the charts of these samples, by what they are about."""
     times = [sample.at for sample in samples]
 
     def of(values: Callable[[Sample], float | None]) -> Values:

@@ -92,7 +92,6 @@ class Form:
         return found[0].replace("\r\n", "\n") if found else None
 
     def all(self, name: str) -> list[str]:
-        """Return all values of a field."""
         return [value for field, value in self.fields if field == name]
 
     def require(self, name: str, what: str) -> str:
@@ -152,11 +151,9 @@ class Page:
         )
 
     def close(self) -> None:
-        """End the thread that reads the figures."""
         self.sampler.close()
 
     def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Return a view as HTML; for a program, its values as JSON."""
         if request.scope["outbox.api"]:
             values.pop("view", None)
             return api.answer(values, status)
@@ -219,7 +216,6 @@ class Page:
         return chosen
 
     def done(self, request: Request, path: str, text: str) -> Response:
-        """Show another page with what was done."""
         self.sampler.refresh()
         if request.scope["outbox.api"]:
             return api.answer({"done": text})
@@ -228,7 +224,6 @@ class Page:
         return self.elsewhere(request, f"{path}{separator}{note}")
 
     def elsewhere(self, request: Request, path: str) -> Response:
-        """Lead on to another address of the page, or of the API."""
         prefix = api.PREFIX if request.scope["outbox.api"] else ""
         return RedirectResponse(f"{request.scope.get('root_path', '')}{prefix}{path}", 303)
 
@@ -259,7 +254,6 @@ class Page:
         return self.render(request, "error.html", 500, error=f"{type(error).__name__}; see the log", view="")
 
     def not_found(self, request: Request, _: Exception | None = None) -> Response:
-        """Return the answer to an address that is no page."""
         return self.render(request, "error.html", 404, error="there is no such page", view="")
 
     def problems(self, overview: Overview | None) -> list[str]:

@@ -102,7 +102,6 @@ class Sampler:
             return self._taken_at or dt.datetime.now(dt.UTC)
 
     def samples(self, seconds: float = _KEPT_SECONDS) -> Sequence[Sample]:
-        """Return the samples of so many seconds, oldest first."""
         begin = time.time() - seconds
         with self._lock:
             return [sample for sample in self._samples if sample.at >= begin]
@@ -141,7 +140,6 @@ class Sampler:
         _wake(list(self._listeners))
 
     def close(self) -> None:
-        """End the thread and wait for it."""
         self.end()
         with self._lock:
             self._lock.notify_all()

@@ -132,7 +132,6 @@ class Access:
             raise ConfigurationError("the page needs exactly one way to know its users: a token, or a host's function")
 
     def limited(self, user: User) -> User:
-        """Return the user with the rights that the page gives."""
         return User(user.name, Role.READ_ONLY) if self.read_only else user
 
     def one_time_token(self) -> str:
@@ -176,7 +175,6 @@ class Access:
         return hmac.digest(self.secret, f"note\0{text}".encode(), "sha256").hex()
 
     def form_token(self, user: User) -> str:
-        """Return the token that a user's forms carry."""
         return hmac.digest(self.secret, f"form\0{user.name}".encode(), "sha256").hex()
 
 
@@ -202,7 +200,6 @@ class Guard:
         self._hosts = frozenset(urlsplit(origin).netloc for origin in self._origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass, and answer everything else."""
         if scope["type"] != "http":
             # The page has no WebSockets.
             await self._app(scope, receive, send)
@@ -328,7 +325,6 @@ class Guard:
 
 
 def ask_for_link() -> Response:
-    """Return the answer to a request without the token or its cookie."""
     return PlainTextResponse("open the link that `outbox web` printed: it has a token in it\n", 403)
 
 
@@ -358,7 +354,6 @@ def _without_nul() -> Response:
 
 
 async def _body(request: Request) -> bytes | None:
-    """Return the body of a form; None if it is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

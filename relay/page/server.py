@@ -115,7 +115,6 @@ async def _elsewhere(_: Request, __: Exception) -> Response:
 
 
 def _origins(settings: Settings, port: int) -> list[str]:
-    """Return the addresses that browsers open the page by."""
     web = settings.web
     # Behind a proxy there is no other way in, whatever the address is.
     if web.origin is not None:

@@ -16,8 +16,6 @@ _PAGE = 50
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         side = "consumer" if request.query_params.get("side") == "consumer" else "relay"
         before = number_of(request.query_params.get("before"))

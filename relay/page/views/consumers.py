@@ -21,8 +21,6 @@ _CALL = {
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
         calls, unseen = page.read(lambda: page.consumers.stuck_calls(_CALLS))

@@ -23,7 +23,6 @@ _CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
     relay, consumer = _RelaySide(page), _ConsumerSide(page)
 
     def show(request: Request) -> Response:
@@ -96,7 +95,6 @@ class _RelaySide:
         self._page = page
 
     def index(self, request: Request) -> Response:
-        """Show the events of a group, page by page."""
         asked = request.query_params
         chosen = Filter(asked.get("kind"), asked.get("type"), asked.get("state"))
         with self._page.outbox() as connection:
@@ -111,7 +109,6 @@ class _RelaySide:
         )
 
     def show(self, request: Request) -> Response:
-        """Show one event: contents, attempts, and what waits behind it."""
         event_id = event_id_of(request.path_params["id"])
         with self._page.outbox() as connection:
             found = DeadLetters(connection, self._page.schema).show(str(event_id))
@@ -136,11 +133,9 @@ class _RelaySide:
         return Selection(found), f"the first {COUNTED:,} {what}" if len(found) >= COUNTED else what
 
     def size(self, selection: Selection) -> int:
-        """Return the number of selected events."""
         return len(selection.event_ids or ())
 
     def count(self, selection: Selection, *, discard: bool) -> list[str]:
-        """Return what an action would do."""
         with self._page.outbox() as connection:
             counts = DeadLetters(connection, self._page.schema).count(selection, discard=discard)
         done = "discarded for good" if discard else "retried"
@@ -148,13 +143,11 @@ class _RelaySide:
         return found or [f"nothing would be {done}"]
 
     def retry(self, selection: Selection) -> str:
-        """Retry events. Return what was done."""
         with self._page.outbox() as connection:
             done = DeadLetters(connection, self._page.schema).retry(selection)
         return f"{counted(len(set(done)), 'event')} will be retried{_locked(done.locked)}"
 
     def discard(self, selection: Selection, reason: str) -> str:
-        """Discard events for good. Return what was done."""
         with self._page.outbox() as connection:
             gone = DeadLetters(connection, self._page.schema).discard(selection, reason)
         return f"{_were(len(gone), 'event')} discarded{_locked(gone.locked)}"
@@ -186,7 +179,6 @@ class _ConsumerSide:
             return pages.dead_letter_groups()
 
     def index(self, request: Request) -> Response:
-        """Show the messages of a group, page by page."""
         chosen, filters = self._filter(request.query_params.get)
         with self._page.consumers.pages() as pages:
             rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after")))
@@ -196,7 +188,6 @@ class _ConsumerSide:
         )
 
     def show(self, request: Request) -> Response:
-        """Show one message: contents, attempts, and what waits behind it."""
         letter = self._page.consumers.dead_letter(_number(request.path_params["id"]))
         return self._page.render(
             request, "dead_letter_consumer.html", view="dead letters", letter=_shown(self._page, letter)
@@ -219,21 +210,17 @@ class _ConsumerSide:
         return selection, f"the first {size:,} {what}" if size >= consumer_pages.COUNTED else what
 
     def size(self, selection: Any) -> int:
-        """Return the number of selected messages."""
         return len(selection.ids or ())
 
     def count(self, selection: Any, *, discard: bool) -> list[str]:
-        """Return what an action would do."""
         return [f"{counted(self.size(selection), 'message')} would be {'discarded for good' if discard else 'retried'}"]
 
     def retry(self, selection: Any) -> str:
-        """Retry messages in the next round of their group. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
         return f"{counted(len(done), 'message')} will be retried in the next round of their groups"
 
     def discard(self, selection: Any, reason: str) -> str:
-        """Discard messages for good. Return what was done."""
         with self._page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""

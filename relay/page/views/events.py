@@ -20,8 +20,6 @@ _SEARCH_SECONDS = 3.0
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         asked = request.query_params
         wanted = asked.get("q", "").strip()

@@ -14,8 +14,6 @@ _RANGES = ", ".join(map(str, MINUTES))
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         minutes = _minutes(request.query_params.get("minutes"))
         overview = page.sampler.latest()

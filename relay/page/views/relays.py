@@ -26,7 +26,6 @@ _RESUME: Final = {"scope": "all, lane or topic", "name": "the lane's number, or 
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
     may_write = build_router(page.settings).may_write
 
     def show(request: Request) -> Response:

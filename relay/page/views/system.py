@@ -22,8 +22,6 @@ _KAFKA_SHOWN: Final = frozenset(
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         with page.outbox() as connection:
             about = server(connection)

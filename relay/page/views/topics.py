@@ -12,8 +12,6 @@ from relay.pipeline.topics import topics
 
 
 def routes(page: Page) -> list[View]:
-    """Return what is served."""
-
     def show(request: Request) -> Response:
         with page.outbox() as connection:
             waiting = EventSearch(connection, page.schema).waiting_types()
