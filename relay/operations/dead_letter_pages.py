@@ -93,8 +93,9 @@ class DeadLetterPages:
         last = rows[-1] if more else None
         return Page(rows, None if last is None else FailureCursor(last["first_failed_at"], last["lane"], last["id"]))
 
-    def event_ids(self, chosen: Filter, most: int = COUNTED) -> Sequence[str]:
-        return [str(row["event_id"]) for row in self._chosen(chosen, None, most)]
+    def event_ids(self, chosen: Filter) -> Sequence[str]:
+        """Return the first COUNTED ids."""
+        return [str(row["event_id"]) for row in self._chosen(chosen, None, COUNTED)]
 
     def _chosen(self, chosen: Filter, after: FailureCursor | None, limit: int) -> Sequence[Mapping[str, Any]]:
         nothing = sql.SQL("")

@@ -132,8 +132,8 @@ _LIMITS: Final = """
 SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '500ms', true),
        set_config('idle_in_transaction_session_timeout', '2s', true)"""
 
-BATCH: Final = 1000
-"""The most failed events that one transaction retries or discards."""
+# The most failed events that one transaction retries or discards.
+_BATCH: Final = 1000
 _QUICK_SECONDS: Final = 0.5
 
 COUNTS: Final = {
@@ -213,12 +213,10 @@ class DeadLetters:
                 for name, rows in (_DISCARDED if discard else _RETRIED)
             }
 
-    def retry(
-        self, selection: Selection, *, batch: int = BATCH, progress: Callable[[int], None] | None = None
-    ) -> Batches[str]:
+    def retry(self, selection: Selection, *, progress: Callable[[int], None] | None = None) -> Batches[str]:
         """Retry events now; dead letters return to their old place in the outbox. Returns their event ids.
 
-        Each transaction takes up to ``batch`` events and writes a row to ``audit``; then ``progress`` is called with
+        Each transaction takes up to _BATCH events and writes a row to ``audit``; then ``progress`` is called with
         the number of events done. A killed run has done whole batches, and the next run does the rest.
         """
         done: Batches[str] = Batches()
@@ -234,7 +232,7 @@ class DeadLetters:
         with unavailable_on_error("retrying failures"):
             # Retrying events first: dead letters that are put back become retrying events that are due.
             for (_, rows), query in zip(_RETRIED, (_HURRY, _PUT_BACK), strict=True):
-                for ids in self._batches(rows, bound, partial(again, query=query), batch, done.locked):
+                for ids in self._batches(rows, bound, partial(again, query=query), done.locked):
                     done.extend(ids)
                     if progress is not None:
                         progress(len(done))
@@ -246,7 +244,6 @@ class DeadLetters:
         reason: str,
         *,
         keep_payload: bool = True,
-        batch: int = BATCH,
         progress: Callable[[int], None] | None = None,
     ) -> Batches[dict[str, Any]]:
         """Delete failed events for good, in batches as ``retry`` does. Returns the ids and types of the deleted events.
@@ -263,7 +260,7 @@ class DeadLetters:
         queries = (_DISCARD_DEAD, _DISCARD_RETRYING, _DISCARD_WITHOUT_EVENT)
         with unavailable_on_error("discarding failures"):
             for (_, rows), query in zip(_DISCARDED, queries, strict=True):
-                for gone in self._batches(rows, bound, partial(drop, query=query), batch, done.locked):
+                for gone in self._batches(rows, bound, partial(drop, query=query), done.locked):
                     done.extend(gone)
                     if progress is not None:
                         progress(len(done))
@@ -274,17 +271,16 @@ class DeadLetters:
         rows: LiteralString,
         bound: dict[str, Any],
         change: Callable[[int, Sequence[int]], Sequence[_Done]],
-        most: int,
         locked: MutableSequence[str],
     ) -> Iterator[Sequence[_Done]]:
-        """Change the rows in transactions of up to ``most``. Yields the results of each.
+        """Change the rows in transactions of up to _BATCH. Yields the results of each.
 
         A batch that can't lock a row, or takes too long, is retried with half of the rows. A single row that stays
         locked is added to ``locked`` and skipped.
         """
         picked = self._rows(rows)
         lane, last = -1, -1
-        quick, suspects = most, 0
+        quick, suspects = _BATCH, 0
         while True:
             # While looking for a locked row, half of the rows that may be it.
             limit = min(max(suspects // 2, 1), quick) if suspects else quick
@@ -311,7 +307,7 @@ class DeadLetters:
                 continue
             else:
                 if time.monotonic() - began < _QUICK_SECONDS:
-                    quick = min(quick * 2, most)
+                    quick = min(quick * 2, _BATCH)
             suspects = max(suspects - len(here), 0)
             lane, last = here[-1]["lane"], here[-1]["id"]
             if changed:

@@ -54,17 +54,11 @@ _MOST: Final = 500
 class Sweep:
     """The sweeps of a worker's lanes, one at a time. ``connect`` opens a connection."""
 
-    def __init__(
-        self,
-        connect: Callable[[], psycopg.Connection[Any]],
-        queries: Queries,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], queries: Queries) -> None:
         self._connect = connect
         self._queries = queries
-        self._clock = clock
         self.due_at: dict[int, float] = {}
-        """When the next sweep of a lane is due, by the clock."""
+        """When the next sweep of a lane is due, by time.monotonic()."""
         self._lock = threading.Lock()
         self._found: dict[int, list[int]] = {}
         self._stop = threading.Event()
@@ -72,11 +66,11 @@ class Sweep:
         self._connection: psycopg.Connection[Any] | None = None
 
     def hold(self, lane: int) -> None:
-        self.due_at[lane] = self._clock() + _SWEEP_SECONDS
+        self.due_at[lane] = time.monotonic() + _SWEEP_SECONDS
 
     def begin(self, above: Mapping[int, int], left_out: Collection[Kind]) -> None:
         """Start to sweep the lanes that are due, up to these marks, unless a sweep is in progress."""
-        now = self._clock()
+        now = time.monotonic()
         if (self._thread is not None and self._thread.is_alive()) or all(self.due_at[lane] > now for lane in above):
             return
         # With those that are due soon: a connection for each lane would cost more.
@@ -122,7 +116,7 @@ class Sweep:
         except Exception as error:  # noqa: BLE001  the turns go on
             failed |= dict.fromkeys(left, error)
         if self._stop.is_set():
-            self.due_at |= dict.fromkeys([*left, *failed], self._clock())
+            self.due_at |= dict.fromkeys([*left, *failed], time.monotonic())
         elif failed:
             log.warning(
                 "lanes could not be swept for late events; they will be a minute later",
@@ -134,7 +128,7 @@ class Sweep:
         with unavailable_on_error(f"sweeping lane {lane}"):
             found = self._sweep(connection, lane, mark, left_out)
         seconds = 0.0 if self._stop.is_set() else _AGAIN_SECONDS if found else _SWEEP_SECONDS
-        self.due_at[lane] = self._clock() + seconds
+        self.due_at[lane] = time.monotonic() + seconds
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
@@ -159,13 +153,13 @@ class Sweep:
         found: list[int] = []
         rows, above = _WINDOW, LOWEST
         while rows == _WINDOW and len(found) < _MOST and not self._stop.is_set():
-            began = self._clock()
+            began = time.monotonic()
             rows, above, free = self._window(connection, {**values, "above": above})
             if free:
                 found += free
                 with self._lock:
                     self._found[lane] = list(found)
-            self._stop.wait(self._clock() - began)
+            self._stop.wait(time.monotonic() - began)
         return found
 
     def _window(self, connection: psycopg.Connection[Any], values: Mapping[str, Any]) -> tuple[int, int, list[int]]:
