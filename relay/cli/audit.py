@@ -163,27 +163,14 @@ def _as_dict(found: Audit) -> dict[str, Any]:
                 "topic": one.window.topic,
                 "start": one.window.start,
                 "state": one.state,
-                **{
-                    name: getattr(one, name)
-                    for name in ("committed", "kafka", "repeated", "waiting", "dead", "discarded")
-                },
+                **{name: getattr(one, name) for name in _COUNTS},
                 "groups": {
                     name: {"applied": count.applied, "waiting": count.waiting} for name, count in one.groups.items()
                 },
             }
             for one in found.windows
         ],
-        "differences": [
-            {
-                "kind": one.kind,
-                "event_id": one.event_id,
-                "topic": one.topic,
-                "window": one.window,
-                **({} if one.group is None else {"group": one.group}),
-                "text": one.text,
-            }
-            for one in found.differences
-        ],
+        "differences": found.differences,
         "differences_count": found.count,
         "notes": found.notes,
     }

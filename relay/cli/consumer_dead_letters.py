@@ -9,6 +9,7 @@ from uuid import UUID
 
 from outbox._app.console import print_json, require_choice, say
 from outbox._app.settings import load
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, NotFound
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class FailedMessages:
         else:
             groups = sorted({row["grp"] for row in rows})
             by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
-            say(f"{_messages(len(rows))} will be retried in the next round of {by}")
+            say(f"{counted(len(rows), 'message')} will be retried in the next round of {by}")
             more = len(set(found) - set(selection.ids)) if selection.ids else 0
             if more:
                 say(f"{more} of them because they have the same keys, whose order is kept")
@@ -90,9 +91,9 @@ class FailedMessages:
         if as_json:
             print_json({"discarded": gone, "retried": list(done.freed)})
         else:
-            say(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
+            say(f"{counted(len(gone), 'message')} {'was' if len(gone) == 1 else 'were'} discarded")
             if done.freed:
-                say(f"{_messages(len(done.freed))} that waited behind will be retried in the next round")
+                say(f"{counted(len(done.freed), 'message')} that waited behind will be retried in the next round")
         _require_found(selection, gone)
 
     @contextmanager
@@ -127,7 +128,3 @@ def _number(text: str) -> int:
     except ValueError:
         hint = ""
     raise ConfigurationError(f"{text!r} is not the number of a dead letter{hint}")
-
-
-def _messages(count: int) -> str:
-    return f"{count:,} message{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
-from outbox.consumer.model import Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
 from outbox.errors import SchemaError
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
@@ -175,10 +174,11 @@ class GroupWatch:
             for one in group.positions:
                 if one.lag is not None:
                     lags[group.group, one.topic] = lags.get((group.group, one.topic), 0) + one.lag
-        late = _late(groups, now, self._kafka)
-        return GroupLags(
-            lags, late, self._waits(groups, now, self._kafka), {g.group: _moved(g).timestamp() for g in groups}
-        )
+        try:
+            late, waits = _late(groups, now, self._kafka), self._waits(groups, now, self._kafka)
+        except NotAuthorized as error:
+            raise BrokerUnavailable(str(error)) from error
+        return GroupLags(lags, late, waits, {g.group: _moved(g).timestamp() for g in groups})
 
     def _waits(
         self, groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin
@@ -205,23 +205,13 @@ def _late(groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin) -> dict[
     """Return how many offsets are late, by group and topic. One request to each broker, if there is any lag."""
     lagging = [(group.group, one) for group in groups for one in group.positions if one.lag and one.end is not None]
     at = now - dt.timedelta(seconds=LATE_SECONDS)
-    first_newer = _at_time(kafka, {(one.topic, one.part) for _, one in lagging}, at)
+    first_newer = kafka.at_time({(one.topic, one.part) for _, one in lagging}, at)
     late: dict[tuple[str, str], int] = {}
     for group, one in lagging:
         newer, end = first_newer[one.topic, one.part], one.end or 0
         behind = max((end if newer is None else min(newer, end)) - _next(one), 0)
         late[group, one.topic] = late.get((group, one.topic), 0) + behind
     return late
-
-
-def _at_time(kafka: KafkaAdmin, partitions: Collection[Partition], when: dt.datetime) -> Mapping[Partition, int | None]:
-    """Return the offset of each partition's first message at or after a time; None where all are older."""
-    if not partitions:
-        return {}
-    try:
-        return kafka.at_time(partitions, when)
-    except NotAuthorized as error:
-        raise BrokerUnavailable(str(error)) from error
 
 
 def _waiting_since(
@@ -238,7 +228,7 @@ def _waiting_since(
         if not left:
             break
         at = now - dt.timedelta(seconds=age)
-        first_newer = _at_time(kafka, {position[1:3] for position in left}, at)
+        first_newer = kafka.at_time({position[1:3] for position in left}, at)
         left = {
             position: seconds
             for position, seconds in left.items()

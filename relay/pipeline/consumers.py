@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
-from uuid import UUID
 
 import orjson
 
@@ -68,16 +67,6 @@ class Consumers:
             return {}, []
         with self.reservations() as reservations:
             return reservations.counts(Chosen()), reservations.find(Chosen(), most=most)
-
-    def retry_call(self, group: str, name: str, message_id: UUID, reason: str | None) -> bool:
-        """Retry a stuck call. Returns whether it was stuck."""
-        with self.reservations() as reservations:
-            return bool(reservations.retry(Chosen(group, name, [message_id]), why=reason))
-
-    def cancel_call(self, group: str, name: str, message_id: UUID, reason: str) -> bool:
-        """Cancel a stuck call. Returns whether it was stuck."""
-        with self.reservations() as reservations:
-            return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
 
     def positions(self, group: str) -> tuple[Group, str | None]:
         """Return a group's partitions, and why Kafka's offsets are missing; None if they are not. Raises NotFound."""

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outbox.errors import ConfigurationError
+from outbox.external.reservations import Chosen
 from relay.page.api import CONFIRMED, View
 from relay.page.page import Form, Page
 
@@ -64,8 +65,8 @@ def _change(page: Page, request: Request, form: Form, what: str) -> Response:
     if what == "cancel":
         group, name, message_id = page.chosen(request, form)
     page.audit(request, f"{what} external call", reason, {"which": f"{group}/{name} {message_id}"})
-    if what == "cancel":
-        done, word = page.consumers.cancel_call(group, name, message_id, reason or ""), "cancelled"
-    else:
-        done, word = page.consumers.retry_call(group, name, message_id, reason), "retried"
+    chosen = Chosen(group, name, [message_id])
+    with page.consumers.reservations() as calls:
+        done = calls.cancel(chosen, reason or "") if what == "cancel" else calls.retry(chosen, why=reason)
+    word = "cancelled" if what == "cancel" else "retried"
     return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")
