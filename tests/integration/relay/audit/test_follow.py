@@ -108,6 +108,26 @@ def test_what_a_group_has_not_reached_is_not_verified(pipeline):
     assert pipeline.behind() < 8
 
 
+def test_a_topic_does_not_wait_for_another(pipeline):
+    pipeline.sent()
+    pipeline.applied(EVENTS)
+    pipeline.sent(5)  # which the group has not reached
+    other = Followed(
+        pipeline.database, pipeline.kafka, f"{pipeline.kind}-other", f"{pipeline.kind.lower()}-other-events"
+    )
+    ids = other.sent(5)
+    repeat(other, ids[3])
+    follower = pipeline.follower()
+    for _ in range(2):
+        assert follower.advance().count == 1
+    rows = dict(
+        pipeline.rows(
+            "SELECT topic, (repeated, verified_until < now() - interval '9 minutes')::text FROM outbox.verified"
+        )
+    )
+    assert rows == {pipeline.topic: "(0,t)", other.topic: "(1,f)"}
+
+
 def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
     pipeline.sent()
     with psycopg.connect(pipeline.database.url) as connection:
