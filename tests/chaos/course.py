@@ -27,6 +27,7 @@ NAMES: Final = frozenset(
 
 Source = Literal["polling", "wal"]
 Delivery = Literal["at-least-once", "exactly-once"]
+Consumers = Literal["inbox", "spark"]
 
 RELAYS: Final = 3
 MEMBERS: Final = 2
@@ -96,6 +97,7 @@ class Configuration:
     brokers: int = 1
     seconds: float = 60.0
     operators: bool = True
+    consumers: Consumers = "inbox"
 
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"

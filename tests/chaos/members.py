@@ -1,9 +1,10 @@
-"""The consumers of a run: an inbox group whose members are killed and halted, and what it has applied in the end."""
+"""The consumers of a run: a group whose members are killed and halted, and what it has applied in the end."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,10 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
-import psutil
 import psycopg
 
-from chaos.course import MEMBERS, Course, Fault
+from chaos.course import MEMBERS, Consumers, Course, Fault
 from chaos.faults import Hand
 from chaos.history import Effect, EventIds
 from chaos.stage import Stage
@@ -40,13 +40,17 @@ _KAFKA: Final = {
 
 
 class Members:
-    """Two processes of one group, each replaced when it ends. They reach the servers as relays do, by the proxies."""
+    """Two processes of the inbox, or `outbox consume --continuous`; each is replaced when it ends.
 
-    def __init__(self, stage: Stage, folder: Path) -> None:
+    They reach the servers as relays do, by the proxies.
+    """
+
+    def __init__(self, stage: Stage, folder: Path, consumers: Consumers) -> None:
         self._folder = folder
         self._url = stage.url
         self._kafka = stage.settings["bootstrap_servers"]
         self.topics = stage.first_topics
+        self._consumers = consumers
         self._given = {
             "database": stage.settings["database_url"],
             "topics": self.topics,
@@ -57,41 +61,36 @@ class Members:
         }
         self._opened = ExitStack()
         self._started = 0
-        self._paused: set[int] = set()
         self.present: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         db.upgrade_consumer(self._url)
         with psycopg.connect(self._url) as connection:
             connection.execute(_TABLE)
-        self.present = [self._start() for _ in range(MEMBERS)]
+        self.present = [self._start() for _ in range(MEMBERS if self._consumers == "inbox" else 1)]
         return self
 
     def __exit__(self, *_: object) -> None:
         for one in self.present:
-            one.kill()
+            _signal(one, signal.SIGKILL)
             one.wait()
         self._opened.close()
 
     def strike(self, fault: Fault) -> None:
         """Kill, stop or halt a member."""
-        one = self.present[fault.target]
+        number = fault.target % len(self.present)
         match fault.name:
             case "member_kill":
-                one.kill()
+                _signal(self.present[number], signal.SIGKILL)
             case "member_term":
-                one.terminate()
-            case "member_pause" if one.poll() is None:
-                self._paused.add(fault.target)
-                psutil.Process(one.pid).suspend()
+                self.present[number].terminate()
+            case "member_pause":
+                _signal(self.present[number], signal.SIGSTOP)
 
     def heal(self, fault: Fault) -> None:
         """Wake a member that was halted."""
-        if fault.target in self._paused and fault.name == "member_pause":
-            self._paused.discard(fault.target)
-            one = self.present[fault.target]
-            if one.poll() is None:
-                psutil.Process(one.pid).resume()
+        if fault.name == "member_pause":
+            _signal(self.present[fault.target % len(self.present)], signal.SIGCONT)
 
     def tend(self) -> None:
         """Replace the members that have ended."""
@@ -125,9 +124,26 @@ class Members:
     def _start(self) -> subprocess.Popen[bytes]:
         self._started += 1
         log = self._opened.enter_context((self._folder / f"member-{self._started}.log").open("wb"))
+        words = [str(_SCRIPT), json.dumps(self._given)]
+        if self._consumers == "spark":
+            topics = [word for topic in self.topics for word in ("--topic", topic)]
+            words = ["-m", "relay.cli", "consume", "chaos.effects_job:job", "--continuous", *topics]
+        environment = os.environ | {
+            "PYTHONPATH": str(_SCRIPT.parents[1]),
+            "OUTBOX_DATABASE_URL": self._given["database"],
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self._kafka,
+            "OUTBOX_LOG_FORMAT": "json",
+        }
+        # A group of its own: Spark has children.
         return subprocess.Popen(
-            [sys.executable, str(_SCRIPT), json.dumps(self._given)], stdout=log, stderr=log, env=os.environ
+            [sys.executable, *words], stdout=log, stderr=log, env=environment, start_new_session=True
         )
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a member and its children."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
 
 
 class MemberHand(Hand[Fault]):

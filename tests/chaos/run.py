@@ -82,6 +82,7 @@ class Result:
             "delivery": configuration.delivery,
             "brokers": configuration.brokers,
             "seconds": configuration.seconds,
+            "consumers": configuration.consumers,
             "lanes": self.course.lanes,
             "standby": self.course.standby,
             "events": self.verdict.committed,
@@ -144,7 +145,7 @@ class _Run:
         ):
             reader.follow(self.stage.first_topics)
             relays = Relays(factory, course, self.stage.settings, self.mutation)
-            members = self.opened.enter_context(Members(self.stage, self.folder))
+            members = self.opened.enter_context(Members(self.stage, self.folder, course.configuration.consumers))
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
