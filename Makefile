@@ -16,7 +16,7 @@ MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos peers bench chart docs \
+.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos mutants peers bench chart docs \
 	docs-reference dist screenshots lint lock clean
 
 help:  ## show this list
@@ -84,6 +84,9 @@ test-dist: $(VENV)/.installed  ## each extra of the wheel from the package index
 
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute with operators, summed up in docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
+
+mutants: $(VENV)/.installed  ## guards of the product, each taken out once: the tests must notice; ARGS="NAME …" for some
+	@$(BIN)/python tests/mutants $(ARGS)
 
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
 	$(BIN)/python -m pytest tests/peers $(ARGS)

@@ -78,6 +78,7 @@ class OutboxTables:
     streams: sa.Table
     pauses: sa.Table
     scheduled: sa.Table
+    verified: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -94,6 +95,7 @@ class OutboxTables:
             self.streams,
             self.pauses,
             self.scheduled,
+            self.verified,
         )
 
 
@@ -332,6 +334,21 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="Events that are not to be published before a time. A relay moves them into events when it has come.",
     )
+    verified = sa.Table(
+        "verified",
+        metadata,
+        sa.Column("topic", sa.Text, nullable=False),
+        sa.Column("verified_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("missing", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("repeated", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("other", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("skipped", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("checked_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("differences", pg.JSONB(none_as_null=True), nullable=False, server_default=sa.text("'[]'::jsonb")),
+        sa.PrimaryKeyConstraint("topic", name="verified_pkey"),
+        schema=schema,
+        comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -344,6 +361,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         streams=streams,
         pauses=pauses,
         scheduled=scheduled,
+        verified=verified,
     )
 
 

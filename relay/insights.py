@@ -74,6 +74,10 @@ _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
        {next_due} AS next_due_seconds"""
 
+VERIFIED: Final = """
+SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, differences
+  FROM {verified} ORDER BY topic"""
+
 _PAUSES: Final = """
 SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
        ARRAY(SELECT r.instance FROM {relays} AS r
@@ -125,6 +129,26 @@ class RelayState:
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """How far `outbox audit --follow` has compared a topic, and what it has found since it began.
+
+    verified_until   events that were written before are compared.
+    other            differences that are neither ``missing`` nor ``repeated`` events.
+    skipped          minutes of which nothing can be said: Kafka or the archive lacked what is needed.
+    differences      the newest ones.
+    """
+
+    topic: str
+    verified_until: dt.datetime
+    missing: int
+    repeated: int
+    other: int
+    skipped: int
+    checked_at: dt.datetime
+    differences: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSummary:
     slot: str
     retained_bytes: int
@@ -143,6 +167,7 @@ class OutboxState:
     oldest_seconds  the age of the oldest first row of a lane that is not paused; None without any.
     retrying        events that failed and wait for another attempt, counted up to COUNTED like the next three.
     dead_letters    events that wait for an operator; ``blocking`` of them block later events of their keys.
+    verified        the topics that `outbox audit --follow` compares.
     scheduled       scheduled events; ``next_due_seconds`` is the time until the first is due, negative if it is.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
     hidden          the tables that the role can't read, each with the missing grant.
@@ -165,6 +190,7 @@ class OutboxState:
     pauses: Sequence[Paused] = ()
     scheduled: int | None = None
     next_due_seconds: float | None = None
+    verified: Sequence[Verified] = ()
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
         """Return the problems that need an operator: also an event that is older, unless another explains its age."""
@@ -264,6 +290,9 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
+            verified: list[Verified] = []
+            with visible.reading("verified"):
+                verified = [Verified(**row) for row in read(VERIFIED)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             figures = _counts(visible, read)
@@ -296,6 +325,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         slot=None,
         hidden=visible.hidden,
         pauses=pauses,
+        verified=verified,
         **figures,
     )
 
@@ -336,6 +366,11 @@ def read_rows(
     ):
         cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
         return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()
+
+
+def read_verified(connection: psycopg.Connection[Any], schema: str) -> list[Verified]:
+    """Return what `outbox audit --follow` has found. Raises Unavailable and SchemaError."""
+    return [Verified(**row) for row in read_rows(connection, "reading what was verified", VERIFIED, names_of(schema))]
 
 
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:

@@ -81,8 +81,9 @@ class ConsumerJob:
                 be in the messages.
     max_payload_bytes  a message with a larger payload becomes a dead letter without being decoded. The default is far
                 above Kafka's own default limit.
-    start       where a new group begins: "earliest" at the first message of each partition, "latest" behind the last
-                committed one. Partitions added later are read from 0 in any case. Ignored once the group has an offset.
+    start       where a new group begins: "earliest" at offset 0 of each partition, so that what retention has removed
+                is a loss; "earliest-available" at the first message that is left; "latest" behind the last committed
+                one. Partitions added later are read from 0 in any case. Ignored once the group has an offset.
 
     Raises JobError for a declaration that can't work.
     """
@@ -100,7 +101,7 @@ class ConsumerJob:
     keep_order: bool = False
     max_dead: int = 1000
     max_payload_bytes: int = 16 * 2**20
-    start: Literal["earliest", "latest"] = "earliest"
+    start: Literal["earliest", "earliest-available", "latest"] = "earliest"
 
     def __post_init__(self) -> None:
         if not self.group or len(self.group) > 200 or "\0" in self.group:
@@ -147,7 +148,7 @@ class ConsumerJob:
         for name, allowed in (
             ("atomic", ("partition", "batch")),
             ("on_bad", ("dead-letter", "halt")),
-            ("start", ("earliest", "latest")),
+            ("start", ("earliest", "earliest-available", "latest")),
         ):
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {' or '.join(allowed)}, not {getattr(self, name)!r}")

@@ -39,7 +39,7 @@ from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
 from relay.core.clock import DatabaseClock
 from relay.core.health import Health, Reason
-from relay.insights import OutboxState
+from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
 from relay.metrics.delays import PublishDelays
 from relay.metrics.groups import GroupLags, group_metrics
@@ -231,7 +231,9 @@ def metrics_page() -> str:
     build_info(build, "1", "d", "s")
     TurnMetrics(turns, PublishDelays(turns, DatabaseClock(), Router()))
     slot_repairs(repairs)
-    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0)
+    now = dt.datetime.now(dt.UTC)
+    verified = Verified("t", now, 0, 0, 0, 0, now, ())
+    outbox = OutboxState(now, 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0, verified=[verified])
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
     return _page(
         "Metrics",

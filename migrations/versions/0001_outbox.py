@@ -220,13 +220,38 @@ def upgrade() -> None:
     )
     op.create_index("scheduled_due", "scheduled", ["not_before", "id"], schema=schema)
     op.create_index("scheduled_event_id", "scheduled", ["event_id"], schema=schema)
+    op.create_table(
+        "verified",
+        sa.Column("topic", sa.Text(), nullable=False),
+        sa.Column("verified_until", _time(), nullable=False),
+        *(
+            sa.Column(name, sa.BigInteger(), nullable=False, server_default=_ZERO)
+            for name in ("missing", "repeated", "other", "skipped")
+        ),
+        sa.Column("checked_at", _time(), nullable=False, server_default=_NOW),
+        sa.Column("differences", pg.JSONB(), nullable=False, server_default=sa.text("'[]'::jsonb")),
+        sa.PrimaryKeyConstraint("topic", name="verified_pkey"),
+        schema=schema,
+        comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
+    )
     op.bulk_insert(lanes, [{"lane": lane} for lane in range(lane_count)])
 
 
 def downgrade() -> None:
     schema, _ = _settings()
     # The archive's partitions are dropped with it.
-    tables = ("scheduled", "pauses", "streams", "audit", "published", "dead_letters", "failures", "relays", "lanes")
+    tables = (
+        "verified",
+        "scheduled",
+        "pauses",
+        "streams",
+        "audit",
+        "published",
+        "dead_letters",
+        "failures",
+        "relays",
+        "lanes",
+    )
     for table in (*tables, "events"):
         op.drop_table(table, schema=schema)
 

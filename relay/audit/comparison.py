@@ -488,4 +488,4 @@ class Comparison:
     ) -> None:
         one.state = DIFFERENT
         name = uuid_of(event_id) if isinstance(event_id, bytes) else event_id
-        self._audit.add(Difference(kind, name, one.window.topic, one.window.start, text, group))
+        self._audit.add(one.window, Difference(kind, name, one.window.topic, one.window.start, text, group))

@@ -82,7 +82,7 @@ class Audit:
 
     since, until   the range, in whole minutes.
     windows        in the order of time and topic.
-    differences    the first of them; ``count`` is how many there are.
+    differences    the first of them; ``counts`` says how many there are, by window and kind.
     notes          what was not compared, and why.
     """
 
@@ -91,15 +91,19 @@ class Audit:
     key: bytes
     windows: list[WindowAudit] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
-    count: int = 0
+    counts: dict[Window, Counter[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def differs(self) -> bool:
-        return self.count > 0 or any(one.state == DIFFERENT for one in self.windows)
+    def count(self) -> int:
+        return sum(counts.total() for counts in self.counts.values())
 
-    def add(self, found: Difference) -> None:
-        self.count += 1
+    @property
+    def differs(self) -> bool:
+        return bool(self.counts) or any(one.state == DIFFERENT for one in self.windows)
+
+    def add(self, window: Window, found: Difference) -> None:
+        self.counts.setdefault(window, Counter())[found.kind] += 1
         if len(self.differences) < MOST_NAMED:
             self.differences.append(found)
 

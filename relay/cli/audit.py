@@ -17,7 +17,8 @@ from relay.cli.status import SinkOption
 from relay.config import load
 
 if TYPE_CHECKING:
-    from relay.audit.findings import Audit, WindowAudit
+    from relay.audit.findings import Audit, Scope, WindowAudit
+    from relay.config import Settings
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -48,6 +49,9 @@ def audit(
         list[str] | None,
         typer.Option("--partial", help="A group that leaves events out on purpose; repeatable."),
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Compare each minute once, when it is over, until SIGTERM or SIGINT.")
+    ] = False,
     certificate: Annotated[Path | None, typer.Option(help="Write the sums to this file, if all is equal.")] = None,
     sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
@@ -64,7 +68,13 @@ def audit(
     if begin >= end:
         raise ConfigurationError(f"--since {begin} is not before --until {end}")
     settings = load(database_url=database_url)
-    found = audit(settings, Scope(begin, end, topic or None, group, partial or ()), sink_url)
+    scope = Scope(begin, end, topic or None, group, partial or ())
+    if follow:
+        if until or certificate or as_json:
+            raise ConfigurationError("--follow goes without --until, --certificate and --json")
+        _follow(settings, scope, sink_url)
+        return
+    found = audit(settings, scope, sink_url)
     if as_json:
         print_json(_as_dict(found))
     else:
@@ -74,6 +84,19 @@ def audit(
         say(f"{certificate}: written; the SHA-256 of its last line is {digest}", err=as_json)
     if found.differs:
         raise typer.Exit(1)
+
+
+def _follow(settings: Settings, scope: Scope, sink_url: str | None) -> None:
+    import threading
+
+    from outbox._app import logs
+    from outbox._app.ending import obey_signals
+    from relay.audit.follow import Follower
+
+    logs.configure(settings.log_level, settings.log_format, settings.given_name)
+    stop = threading.Event()
+    obey_signals(stop, first="stopping after this comparison; another signal ends it at once", second="ended")
+    Follower(settings, scope, sink_url).run(stop)
 
 
 @app.command()

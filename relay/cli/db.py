@@ -120,7 +120,7 @@ def lanes(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
 ) -> None:
-    """Change the number of lanes. The outbox must be drained and the relays stopped."""
+    """Change the number of lanes. The relays must be stopped; writers may go on, and wait while it is done."""
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer=False)

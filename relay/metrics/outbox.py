@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
-from relay.insights import OutboxState
+from relay.insights import OutboxState, Verified
 from relay.metrics.delays import PublishDelays
-from relay.metrics.topics import TopicAges, topic_ages
+from relay.metrics.topics import MOST_TOPICS, TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -72,9 +72,7 @@ class TurnMetrics:
         self._lost.inc(count)
 
 
-def outbox_metrics(
-    state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int
-) -> Iterator[GaugeMetricFamily]:
+def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int) -> Iterator[Metric]:
     """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
 
     def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -117,9 +115,38 @@ def outbox_metrics(
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
         yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
+    yield from _audit_metrics(state.verified)
     yield gauge(
         "last_look_timestamp_seconds", "When these metrics of the outbox were read from Postgres.", state.at.timestamp()
     )
+
+
+def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
+    """Yield the metrics of `outbox audit --follow`; none if it has never run."""
+    if not verified:
+        return
+    until = GaugeMetricFamily(
+        "outbox_audit_verified_until_timestamp_seconds",
+        "The topic's events that were written before are verified: they are on Kafka, and every group has applied "
+        "them, but for the differences that are counted. Only with `outbox audit --follow`.",
+        labels=["topic"],
+    )
+    missing, repeated, other, skipped = (
+        CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
+        for name, text in (
+            ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group."),
+            ("repeated", "Events with more than one record, each minute counted once."),
+            ("other_differences", "Events unknown, out of order, in a wrong partition, or changed."),
+            ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records."),
+        )
+    )
+    for one in verified[:MOST_TOPICS]:
+        until.add_metric([one.topic], one.verified_until.timestamp())
+        missing.add_metric([one.topic], one.missing)
+        repeated.add_metric([one.topic], one.repeated)
+        other.add_metric([one.topic], one.other)
+        skipped.add_metric([one.topic], one.skipped)
+    yield from (until, missing, repeated, other, skipped)
 
 
 class OutboxWatch:
@@ -161,7 +188,7 @@ class OutboxWatch:
         """Return whether this relay shows the outbox: it holds the first lane, by a reading that is not stale."""
         return self._shown() is not None
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the last reading; none if it is stale, or if another relay holds the first lane."""
         if (state := self._shown()) is not None:
             yield from outbox_metrics(state, self._ages, self._expected)

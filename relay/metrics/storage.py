@@ -34,6 +34,7 @@ _OWN: Final = frozenset(
         "audit",
         "pauses",
         "scheduled",
+        "verified",
         "ledger",
         "ledger_state",
         "groups",

@@ -72,7 +72,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("INSERT", ("published",)),
         ("SELECT, INSERT", ("dead_letters",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("failures", "relays")),
-        ("SELECT", ("streams", "pauses")),
+        ("SELECT", ("streams", "pauses", "verified")),
         # UPDATE to lock them; it changes none.
         ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
     ),
@@ -86,10 +86,12 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         # Not requested_by and requested_at: the server sets them.
         ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
         ("SELECT, DELETE", ("scheduled",)),
+        # For `outbox audit --follow`.
+        ("SELECT, INSERT, UPDATE", ("verified",)),
     ),
     RoleKind.PAGE: (
         ("SELECT", ("events", "lanes", "relays", "failures", "dead_letters", "published")),
-        ("SELECT", ("streams", "audit", "pauses", "scheduled")),
+        ("SELECT", ("streams", "audit", "pauses", "scheduled", "verified")),
     ),
     RoleKind.CONSUMER: (
         (
@@ -115,7 +117,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
     ),
     RoleKind.EXTERNAL: (("SELECT", ("reservations",)),),
     RoleKind.MONITOR: (
-        ("SELECT", ("lanes", "relays", "failures", "streams", "pauses")),
+        ("SELECT", ("lanes", "relays", "failures", "streams", "pauses", "verified")),
         # For `outbox doctor`.
         ("SELECT", ("events_id_seq",)),
     ),

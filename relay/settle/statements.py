@@ -20,6 +20,7 @@ _TABLES: Final = (
     "audit",
     "pauses",
     "scheduled",
+    "verified",
 )
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set

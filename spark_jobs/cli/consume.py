@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox._app.console import SinkUrl, failing_clearly, print_json, say
+from outbox._app.ending import die, obey_signals
 from outbox._app.settings import Settings, client_options, load
 from outbox.errors import ConfigurationError
-from spark_jobs.cli.ending import die, obey_signals
 
 if TYPE_CHECKING:
     import subprocess

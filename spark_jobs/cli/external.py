@@ -13,9 +13,9 @@ from uuid import UUID
 import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
+from outbox._app.ending import obey_signals
 from outbox._app.settings import Settings, load
 from outbox.errors import ConfigurationError, NotFound
-from spark_jobs.cli.ending import obey_signals
 
 if TYPE_CHECKING:
     import psycopg

@@ -5,6 +5,7 @@
 | partition not stored, its first offset is 0    | it is read from 0                                         |
 | partition not stored, its first offset is not 0| DataLost: messages were removed before the group read any |
 | nothing stored, and the job starts at "latest" | each begins at its end; earlier messages are no loss      |
+| the same with "earliest-available"             | each begins at its first message that is left             |
 | not stored, other partitions of its topic are  | it was added: keys have moved into it. It waits until the |
 |                                                | others are read to where they ended when it had messages  |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
@@ -45,16 +46,16 @@ def new_partitions(
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
     *,
-    at_end: bool = False,
+    chosen: bool = False,
 ) -> list[Partition]:
     """Return the partitions that Kafka has and the group does not know.
 
-    at_end   they begin at their ends, so messages that are already removed are no loss.
+    chosen   the job says where they begin, so messages that are already removed are no loss.
 
     Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error lists everything.
     """
     fresh = sorted(bounds.keys() - stored.keys())
-    never_read = [] if at_end else _never_read(fresh, bounds, topic_ids)
+    never_read = [] if chosen else _never_read(fresh, bounds, topic_ids)
     halt(never_read + find_losses(stored, bounds, topic_ids), group)
     return fresh
 
@@ -167,7 +168,10 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
             "before the log was cut, reads again from there, and what was applied is known by its id, where ids are "
             "remembered"
         )
-    return f"When it is accounted for: {commands} accepts it and continues with the first message that is left"
+    return (
+        f"When it is accounted for: {commands} accepts it and continues with the first message that is left. With "
+        'start="earliest-available" a new group begins there'
+    )
 
 
 def _at_turn(

@@ -233,11 +233,11 @@ class Runner:
             stored = state.stored
             ids, bounds = self._kafka.look(self._job.topics)
             halt(find_regrown(stored, self._kafka.cut(stored, bounds)), self._job.group)
-            at_end = self._begins_at_end(stored)
-            new = new_partitions(stored, bounds, ids, self._job.group, at_end=at_end)
+            chosen = self._chosen_starts(stored, bounds)
+            new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
         except (TopicMissing, DataLost, psycopg.ProgrammingError):
             return False
-        begins = {} if at_end else dict.fromkeys(new, 0)
+        begins = dict.fromkeys(new, 0) if chosen is None else chosen
         begins |= {partition: here.next_offset for partition, here in stored.items() if partition in bounds}
         return state.retry_waits or any(bounds[partition].end > offset for partition, offset in begins.items())
 
@@ -252,10 +252,13 @@ class Runner:
     def _announce(self, targets: Mapping[Partition, OffsetBounds]) -> None:
         """Report how many offsets there are to read, transaction markers included."""
         stored = self._store.stored(self._job.topics)
-        if self._begins_at_end(stored):
-            targets = {}
+        starts = self._chosen_starts(stored, targets) or {}
         waiting = [
-            max(0, there.end - (stored[partition].next_offset if partition in stored else there.first))
+            max(
+                0,
+                there.end
+                - (stored[partition].next_offset if partition in stored else starts.get(partition, there.first)),
+            )
             for partition, there in targets.items()
         ]
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
@@ -273,15 +276,15 @@ class Runner:
         bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
-            at_end = self._begins_at_end(stored)
-            new = new_partitions(stored, bounds, ids, self._job.group, at_end=at_end)
+            chosen = self._chosen_starts(stored, bounds)
+            new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
             fresh = self._added.ready(new, stored, bounds, ids, generation)
             if fresh:
-                starts = {partition: bounds[partition].end for partition in fresh} if at_end else None
+                starts = None if chosen is None else {partition: chosen[partition] for partition in fresh}
                 self._store.add(fresh, ids, generation, starts)
                 if starts:
-                    shown = {f"{topic}-{part}": end for (topic, part), end in sorted(starts.items())}
-                    self._report("the group begins at the ends of its topics", {"offsets": shown})
+                    shown = {f"{topic}-{part}": offset for (topic, part), offset in sorted(starts.items())}
+                    self._report("the group begins", {"start": self._job.start, "offsets": shown})
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
@@ -367,9 +370,14 @@ class Runner:
             figures = {"topic": topic, "partition": part, "offset": offset, "error": by_itself}
             self._report("a partition stands still", figures)
 
-    def _begins_at_end(self, stored: Mapping[Partition, StoredOffset]) -> bool:
-        """Return whether new partitions begin at their ends: only the first ones of a new group do."""
-        return self._job.start == "latest" and not stored and self._store.is_new()
+    def _chosen_starts(
+        self, stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds]
+    ) -> dict[Partition, int] | None:
+        """Return where the partitions of a new group begin, if the job says it; None: at 0, as all later ones do."""
+        if self._job.start == "earliest" or stored or not self._store.is_new():
+            return None
+        latest = self._job.start == "latest"
+        return {partition: there.end if latest else there.first for partition, there in bounds.items()}
 
     def _last_read(self) -> list[Partition]:
         """Return the partitions in the order in which the group's drivers have moved them, the longest ago first.

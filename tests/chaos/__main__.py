@@ -39,7 +39,7 @@ def main() -> int:
     """Run what the arguments choose."""
     given = _arguments()
     configurations = [
-        Configuration(source, delivery, brokers, given.seconds, operators=given.operators)
+        Configuration(source, delivery, brokers, given.seconds, operators=given.operators, consumers=given.consumers)
         for brokers, source, delivery in product(given.brokers, given.source, given.delivery)
     ]
     courses = [course_of(seed, each) for each in configurations for seed in given.seeds]
@@ -119,6 +119,9 @@ def _arguments() -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="between the faults: discard, retry, pause, drain, replay, add partitions, switch, change the delivery",
+    )
+    parser.add_argument(
+        "--consumers", choices=("inbox", "spark"), default="inbox", help="who applies the events; Spark takes a core"
     )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")

@@ -15,8 +15,14 @@
 |                 |                        | not dead, or with a wrong number of copies                           |
 | stuck           | –                      | still in the outbox although nothing holds it up                     |
 
-Not there, because they are about a consumer's position and not about what stands on the topics: poll-skip,
-nonmonotonic-poll within one consumer, and the anomalies of the consumer's own transactions (G0, G1c).
+| unapplied       | –                      | on a topic, and the consumer group beyond it has no effect of it     |
+| applied_twice   | –                      | the group has two effects of it, whatever was repeated               |
+| misapplied      | –                      | an effect of a message that is not there                             |
+| applied_late    | nonmonotonic-poll      | an effect behind that of a later message of its partition            |
+| audit           | –                      | `outbox audit` says something else                                   |
+
+Not there, because the group's position moves with its effects: poll-skip, and the anomalies of a consumer that commits
+elsewhere.
 
 Repeats, at-least-once. A repeat must be explained by a fault: when a worker dies, loses a server or is cut off, what it
 had in flight may be sent again, and that is two turns at most, the one that is published and the one that is being
@@ -54,7 +60,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from chaos.history import Committed, History, Message, Sightings, partition_of
+from chaos.history import Committed, History, Message, Place, Sightings, partition_of
 
 ANOMALIES: Final = (
     "lost",
@@ -68,6 +74,11 @@ ANOMALIES: Final = (
     "unstable",
     "dead_letters",
     "stuck",
+    "unapplied",
+    "applied_twice",
+    "misapplied",
+    "applied_late",
+    "audit",
 )
 
 _EXAMPLES: Final = 5
@@ -101,6 +112,7 @@ class Verdict:
     dead: int = 0
     blocked: int = 0
     """Events that wait behind a dead letter of their key, as their route wants it."""
+    applied: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -131,6 +143,7 @@ def check(history: History, bound: RepeatBound) -> Verdict:
     checker.read_copies()
     checker.look_for_missing()
     checker.compare_sightings()
+    checker.compare_effects()
     return checker.verdict
 
 
@@ -239,6 +252,30 @@ class _Checker:
             now = self._final.at(place, offset)
             if now != event:
                 self.verdict.found("unstable", f"{place[0]}/{place[1]}@{offset}: {event} was there, and now {now}")
+
+    def compare_effects(self) -> None:
+        """Look whether the group has applied each event of its topics once, in the order of each partition."""
+        if self._history.effects is None:
+            return
+        published = {
+            event for place, _, event in self._final.items() if place[0] in self._history.read and event in self._rows
+        }
+        last: dict[Place, int] = {}
+        applied: set[int] = set()
+        for event, place, offset in self._history.effects:
+            shown = f"{place[0]}/{place[1]}@{offset}: event {event}"
+            if event is None or self._final.at(place, offset) != event:
+                self.verdict.found("misapplied", f"{shown}, which is not there")
+                continue
+            if event in applied:
+                self.verdict.found("applied_twice", shown)
+            if offset < last.get(place, 0):
+                self.verdict.found("applied_late", f"{shown} after offset {last[place]}")
+            applied.add(event)
+            last[place] = offset
+        self.verdict.applied = len(applied)
+        for event in published - applied:
+            self.verdict.found("unapplied", f"event {event} ({self._name(self._rows[event])})")
 
     def _row(self, message: Message) -> Committed | None:
         event = message.event

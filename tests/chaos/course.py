@@ -27,8 +27,11 @@ NAMES: Final = frozenset(
 
 Source = Literal["polling", "wal"]
 Delivery = Literal["at-least-once", "exactly-once"]
+Consumers = Literal["inbox", "spark"]
 
 RELAYS: Final = 3
+MEMBERS: Final = 2
+"""Of the inbox group that applies the events."""
 WRITERS: Final = 3
 KEYS: Final = 100_000
 LATER_KEYS: Final = 200
@@ -51,6 +54,7 @@ _ONLY_WAL: Final = ("stream.",)
 
 # How many of each fault are in the deck they are drawn from.
 _RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
+_MEMBER_FAULTS: Final = {"member_kill": 4, "member_term": 1, "member_pause": 3}
 _POSTGRES_FAULTS: Final = {"postgres_kill": 2, "postgres_cut": 2, "postgres_blackhole": 2}
 _KAFKA_FAULTS: Final = {"broker_kill": 2, "broker_pause": 2}
 _NETWORK_FAULTS: Final = {"kafka_cut": 2, "kafka_blackhole": 1, "kafka_requests": 4}
@@ -93,6 +97,7 @@ class Configuration:
     brokers: int = 1
     seconds: float = 60.0
     operators: bool = True
+    consumers: Consumers = "inbox"
 
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
@@ -114,7 +119,7 @@ class Fault:
     times: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.name} {self.target}" if self.name.startswith(("relay", "broker")) else self.name
+        what = f"{self.name} {self.target}" if self.name.startswith(("relay", "broker", "member")) else self.name
         if self.request:
             what += f" {self.request} {self.action} x{self.times}"
         return f"{self.at:5.1f} s  {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
@@ -162,6 +167,8 @@ class Course:
     failpoints: tuple[str, ...]
     """For the first start of a relay, the second one and so on, over all relays; empty: none."""
     acts: tuple[Act, ...] = ()
+    member_faults: tuple[Fault, ...] = ()
+    """What strikes the consumers, in the calm too."""
 
     def counts(self) -> dict[str, int]:
         """Return how many faults of each kind there are."""
@@ -176,7 +183,7 @@ class Course:
         head += ", a standby to be promoted" if self.standby else ""
         armed = [f"start {n}: {text}" for n, text in enumerate(self.failpoints) if text]
         late = f"{self.topic_created_at:5.1f} s  the topic of {KIND_NAMES[LATER]} is created"
-        plan = sorted((*self.faults, *self.acts), key=lambda each: each.at)
+        plan = sorted((*self.faults, *self.member_faults, *self.acts), key=lambda each: each.at)
         return "\n  ".join([head, *map(str, plan), late, *armed, f"at the end {self.last_relays} relays"])
 
 
@@ -220,6 +227,16 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         acts=tuple(
             sorted(
                 _acts(seed, configuration, lanes, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at
+            )
+        ),
+        member_faults=tuple(
+            _track(
+                _chance(seed, configuration, "members"),
+                configuration.seconds,
+                _MEMBER_FAULTS,
+                configuration,
+                first=5.0,
+                pause=(1.0, 5.0),
             )
         ),
     )
@@ -270,6 +287,10 @@ def _fault(chance: random.Random, at: float, name: str, configuration: Configura
     match name:
         case "relay_kill" | "relay_term":
             return Fault(at, name, chance.randrange(RELAYS))
+        case "member_kill" | "member_term":
+            return Fault(at, name, chance.randrange(MEMBERS))
+        case "member_pause":
+            return Fault(at, name, chance.randrange(MEMBERS), round(chance.uniform(0.3, 9), 1))
         case "relay_pause":
             return Fault(at, name, chance.randrange(RELAYS), round(chance.uniform(0.3, 9), 1))
         case "broker_kill":

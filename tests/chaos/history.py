@@ -194,6 +194,14 @@ class Sightings:
         return sum(map(len, self._offsets.values()))
 
 
+class Effect(NamedTuple):
+    """What the group has applied: an event (None: of somebody else), where it stood, and at which offset."""
+
+    event: int | None
+    place: Place
+    offset: int
+
+
 @dataclass(slots=True)
 class History:
     """One run. ``messages`` is read once, each partition's in the order of offsets, from its first to its last.
@@ -206,6 +214,8 @@ class History:
     discarded   events that operators have discarded.
     retried     how often operators have retried an event.
     replays     what operators have sent again.
+    effects     what the consumer group has applied, in the order in which it did; None: there was none.
+    read        the topics that the group reads.
     once        while there was only exactly-once. Not needed where there was never anything else.
     """
 
@@ -221,6 +231,8 @@ class History:
     retried: Mapping[int, int] = field(default_factory=dict)
     replays: Sequence[Replay] = ()
     once: Sequence[OnceSpan] = ()
+    effects: Iterable[Effect] | None = None
+    read: Collection[str] = ()
 
     def was_attempted(self, event: int) -> bool:
         """Return whether a writer of this run has begun to write the event."""

@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import psycopg
 
+from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
 from chaos.history import Committed, EventIds, History
+from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all
 from chaos.recovery import RecoveryWatch
@@ -80,6 +82,7 @@ class Result:
             "delivery": configuration.delivery,
             "brokers": configuration.brokers,
             "seconds": configuration.seconds,
+            "consumers": configuration.consumers,
             "lanes": self.course.lanes,
             "standby": self.course.standby,
             "events": self.verdict.committed,
@@ -91,6 +94,7 @@ class Result:
             "blocked": self.verdict.blocked,
             "faults": self.faults,
             "operators": self.operators,
+            "applied": self.verdict.applied,
             "repeats": self.verdict.repeats,
             "anomalies": dict(self.verdict.counts),
             "examples": self.verdict.examples,
@@ -141,12 +145,14 @@ class _Run:
         ):
             reader.follow(self.stage.first_topics)
             relays = Relays(factory, course, self.stage.settings, self.mutation)
+            members = self.opened.enter_context(Members(self.stage, self.folder, course.configuration.consumers))
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
             operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log")
-            with one, other, operators:
+            consuming = MemberHand(course, members)
+            with one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)
                 _sleep_until(started + seconds)
@@ -154,6 +160,7 @@ class _Run:
                 operators.stop()
                 one.stop()
                 other.stop()
+                consuming.stop()
             load.stop()
             self.stage.servers.heal()
             relays.end()
@@ -161,16 +168,20 @@ class _Run:
             result = Result(course, size=sum(load.committed_bytes))
             result.rolled_back, result.unknown = sum(load.rolled_back), sum(load.unknown)
             result.drain_seconds = self._drain(relays)
+            members.await_applied()
             reader.stop()
         done = [*one.done, *other.done]
-        result.faults = dict(sorted(Counter(fault.name for fault in done).items()))
+        result.faults = dict(sorted(Counter(fault.name for fault in [*done, *consuming.done]).items()))
         result.faults["failpoints"] = relays.armed
         result.operators = dict(sorted(operators.outcomes.items()))
         result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
         bound = EXACTLY_ONCE
         if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
-        result.verdict = self._check(load, reader, operators, bound)
+        result.verdict = self._check(load, reader, operators, members, bound)
+        if course.configuration.operators:
+            moved = any(name.startswith(("retry", "partitions")) for name in operators.outcomes)
+            compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
         if not result.sound:
             result.standing = _standing(relays)
         result.notes = _notes(relays)
@@ -200,7 +211,9 @@ class _Run:
                 relay.wait(60)
         return seconds
 
-    def _check(self, load: Workload, reader: LiveReader, operators: OperatorHand, bound: RepeatBound) -> Verdict:
+    def _check(
+        self, load: Workload, reader: LiveReader, operators: OperatorHand, members: Members, bound: RepeatBound
+    ) -> Verdict:
         stage = self.stage
         with psycopg.connect(self.stage.url) as connection:
             known = audited(connection, stage.ids)
@@ -217,6 +230,8 @@ class _Run:
                 retried=known.retried,
                 replays=known.replays,
                 once=operators.once,
+                effects=members.effects(connection, stage.ids),
+                read=members.topics,
             )
             return check(history, bound)
 

@@ -26,8 +26,12 @@ what was committed, in the terms of Jepsen's Kafka workload; it is tested on his
 - Operators: between the faults, commands discard and retry dead letters, pause and resume, replay the archive, add
   partitions, switch the source and change the delivery. Six keys are poisoned again and again. The table names the
   source and the delivery at the beginning.
+- Consumers: two members of an inbox group (or `outbox consume --continuous`) apply four of the topics; they are
+  killed, stopped and halted too, and reach the servers through the same networks. In the end the group must have
+  applied each event once, in the order of its partition, and `outbox audit` must come to what the checker has found.
 - Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable,
-  wrong dead letters, stuck. A discarded event must be on no topic, and a replay must repeat what its audit lists.
+  wrong dead letters, stuck; not applied, applied twice, or out of order. A discarded event must be on no topic, and a
+  replay must repeat what its audit lists.
 - Repeats: under at-least-once a fault must explain each; under exactly-once each is an anomaly.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it. Caught up: until
   everything that was in the outbox at that moment is published. Other faults meanwhile are part of the time. The

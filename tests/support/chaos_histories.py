@@ -40,6 +40,7 @@ STRICT2 = row(9, "t", 2, kind=3)
 ROWS = [A1, A2, A3, B1, X1, FAT, S1, S3, STRICT1, STRICT2]
 SENT = [A1, B1, A2, X1, S1, A3, S3]
 ROLLED_BACK = event_of(0, 10)
+ROW_ROLLED_BACK = row(10, "a", 4)
 
 
 def messages(*rows: Committed) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Audit: who has done what, and why, on both sides."""
+"""Audit: who has done what, and why, on both sides, and what `outbox audit --follow` has found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from relay.insights import read_verified
 from relay.operations.audit import read
 from relay.page.api import View
 from relay.page.page import Page, number_of
@@ -17,7 +18,12 @@ _PAGE = 50
 
 def routes(page: Page) -> list[View]:
     def show(request: Request) -> Response:
-        side = "consumer" if request.query_params.get("side") == "consumer" else "relay"
+        side = request.query_params.get("side")
+        if side == "events":
+            with page.outbox() as connection:
+                verified = read_verified(connection, page.schema)
+            return page.render(request, "verified.html", side=side, topics=verified)
+        side = "consumer" if side == "consumer" else "relay"
         before = number_of(request.query_params.get("before"))
         if side == "relay":
             with page.outbox() as connection:
@@ -37,8 +43,8 @@ def routes(page: Page) -> list[View]:
         View(
             "/audit",
             show,
-            "who did what, and why, on one side",
-            {"side": "relay (the default) or consumer", "before": "the number of a line: those before it"},
+            "who did what, and why, on one side; or what `outbox audit --follow` has found",
+            {"side": "relay (the default), consumer or events", "before": "the number of a line: those before it"},
         )
     ]
 

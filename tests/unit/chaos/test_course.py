@@ -14,6 +14,7 @@ from chaos.course import (
     KIND_NAMES,
     LATER,
     MAX_SIZE,
+    MEMBERS,
     ORDER,
     REFUSED_BYTES,
     SMALL,
@@ -74,6 +75,8 @@ def test_five_seeds_have_every_fault(configuration):
         assert all(fault.target < max(3, configuration.brokers) for fault in course.faults)
         assert 0 < course.topic_created_at < configuration.seconds / 2
         assert sum(fault.name == "promote" for fault in course.faults) == course.standby
+    struck = {(fault.name, fault.target) for course in found for fault in course.member_faults}
+    assert struck >= {(name, target) for name in ("member_kill", "member_pause") for target in range(MEMBERS)}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)

@@ -93,7 +93,7 @@ def test_what_is_no_strategy(strategy):
 def test_a_group_starts_at_one_of_two_ends():
     assert job("SELECT 1").start == "earliest"
     assert job("SELECT 1", start="latest").start == "latest"
-    with pytest.raises(JobError, match="start: must be earliest or latest, not 'end'"):
+    with pytest.raises(JobError, match="start: must be earliest or earliest-available or latest, not 'end'"):
         job("SELECT 1", start="end")
 
 

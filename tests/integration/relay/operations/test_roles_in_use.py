@@ -29,7 +29,10 @@ from outbox.external.caller import Caller
 from outbox.tables import outbox_tables
 from outbox.testing.fixtures import token
 from outbox.urls import sqlalchemy_url
+from relay.audit.findings import Scope
+from relay.audit.follow import Follower
 from relay.cli.app import app
+from relay.config import load
 from relay.operations.roles import COLUMNS, EVENT_COLUMNS, RoleKind
 
 __all__ = ["order", "provider"]
@@ -169,6 +172,18 @@ def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
         "UPDATE outbox.lanes SET epoch = 0",
         "SELECT FROM consumer.offsets",
     )
+
+
+def test_an_operator_who_may_see_groups_audits(roles, outbox_kafka, order):
+    kind, topic = order
+    url = roles.of(RoleKind.OPERATOR)
+    outbox(roles.url, "db", "roles", f"consumer-monitor={psycopg.conninfo.conninfo_to_dict(url)['user']}", "--apply")
+    now = dt.datetime.now(dt.UTC)
+    ten_minutes_ago = uuid.UUID(int=int(now.timestamp() * 1000 - 600_000) << 80 | 7 << 76 | 2 << 62)
+    put(roles.admin, "outbox.dead_letters", event_id=ten_minutes_ago, aggregate_type=kind, headers="{}")
+    settings = load(database_url=url, kafka={"bootstrap_servers": outbox_kafka.bootstrap_servers})
+    Follower(settings, Scope(now - dt.timedelta(hours=1), now), None).advance()
+    assert roles.admin.execute("SELECT topic, missing FROM outbox.verified").fetchall() == [(topic, 0)]
 
 
 def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, outbox_kafka):

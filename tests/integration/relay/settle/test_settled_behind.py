@@ -459,3 +459,14 @@ def test_many_lanes_of_which_one_can_not_be_settled(large):
         assert source.settle({lane: Receipt(UnsettledBatch(claims))}) == {}
     assert source.flush(list(range(MANY))) == {}
     assert box.left_by_lane() == {lane: 2 * half if lane == stuck else 0 for lane in range(MANY)}
+
+
+def test_a_number_that_is_given_out_again_settles_no_other_event(box):
+    """As after a failover that has lost the event which was read, and now the number is another event's."""
+    box.add(0)
+    fetched = box.fetch()
+    box.admin.execute("UPDATE outbox.events SET event_id = gen_random_uuid()")
+    box.source.settle(published(fetched.batches))
+    box.fetch()
+    box.source.close()
+    assert box.left() == 1

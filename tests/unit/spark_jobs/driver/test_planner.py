@@ -33,9 +33,9 @@ def test_a_new_partition_must_begin_at_0():
         new_partitions({}, {("t", 0): OffsetBounds(4, 9)}, ID)
 
 
-def test_what_went_before_a_group_that_begins_at_the_end_is_no_loss():
+def test_what_went_before_a_group_that_begins_elsewhere_is_no_loss():
     extents = {("t", 0): OffsetBounds(4, 9), ("t", 1): OffsetBounds(0, 0)}
-    assert new_partitions({}, extents, ID, at_end=True) == [("t", 0), ("t", 1)]
+    assert new_partitions({}, extents, ID, chosen=True) == [("t", 0), ("t", 1)]
 
 
 @pytest.mark.parametrize(

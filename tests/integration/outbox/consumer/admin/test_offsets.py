@@ -211,6 +211,24 @@ def test_a_new_group_begins_at_the_end_if_it_is_told_to(driver):
     assert driver.step() == {2: (0, 4)}
 
 
+def test_a_new_group_begins_with_what_is_left_if_it_is_told_to(driver):
+    """On a topic whose first messages retention has removed; what is removed later is a loss."""
+    driver.send(0, 5)
+    driver.send(1, 2)
+    driver.delete_before(0, 3)
+    with pytest.raises(DataLost, match='start="earliest-available"'):
+        driver.step()
+    assert driver.positions() == {}
+    driver.rows("DELETE FROM consumer.losses", result=False)
+    driver.runner = driver.start(start="earliest-available")
+    assert driver.step() == {0: (3, 5), 1: (0, 2)}
+    assert (driver.positions(), driver.losses()) == ({0: 5, 1: 2}, [])
+    driver.send(0, 2)
+    driver.delete_before(0, 6)
+    with pytest.raises(DataLost, match="messages 5 to 5"):
+        driver.step()
+
+
 def test_a_transaction_that_is_open_when_a_group_begins_at_the_end_is_read(driver):
     driver.send(0, 2)
     open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})

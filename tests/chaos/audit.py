@@ -1,0 +1,52 @@
+"""`outbox audit` after a run: it knows nothing of the run, and must come to what the checker has found."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from chaos.checker import RepeatBound, Verdict
+from chaos.stage import Stage
+from relay.audit.comparison import audit
+from relay.audit.findings import Scope
+from relay.config import load
+
+_RUN: Final = dt.timedelta(hours=2)
+# By what the checker calls it.
+_SAME: Final = {
+    "missing": {"lost", "unapplied"},
+    "unknown": {"invented", "aborted", "misapplied"},
+    "payload": {"corrupted"},
+    "repeated": {"duplicated"},
+    "order": {"reordered"},
+    "partition": {"wrong_partition"},
+}
+
+
+def compare_with_audit(stage: Stage, verdict: Verdict, bound: RepeatBound, *, sure: bool) -> None:
+    """Add to the verdict what the audit has found and the checker has not.
+
+    Repeats are no anomaly where the faults may explain them (``bound``). ``sure``: no operator has moved an event
+    behind later ones of its key, or a key to another partition.
+    """
+    allowed = {"repeated"} if bound.faults else set()
+    allowed |= set() if sure else {"order", "partition"}
+    now = dt.datetime.now(dt.UTC)
+    found = audit(load(**_nested(stage.settings, stage.url)), Scope(now - _RUN, now + dt.timedelta(minutes=1)))
+    for one in found.differences:
+        if one.kind not in allowed and not _SAME[one.kind] & verdict.counts.keys():
+            verdict.found("audit", f"{one.kind}: {one.topic}, group {one.group}, {one.event_id}: {one.text}")
+
+
+def _nested(settings: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return settings as ``load`` takes them, with an address past the proxies."""
+    given: dict[str, Any] = {"kafka": {"bootstrap.servers": settings["bootstrap_servers"]}}
+    for name, value in settings.items():
+        section, _, inner = name.partition("__")
+        if inner and section != "kafka":
+            given.setdefault(section, {})[inner] = value
+        elif not inner and name != "bootstrap_servers":
+            given[name] = value
+    return given | {"database_url": url, "routes": json.loads(settings["routes"])}

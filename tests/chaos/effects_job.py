@@ -1,0 +1,12 @@
+"""The job of a run whose consumer is Spark: its effect of a message is a row that says which message it was."""
+
+from __future__ import annotations
+
+from spark_jobs import ConsumerJob
+
+job = ConsumerJob(
+    group="effects",
+    topics=["given-by-the-command"],
+    effect="INSERT INTO effects (event_id, topic, part, at) "
+    "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset",
+)

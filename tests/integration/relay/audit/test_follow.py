@@ -1,0 +1,209 @@
+"""``outbox audit --follow``: each minute is compared once, when nothing of it can still come."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from audit_support import EVENTS, Pipeline
+from prometheus_client import CollectorRegistry, generate_latest
+from spans import relay
+from support import order, wait_until
+
+from outbox import Event, Outbox
+from relay import insights
+from relay.audit import follow
+from relay.audit.findings import Scope
+from relay.audit.follow import Follower
+from relay.config import load
+from relay.metrics.outbox import outbox_metrics
+
+__all__ = ["order"]
+
+TEN_MINUTES = 600
+
+
+class Followed(Pipeline):
+    """A pipeline that is followed in this process. Its events are of ten minutes ago: of minutes that are over."""
+
+    def follower(self, **scope: Any) -> Follower:
+        now = dt.datetime.now(dt.UTC)
+        settings = load(
+            database_url=self.database.url,
+            kafka={"bootstrap_servers": self.kafka.bootstrap_servers},
+            relay={"archive_days": 1},
+        )
+        return Follower(settings, Scope(now - dt.timedelta(hours=1), now, **scope), None)
+
+    def sent(self, count: int = EVENTS) -> list[str]:
+        ids = self.add(count, ago=TEN_MINUTES)
+        self.published()
+        return ids
+
+    def verified(self) -> insights.Verified:
+        with psycopg.connect(self.database.url) as connection:
+            (found,) = insights.look_at_tables(connection, "outbox").verified
+        return found
+
+    def counts(self) -> tuple[int, int, int, int]:
+        found = self.verified()
+        return found.missing, found.repeated, found.other, found.skipped
+
+    def behind(self) -> float:
+        """Return how many minutes ago is what is verified."""
+        return (dt.datetime.now(dt.UTC) - self.verified().verified_until).total_seconds() / 60
+
+
+@pytest.fixture
+def pipeline(outbox_postgres, outbox_kafka, order) -> Iterator[Followed]:
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        pipeline = Followed(outbox_postgres, outbox_kafka, *order)
+        pipeline.kept_before()
+        yield pipeline
+
+
+def repeat(pipeline: Followed, event_id: str) -> None:
+    record = pipeline.record(event_id)
+    pipeline.produce(key=record.key(), value=record.value(), headers=record.headers(), partition=record.partition())
+
+
+def test_a_difference_is_counted_once(pipeline):
+    ids = pipeline.sent()
+    follower = pipeline.follower()
+    repeat(pipeline, ids[3])
+    assert follower.advance().count == 1
+    assert pipeline.counts() == (0, 1, 0, 0)
+    assert 5 <= pipeline.behind() < 8
+    assert [(one["kind"], one["event_id"]) for one in pipeline.verified().differences] == [("repeated", ids[3])]
+    # A new process goes on where the last one was.
+    assert pipeline.follower().advance() is None
+    pipeline.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
+    pipeline.follower().advance()
+    assert pipeline.counts() == (0, 2, 0, 0)
+
+
+def test_what_a_group_has_not_reached_is_not_verified(pipeline):
+    ids = pipeline.sent()
+    pipeline.applied(EVENTS)
+    more = pipeline.sent(5)
+    follower = pipeline.follower()
+    found = follower.advance()
+    assert (found.count, {one.state for one in found.windows}) == (
+        0,
+        {"open", "equal"} if len(found.windows) > 1 else {"open"},
+    )
+    assert pipeline.behind() > 9
+    pipeline.applied(EVENTS + 5)
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id IN ('{ids[0]}', '{more[0]}')")
+    assert follower.advance().count == 2
+    assert pipeline.counts() == (2, 0, 0, 0)
+    assert {one["group"] for one in pipeline.verified().differences} == {pipeline.group}
+    assert pipeline.behind() < 8
+
+
+def test_a_topic_does_not_wait_for_another(pipeline):
+    pipeline.sent()
+    pipeline.applied(EVENTS)
+    pipeline.sent(5)  # which the group has not reached
+    other = Followed(
+        pipeline.database, pipeline.kafka, f"{pipeline.kind}-other", f"{pipeline.kind.lower()}-other-events"
+    )
+    ids = other.sent(5)
+    repeat(other, ids[3])
+    follower = pipeline.follower()
+    for _ in range(2):
+        assert follower.advance().count == 1
+    rows = dict(
+        pipeline.rows(
+            "SELECT topic, (repeated, verified_until < now() - interval '9 minutes')::text FROM outbox.verified"
+        )
+    )
+    assert rows == {pipeline.topic: "(0,t)", other.topic: "(1,f)"}
+
+
+def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
+    pipeline.sent()
+    with psycopg.connect(pipeline.database.url) as connection:
+        Outbox().add(connection, Event(pipeline.kind, "key", "Placed", {}))
+        follower = pipeline.follower()
+        assert follower.advance() is None
+        connection.commit()
+    assert follower.advance().count == 0
+    assert pipeline.counts() == (0, 0, 0, 0)
+
+
+def test_minutes_of_which_the_archive_knows_nothing_are_skipped(pipeline):
+    pipeline.run("DELETE FROM outbox.published")
+    pipeline.sent()
+    pipeline.follower().advance()
+    missing, repeated, other, skipped = pipeline.counts()
+    assert (missing, repeated, other) == (0, 0, 0)
+    assert skipped >= 1
+
+
+def test_two_that_follow_count_a_difference_once(pipeline, monkeypatch):
+    ids = pipeline.sent()
+    pipeline.follower().advance()
+    pipeline.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
+    repeat(pipeline, ids[3])
+    real = follow.audit
+
+    def while_another_one_follows(*given: Any) -> Any:
+        monkeypatch.setattr(follow, "audit", real)
+        pipeline.follower().advance()
+        return real(*given)
+
+    monkeypatch.setattr(follow, "audit", while_another_one_follows)
+    assert pipeline.follower().advance().count == 1
+    assert pipeline.counts() == (0, 1, 0, 0)
+
+
+def test_differences_beyond_those_that_are_named_are_counted(pipeline, monkeypatch):
+    monkeypatch.setattr("relay.audit.findings.MOST_NAMED", 5)
+    monkeypatch.setattr(follow, "_MOST_KEPT", 3)
+    ids = pipeline.sent()
+    pipeline.run(f"DELETE FROM outbox.published WHERE id > 0 AND event_id <> '{ids[0]}'")
+    pipeline.follower().advance()
+    assert pipeline.counts() == (0, 0, EVENTS - 1, 0)
+    assert len(pipeline.verified().differences) == 3
+
+
+def test_the_command_with_metrics_until_a_signal(pipeline):
+    ids = pipeline.sent()
+    repeat(pipeline, ids[3])
+    with subprocess.Popen(
+        [sys.executable, "-m", "relay.cli", "audit", "--follow"],
+        env=os.environ | pipeline.environment | {"OUTBOX_LOG_FORMAT": "json"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            wait_until(lambda: pipeline.rows("SELECT FROM outbox.verified"), what="what was verified")
+        finally:
+            process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert ids[3] in errors
+    with psycopg.connect(pipeline.database.url) as connection:
+        state = insights.look_at_tables(connection, "outbox")
+
+    class Shown(CollectorRegistry):
+        def collect(self) -> Any:
+            return outbox_metrics(state, {}, 1)
+
+    of_topic = f'{{topic="{pipeline.topic}"}} '
+    lines = [line.split(of_topic) for line in generate_latest(Shown()).decode().splitlines() if of_topic in line]
+    assert {name: float(value) for name, value in lines} == {
+        "outbox_audit_verified_until_timestamp_seconds": pipeline.verified().verified_until.timestamp(),
+        "outbox_audit_missing_total": 0,
+        "outbox_audit_repeated_total": 1,
+        "outbox_audit_other_differences_total": 0,
+        "outbox_audit_skipped_minutes_total": 0,
+    }

@@ -1,0 +1,77 @@
+"""The number of lanes changes while services write: nothing is lost, nothing is out of order by key."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psycopg
+import pytest
+from support import Load, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
+
+from outbox import Event, SchemaError
+from outbox._app import migrate as db
+from relay.failpoints import VARIABLE
+from relay.operations.dead_letters import DeadLetters, Selection
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_relay, delivery):
+    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = {"delivery": delivery, "name": outbox_kafka.name("outbox"), "relay__batch_size": 50}
+    with Load(url, kind) as load:
+        for lanes in (7, 2, 5):
+            relays = [outbox_relay(**settings) for _ in range(2)]
+            load.more(300)
+            for relay in relays:
+                ends(relay)
+            load.more(200)
+            assert backlog(url) > 0
+            db.change_lanes(url, lanes)
+            load.more(100)
+        outbox_relay(**settings)
+        load.drain()
+    assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(5,)]
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_not_while_it_is_unknown_what_is_on_kafka(outbox_postgres, outbox_kafka, outbox_relay):
+    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = {"delivery": "exactly-once", "name": outbox_kafka.name("outbox"), "relay__lease_seconds": 1}
+    with Load(url, kind) as load:
+        victim = outbox_relay(env={VARIABLE: "txn.committed=kill@3"}, **settings)
+        assert victim.wait(60) == -signal.SIGKILL
+        free = "SELECT count(*) FROM outbox.lanes WHERE lease_until < clock_timestamp()"
+        wait_until(lambda: look_up(url, free) == [(4,)], what="the leases to end")
+        with pytest.raises(SchemaError, match="it is not known which events are on Kafka"):
+            db.change_lanes(url, 7)
+        relay = outbox_relay(**settings)
+        load.more(100)
+        ends(relay)
+        db.change_lanes(url, 7)
+        outbox_relay(**settings)
+        load.drain()
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_a_blocked_key_goes_along(outbox_postgres, outbox_kafka, outbox_relay):
+    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2, {"max.message.bytes": "20000"})
+    relay = outbox_relay(failures__max_attempts=1)
+    keys = [f"k{number}" for number in range(20)]
+    write(url, [Event(kind, key, "T", os.urandom(60_000)) for key in keys])
+    write(url, [Event(kind, key, "T", {"n": n}) for n in range(5) for key in keys])
+    wait_until(lambda: look_up(url, "SELECT count(*) FROM outbox.dead_letters") == [(20,)], 60, "the dead letters")
+    ends(relay)
+    assert backlog(url) == 100
+    db.change_lanes(url, 7)
+    outbox_relay(failures__max_attempts=1)
+    write(url, [Event(kind, "another", "T", {"n": 0})])
+    with psycopg.connect(url, autocommit=True) as connection:
+        wait_until(lambda: backlog(url) == 100, 60, "an event of another key")
+        DeadLetters(connection, "outbox").discard(Selection(), "a test")
+    drained(url)
+    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
+    assert (seen, repeats) == ({"another": [0], **{key: list(range(5)) for key in keys}}, 0)

@@ -1,0 +1,266 @@
+"""The mutants: one change of the source each, the promise that it breaks, and the tests that must fail with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_CONTRACT: Final = "tests/integration/outbox/consumer/test_group_contract.py"
+_LETTERS: Final = "tests/integration/outbox/consumer/test_group_letters.py"
+_INBOX: Final = "tests/integration/outbox/inbox"
+_RELAY: Final = "tests/integration/relay"
+_WRITER: Final = "tests/integration/outbox/test_writer"
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """``old`` occurs once in the file and becomes ``new``. ``tests`` are pytest's arguments."""
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS: Final = (
+    # The relay
+    Mutant(
+        "lease_without_owner",
+        "one holder of a lane",
+        "relay/settle/statements.py",
+        'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch AND l.owner = %(owner)s"',
+        'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch"',
+        (f"{_RELAY}/kafka/test_equal_epochs.py",),
+    ),
+    Mutant(
+        "lease_without_epoch",
+        "one holder of a lane",
+        "relay/settle/statements.py",
+        'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch AND',
+        'OURS: Final = "l.lane = m.lane AND',
+        (f"{_RELAY}/core/test_source_contract.py", f"{_RELAY}/core/test_lane_leases.py"),
+    ),
+    Mutant(
+        "settle_by_number_alone",
+        "no loss: a restored table uses numbers again",
+        "relay/settle/statements.py",
+        " AND e.event_id = p.row_event_id",
+        "",
+        (f"{_RELAY}/settle/test_settled_behind.py",),
+    ),
+    Mutant(
+        "mark_rises_at_once",
+        "order: a transaction may commit a lower number late",
+        "relay/polling/low_water_mark.py",
+        "self._ended = xmin() >= self._xid",
+        "self._ended = True",
+        (f"{_RELAY}/polling/test_low_water_mark.py",),
+    ),
+    Mutant(
+        "freed_keys_overtake",
+        "order of a key that was blocked",
+        "relay/polling/reader.py",
+        "        for lane in self._freed(batches):\n            del batches[lane]\n",
+        "        self._freed(batches)\n",
+        (f"{_RELAY}/polling/test_freed_keys.py",),
+    ),
+    Mutant(
+        "failures_block_nothing",
+        "order of a key that is blocked",
+        "relay/polling/reader.py",
+        "            reads.append(Read(unblocked, values, [lane], marks, many=many))",
+        "            reads.append(Read(self._queries.read, {**values, 'lanes': array([lane]), 'above': "
+        "array([values['above']]), 'after': array([values['after']]), 'limits': array([values['limit']])}, [lane], "
+        "marks, many=many))",
+        (f"{_RELAY}/settle/test_retries.py", f"{_RELAY}/polling/test_many_failures.py"),
+    ),
+    Mutant(
+        "commit_without_confirmation",
+        "exactly-once: never commit what another relay has taken",
+        "relay/kafka/transactional.py",
+        "if confirm is not None and (unconfirmed := confirm(deadline)):",
+        "if confirm is not None and (unconfirmed := confirm(deadline)) and False:",
+        (f"{_RELAY}/core/test_publisher_contract.py", "tests/unit/relay/core"),
+    ),
+    Mutant(
+        "slow_commit_is_clean",
+        "exactly-once: a commit that was slow may have been sent twice",
+        "relay/kafka/transactional.py",
+        "sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds",
+        "sender.suspicious = False",
+        (f"{_RELAY}/settle/test_late_commits.py",),
+    ),
+    Mutant(
+        "slot_confirmed_early",
+        "WAL: nothing is confirmed before each lane has settled it",
+        "relay/wal/session.py",
+        "while self._ends and all(map(int.__ge__, done, self._ends[0][2])):",
+        "while self._ends and (done or True):",
+        (f"{_RELAY}/wal/test_history.py",),
+    ),
+    Mutant(
+        "lanes_change_in_flight",
+        "exactly-once: the marker of a killed relay is looked for in its lane",
+        "outbox/_app/migrate.py",
+        "if in_flight := _count(connection, table, table.c.transactional_id.is_not(None)):",
+        "if in_flight := 0:",
+        (f"{_RELAY}/core/test_lanes_under_load.py",),
+    ),
+    Mutant(
+        "audit_counts_twice",
+        "a minute is audited once",
+        "relay/audit/follow.py",
+        " WHERE v.verified_until = %(since)s",
+        "",
+        (f"{_RELAY}/audit/test_follow.py",),
+    ),
+    # The core of the consumers
+    Mutant(
+        "fence_without_generation",
+        "an older claim changes nothing",
+        "outbox/consumer/groups.py",
+        " or row[2] != here.generation",
+        "",
+        (_CONTRACT,),
+    ),
+    Mutant(
+        "fence_without_position",
+        "what was committed is not applied again",
+        "outbox/consumer/groups.py",
+        "if row[1] > here.next_offset:",
+        "if False:",
+        (_CONTRACT,),
+    ),
+    Mutant(
+        "claim_does_not_shut_out",
+        "an older claim changes nothing",
+        "outbox/consumer/groups.py",
+        "DO UPDATE SET generation = g.generation + 1,",
+        "DO UPDATE SET generation = g.generation,",
+        (_CONTRACT,),
+    ),
+    Mutant(
+        "other_topic_of_the_same_name",
+        "a topic that was created again is a loss",
+        "outbox/consumer/losses.py",
+        "if here.topic_id != topic_id:",
+        "if topic_id is None:",
+        (f"{_INBOX}/test_waiting.py", f"{_INBOX}/test_outages.py"),
+    ),
+    Mutant(
+        "retention_is_no_loss",
+        "what Kafka has deleted is a loss",
+        "outbox/consumer/losses.py",
+        "if here.next_offset < there.first:",
+        "if False:",
+        (f"{_INBOX}/test_waiting.py", f"{_INBOX}/test_outages.py"),
+    ),
+    Mutant(
+        "odd_header_passes",
+        "a hostile header ends no member of a group",
+        "outbox/consumer/messages.py",
+        "        except (SystemError, UnicodeDecodeError) as error:\n            found.append(",
+        "        except ZeroDivisionError as error:\n            found.append(",
+        ("tests/integration/outbox/consumer/test_hostile_messages.py",),
+    ),
+    Mutant(
+        "any_time_is_stored",
+        "a hostile timestamp ends no member of a group",
+        "outbox/consumer/messages.py",
+        "return min(max(milliseconds, FIRST_TIME), LAST_TIME)",
+        "return milliseconds",
+        ("tests/integration/outbox/consumer/test_hostile_messages.py",),
+    ),
+    Mutant(
+        "any_day_is_a_day",
+        "an id of the year 10000 ends no member of a group",
+        "outbox/consumer/ids.py",
+        "return NO_TIME + dt.timedelta(days) if days <= LAST_DAY else NO_TIME",
+        "return NO_TIME + dt.timedelta(days)",
+        ("tests/integration/outbox/consumer/test_hostile_messages.py",),
+    ),
+    # The inbox
+    Mutant(
+        "stays_paused",
+        "a partition that comes back is read on",
+        "outbox/inbox/_member.py",
+        "        kafka.resume(found)\n",
+        "",
+        (f"{_INBOX}/test_rebalances.py",),
+    ),
+    Mutant(
+        "repeats_are_applied",
+        "once: a repeat has no effect",
+        "outbox/inbox/_applier.py",
+        "                if id_ not in new:\n                    continue\n",
+        "",
+        (f"{_INBOX}/test_consumer.py",),
+    ),
+    Mutant(
+        "forgotten_ids_are_new",
+        "once: what may have been applied is not applied",
+        "outbox/inbox/_applier.py",
+        "if NO_TIME < day(id_) < before:",
+        "if False:",
+        (f"{_INBOX}/test_failing_messages.py",),
+    ),
+    Mutant(
+        "letters_hold_nothing_back",
+        "order of a key behind a dead letter",
+        "outbox/inbox/_applier.py",
+        "behind = [message.key() in part.dead_keys for message in batch]",
+        "behind = [False for message in batch]",
+        (f"{_INBOX}/test_failing_messages.py",),
+    ),
+    Mutant(
+        "spoilt_transactions_pass",
+        "the effect and the position are one transaction",
+        "outbox/inbox/_applier.py",
+        "if (text := spoilt(connection)) is not None:",
+        "if (text := spoilt(connection)) is not None and False:",
+        (f"{_INBOX}/test_failing_messages.py",),
+    ),
+    # The writer
+    Mutant(
+        "autocommit_is_taken",
+        "business rows and events are one transaction",
+        "outbox/writer.py",
+        "        _targets.require_transaction(connection, _UNBOUND)\n        # Not",
+        "        # Not",
+        (f"{_WRITER}_refusals.py",),
+    ),
+    Mutant(
+        "keys_are_not_locked",
+        "order: writers of one key take turns",
+        "outbox/_statements.py",
+        "    if lock_key:\n",
+        "    if False:\n",
+        (f"{_WRITER}_order.py",),
+    ),
+    Mutant(
+        "locks_in_any_order",
+        "writers of several keys do not deadlock",
+        "outbox/_statements.py",
+        '.distinct().order_by(sa.literal_column("1"))',
+        ".distinct()",
+        (f"{_WRITER}_order.py",),
+    ),
+    Mutant(
+        "events_before_rows",
+        "a session sends rows and events in the order of the code",
+        "outbox/writer.py",
+        "        session.flush()\n",
+        "",
+        (f"{_WRITER}_targets.py", f"{_WRITER}_transactions.py"),
+    ),
+    Mutant(
+        "relay_headers_are_taken",
+        "a writer's event can't pose as a copy of the relay",
+        "outbox/event.py",
+        'if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):',
+        "if lower in RESERVED_HEADERS:",
+        ("tests/unit/outbox/test_event_refusals.py",),
+    ),
+)
