@@ -108,7 +108,7 @@ class RelaySettings(Section):
     """How many relays should run, standbys included. While fewer do, ``OutboxRelaysMissing`` fires."""
     sink_url: str | None = Field(None, repr=False)
     """The consumers' database, if it is another one than the outbox's. A relay with ``metrics_address`` shows the lag
-    of its groups, and needs the rights of ``consumer-monitor`` there. The default of ``outbox web --sink-url``."""
+    of its groups, and needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
 

@@ -55,21 +55,19 @@ _STATEMENT_SECONDS: Final = 300.0
 _CLOCKS_SECONDS: Final = 60
 
 
-def audit(settings: Settings, scope: Scope, sink_url: str | None = None) -> Audit:
+def audit(settings: Settings, scope: Scope) -> Audit:
     """Compare what was committed, what is on Kafka and what the groups have applied.
-
-    sink_url  the consumers' database, if it is another one.
 
     Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
     """
-    with Comparison(settings, scope, sink_url) as comparison:
+    with Comparison(settings, scope) as comparison:
         return comparison.run()
 
 
 class Comparison:
     """One audit. Use it in a ``with`` block, and run it once."""
 
-    def __init__(self, settings: Settings, scope: Scope, sink_url: str | None) -> None:
+    def __init__(self, settings: Settings, scope: Scope) -> None:
         self._settings = settings
         self._scope = scope
         # The last minute is included if ``until`` is within it.
@@ -77,6 +75,7 @@ class Comparison:
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
         self._router = build_router(settings)
         self._options = client_options(settings)
+        sink_url = settings.relay.sink_url
         with ExitStack() as opened:
             self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
             self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))

@@ -73,10 +73,9 @@ class _Progress:
 class Follower:
     """Compares minute after minute. ``scope`` says what; it begins at ``scope.since`` where the table says nothing."""
 
-    def __init__(self, settings: Settings, scope: Scope, sink_url: str | None) -> None:
+    def __init__(self, settings: Settings, scope: Scope) -> None:
         self._settings = settings
         self._scope = scope
-        self._sink_url = sink_url
         self._names = names_of(settings.db_schema)
         # Minutes that had begun, each with the number of a transaction then.
         self._begun: list[tuple[int, int]] = []
@@ -107,7 +106,7 @@ class Follower:
             if since >= end:
                 return None
             scope = replace(self._scope, since=minute_start(since), until=minute_start(end))
-            found = audit(self._settings, scope, self._sink_url)
+            found = audit(self._settings, scope)
             topics = {one.window.topic for one in found.windows} | known.keys()
             for topic in sorted(topics):
                 begin = minute_of(known[topic].verified_until) if topic in known else since

@@ -13,8 +13,7 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say, table_console, text_table
 from outbox._app.text import as_utc
 from outbox.errors import ConfigurationError
-from relay.cli.status import SinkOption
-from relay.config import load
+from relay.cli.status import SinkOption, load_with_sink
 
 if TYPE_CHECKING:
     from relay.audit.findings import Audit, Scope, WindowAudit
@@ -67,14 +66,14 @@ def audit(
     begin, end = as_utc(since) or now - _HOUR, as_utc(until) or now
     if begin >= end:
         raise ConfigurationError(f"--since {begin} is not before --until {end}")
-    settings = load(database_url=database_url)
+    settings = load_with_sink(database_url, sink_url)
     scope = Scope(begin, end, topic or None, group, partial or ())
     if follow:
         if until or certificate or as_json:
             raise ConfigurationError("--follow goes without --until, --certificate and --json")
-        _follow(settings, scope, sink_url)
+        _follow(settings, scope)
         return
-    found = audit(settings, scope, sink_url)
+    found = audit(settings, scope)
     if as_json:
         print_json(_as_dict(found))
     else:
@@ -86,7 +85,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _follow(settings: Settings, scope: Scope, sink_url: str | None) -> None:
+def _follow(settings: Settings, scope: Scope) -> None:
     import threading
 
     from outbox._app import logs
@@ -96,7 +95,7 @@ def _follow(settings: Settings, scope: Scope, sink_url: str | None) -> None:
     logs.configure(settings.log_level, settings.log_format, settings.given_name)
     stop = threading.Event()
     obey_signals(stop, first="stopping after this comparison; another signal ends it at once", second="ended")
-    Follower(settings, scope, sink_url).run(stop)
+    Follower(settings, scope).run(stop)
 
 
 @app.command()
@@ -122,7 +121,7 @@ def verify(
     head = lines[0]
     since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
     scope = Scope(since, until, key=bytes.fromhex(head["key"]))
-    found = audit(load(database_url=database_url), scope, sink_url)
+    found = audit(load_with_sink(database_url, sink_url), scope)
     texts, compared = certificates.differences(lines, found)
     for text in texts:
         say(text)

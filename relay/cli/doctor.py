@@ -9,8 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable
-from relay.cli.status import SinkOption
-from relay.config import load
+from relay.cli.status import SinkOption, load_with_sink
 
 _INDENT: Final = " " * len("failure  ")
 
@@ -29,10 +28,10 @@ def doctor(
     from outbox._clients.checks import Level
     from relay.operations.doctor import examine
 
-    settings = load(database_url=database_url, delivery=delivery)
+    settings = load_with_sink(database_url, sink_url, delivery=delivery)
     settings.require_database()
     settings.require_kafka()
-    findings = list(examine(settings, sink_url))
+    findings = list(examine(settings))
     if as_json:
         print_json({"delivery": settings.delivery, "findings": findings})
     else:

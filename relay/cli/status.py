@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
-from relay.config import load
+from relay.config import Settings, load
 from relay.insights import COUNTED
 
 if TYPE_CHECKING:
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 _FEW_LANES: Final = 16
 """The number of lanes that have a row of their own: those without a holder or with the oldest events."""
 
-SinkOption = Annotated[str | None, typer.Option("--sink-url", help="The consumers' database, if it is another one.")]
+SinkOption = Annotated[
+    str | None,
+    typer.Option("--sink-url", help="The consumers' database, if it is another one; OUTBOX_RELAY__SINK_URL"),
+]
+
+
+def load_with_sink(database_url: str | None, sink_url: str | None, **given: Any) -> Settings:
+    """Return the settings, with these options of a command. Raises ConfigurationError."""
+    return load(database_url=database_url, relay=None if sink_url is None else {"sink_url": sink_url}, **given)
 
 
 @failing_clearly
@@ -41,7 +49,7 @@ def status(
     """
     from relay.pipeline.overview import looking
 
-    with looking(load(database_url=database_url), sink_url) as look:
+    with looking(load_with_sink(database_url, sink_url)) as look:
         overview = look(None)
         if watch is None:
             _print(overview, as_json=as_json)

@@ -12,8 +12,7 @@ from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
-from relay.cli.status import SinkOption
-from relay.config import load
+from relay.cli.status import SinkOption, load_with_sink
 
 if TYPE_CHECKING:
     from relay.pipeline.trace import Found
@@ -54,7 +53,7 @@ def trace(
     assert event_id is not None
     from relay.pipeline.trace import find_event
 
-    found = find_event(load(database_url=database_url), event_id, topic or [], seconds, sink_url, as_utc(since))
+    found = find_event(load_with_sink(database_url, sink_url), event_id, topic or [], seconds, as_utc(since))
     if as_json:
         print_json(found.as_dict())
     else:

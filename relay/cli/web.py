@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from outbox._app.console import DatabaseUrl, failing_clearly
 from outbox.errors import MissingExtra
-from relay.cli.status import SinkOption
-from relay.config import load
+from relay.cli.status import SinkOption, load_with_sink
 
 
 @failing_clearly
@@ -23,21 +22,16 @@ def web(
 
     On a loopback address, whoever opens the printed link, which contains a token, may use it. Any other address needs a
     proxy that authenticates its users and shares a secret with the page; see docs/operations/page.md.
-
-    The consumers' database is that of --sink-url, else of OUTBOX_RELAY__SINK_URL, else the outbox's.
     """
     try:
         from relay.page.server import PageServer
     except ModuleNotFoundError as error:
         raise MissingExtra("web", error.name or "starlette") from error
-    given: dict[str, Any] = {"database_url": database_url}
-    if address is not None:
-        given["web"] = {"address": address}
     from outbox._app import logs
 
-    settings = load(**given)
+    settings = load_with_sink(database_url, sink_url, web=None if address is None else {"address": address})
     logs.configure(settings.log_level, settings.log_format)
-    server = PageServer(settings, sink_url or settings.relay.sink_url)
+    server = PageServer(settings)
 
     def announce() -> None:
         # The token in it is the key to the page: for the terminal, not for the log.

@@ -42,14 +42,12 @@ def create_page(
     access: Access,
     settings: Settings | None = None,
     *,
-    sink_url: str | None = None,
     origins: Collection[str] = (),
 ) -> Starlette:
     """Return the operations page.
 
     access     how it knows its users.
     settings   the outbox's; None: from the environment and outbox.toml, as for every command.
-    sink_url   the consumers' database; None: that of the outbox.
     origins    the addresses that it is reached by, such as http://127.0.0.1:8722; empty: a host application that mounts
                it has checked the host of each request, and is reached as its requests say. Behind a proxy that ends
                TLS they do not say it: then the https address is needed here.
@@ -60,9 +58,9 @@ def create_page(
     """
     settings = load() if settings is None else settings
     outbox = limited(Connector(settings.require_database(), "outbox web"))
-    sink = limited(partial(connect, sink_url or settings.require_database(), "outbox web"))
+    sink = limited(partial(connect, settings.relay.sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
-    look = partial(looking, settings, sink_url)
+    look = partial(looking, settings)
     ages = TopicAges(settings.db_schema, build_router(settings))
 
     def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
@@ -70,7 +68,7 @@ def create_page(
             return ages.look(connection, state)
 
     sampler = Sampler(look, partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
-    page = Page(settings, outbox, consumers_side, sampler, sink_url)
+    page = Page(settings, outbox, consumers_side, sampler)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

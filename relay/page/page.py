@@ -113,9 +113,7 @@ class Page:
         outbox: Callable[[], AbstractContextManager[psycopg.Connection[Any]]],
         consumers: Consumers,
         sampler: Sampler,
-        sink_url: str | None,
     ) -> None:
-        self.sink_url = sink_url
         self.settings = settings
         self.schema = settings.db_schema
         self.outbox = outbox

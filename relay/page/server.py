@@ -35,7 +35,7 @@ class PageServer:
     Raises ConfigurationError when it can't listen at the address.
     """
 
-    def __init__(self, settings: Settings, sink_url: str | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         web = settings.web
         token = None if web.proxy_secret else secrets.token_urlsafe(24)
         proxy = from_proxy(web.proxy_secret, web.user_header) if web.proxy_secret else None
@@ -44,7 +44,7 @@ class PageServer:
         self.port: int = self._socket.getsockname()[1]
         try:
             origins = _origins(settings, self.port)
-            page = create_page(self.access, settings, sink_url=sink_url, origins=origins)
+            page = create_page(self.access, settings, origins=origins)
             # Keeps the cookie from other ports: see relay.page.security.
             path = "" if token is None else f"/{secrets.token_urlsafe(16)}"
             app = Starlette(

@@ -107,23 +107,21 @@ def _applied(now: Overview, before: Overview | None) -> float | None:
 
 
 @contextmanager
-def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Overview | None], Overview]]:
+def looking(settings: Settings) -> Iterator[Callable[[Overview | None], Overview]]:
     """Yield a function that reads everything, given the reading before, if there is one.
-
-    sink_url  the consumers' database; None: that of the outbox, where tables of consumers may or may not be.
 
     Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
     """
-    with closing(_Reader(settings, sink_url)) as reader:
+    with closing(_Reader(settings)) as reader:
         yield reader.read
 
 
 class _Reader:
     """What ``looking`` yields. Each part adds to ``unseen`` what it can't read."""
 
-    def __init__(self, settings: Settings, sink_url: str | None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._sink_url = sink_url
+        self._sink_url = settings.relay.sink_url
         self._url = settings.require_database()
         self._connector = Connector(self._url, "outbox status")
         self._kafka: KafkaAdmin | None = None

@@ -104,7 +104,6 @@ def find_event(
     event_id: UUID,
     named: Sequence[str],
     seconds: float,
-    sink_url: str | None,
     since: dt.datetime | None = None,
 ) -> Found:
     """Return everything that is known about an event. Raises ConfigurationError, and the outbox's errors.
@@ -120,6 +119,7 @@ def find_event(
     topics = list(named) or _topics(settings, event)
     search_kafka = partial(_search, found, settings, seconds=seconds, named=bool(named), since=since)
     try:
+        sink_url = settings.relay.sink_url
         with connect(sink_url or settings.require_database(), "outbox trace") as connection:
             schema = settings.consumer_schema
             exist = sink_url is not None or has_tables(connection, schema)

@@ -44,8 +44,8 @@ class PageRun:
     """A page that is served until ``close``. Its settings are those of the environment, and ``web``."""
 
     def __init__(self, sink_url: str | None = None, **web: Any) -> None:
-        settings = load(web={"address": "127.0.0.1:0", "refresh_seconds": 0.3, "payloads": "shown"} | web)
-        self.server = PageServer(settings, sink_url)
+        given = {"web": {"address": "127.0.0.1:0", "refresh_seconds": 0.3, "payloads": "shown"} | web}
+        self.server = PageServer(load(relay=None if sink_url is None else {"sink_url": sink_url}, **given))
         self.link = self.server.link
         self.port = self.server.port
         self.base = urlsplit(self.link).path.removesuffix("/")

@@ -33,10 +33,10 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
 }
 
 
-def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding]:
+def examine(settings: Settings) -> Iterator[Finding]:
     """Run all checks, and derive from them what is promised; an unreachable server is a finding too.
 
-    ``sink_url`` is the consumers' database, if it is another one. Raises ConfigurationError for invalid settings.
+    Raises ConfigurationError for invalid settings.
     """
     yield ok(f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
     options = producer_options(settings)
@@ -47,7 +47,7 @@ def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding
     )
     known = _Known()
     weakened: dict[str, str] = {}
-    for finding in run(_checks(settings, options, sink_url, known)):
+    for finding in run(_checks(settings, options, known)):
         if finding.setting:
             weakened.setdefault(finding.about, finding.setting)
         yield finding
@@ -70,10 +70,10 @@ class _Known:
             yield warning("status", problem, "see `outbox status`")
 
 
-def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Check]:
+def _checks(settings: Settings, options: Mapping[str, str], known: _Known) -> Iterator[Check]:
     yield Check("transport", partial(check_transport, settings))
     yield Check("Postgres", partial(_outbox, settings, known))
-    yield Check("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
+    yield Check("Postgres of the sink" if settings.relay.sink_url else "consumers", partial(_sink, settings, known))
     lanes = sum(map(len, known.lanes.values()))
     consumed = sorted({topic for group in known.groups for topic in group.topics})
     yield Check(
@@ -94,8 +94,9 @@ def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
         yield from run([Check("status", look, known.status, f"SELECT on the tables of {schema}")])
 
 
-def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
+def _sink(settings: Settings, known: _Known) -> Iterator[Finding]:
     """Check the consumers' tables. One failure to connect is enough, where the outbox is in the same database."""
+    sink_url = settings.relay.sink_url
     if sink_url is None and not known.reached:
         return
     schema = settings.consumer_schema

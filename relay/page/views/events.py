@@ -51,7 +51,7 @@ def routes(page: Page) -> list[View]:
 
     def trace(request: Request) -> Response:
         event_id = event_id_of(request.path_params["event_id"])
-        found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, page.sink_url)
+        found = find_event(page.settings, event_id, [], _SEARCH_SECONDS)
         contents = found.contents if page.shows_payloads else None
         if contents is None and page.shows_payloads:
             with page.outbox() as connection:

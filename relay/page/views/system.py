@@ -39,7 +39,7 @@ def routes(page: Page) -> list[View]:
 
 
 def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:
-    if page.sink_url is not None:
+    if page.settings.relay.sink_url is not None:
         return []
     with page.outbox() as connection:
         return list(table_sizes(connection, page.settings.consumer_schema))

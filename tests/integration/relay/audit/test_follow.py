@@ -40,7 +40,7 @@ class Followed(Pipeline):
             kafka={"bootstrap_servers": self.kafka.bootstrap_servers},
             relay={"archive_days": 1},
         )
-        return Follower(settings, Scope(now - dt.timedelta(hours=1), now, **scope), None)
+        return Follower(settings, Scope(now - dt.timedelta(hours=1), now, **scope))
 
     def sent(self, count: int = EVENTS) -> list[str]:
         ids = self.add(count, ago=TEN_MINUTES)

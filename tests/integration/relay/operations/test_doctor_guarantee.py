@@ -148,8 +148,10 @@ def test_the_sink_may_be_another_database(outbox_postgres, outbox_kafka):
                 connection.execute("INSERT INTO consumer.groups (grp, owner, strategy) VALUES ('there', 'me', 'Dedup')")
             given = settings(outbox_postgres, outbox_kafka)
             assert "guarantee of group there" not in found(given)
-            assert "guarantee of group there" in {finding.about for finding in examine(given, url)}
-            away = {finding.about: finding.level for finding in examine(given, "postgresql://u@127.0.0.1:1/db")}
+            there = settings(outbox_postgres, outbox_kafka, relay={"sink_url": url})
+            assert "guarantee of group there" in found(there)
+            nowhere = settings(outbox_postgres, outbox_kafka, relay={"sink_url": "postgresql://u@127.0.0.1:1/db"})
+            away = {finding.about: finding.level for finding in examine(nowhere)}
             assert (away["Postgres of the sink"], away["tables"]) == (Level.FAILURE, Level.OK)
         finally:
             admin.execute(sql.SQL("DROP DATABASE {}").format(other))

@@ -193,8 +193,8 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
 
 def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
     groups(outbox_postgres, sums="Dedup")
-    given = settings(outbox_postgres, outbox_kafka)
-    findings = {finding.about: finding for finding in examine(given, roles(RoleKind.CONSUMER))}
+    given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": roles(RoleKind.CONSUMER)})
+    findings = {finding.about: finding for finding in examine(given)}
     assert findings["guarantee of group sums"].level is Level.OK
     assert not [one for one in findings.values() if "this role lacks a right" in one.found]
 
@@ -202,13 +202,11 @@ def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
 @pytest.mark.parametrize(("table", "about"), [("failures", "failures without an event"), ("streams", "source")])
 def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles, table, about):
     url = roles(RoleKind.OPERATOR)
-    given = settings(outbox_postgres, outbox_kafka)
+    given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": outbox_postgres.url})
     groups(outbox_postgres, sums="Dedup")
     with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
         admin.execute(f"REVOKE SELECT ON outbox.{table} FROM {conninfo_to_dict(url)['user']}")
-        findings = {
-            one.about: one for one in examine(given.model_copy(update={"database_url": url}), outbox_postgres.url)
-        }
+        findings = {one.about: one for one in examine(given.model_copy(update={"database_url": url}))}
     assert f"permission denied for table {table}" in findings[about].found
     assert findings[about].level is Level.WARNING
     assert re.search(rf"SELECT on outbox\..*\b{table}\b", findings[about].do)

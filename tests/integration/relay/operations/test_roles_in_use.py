@@ -182,7 +182,7 @@ def test_an_operator_who_may_see_groups_audits(roles, outbox_kafka, order):
     ten_minutes_ago = uuid.UUID(int=int(now.timestamp() * 1000 - 600_000) << 80 | 7 << 76 | 2 << 62)
     put(roles.admin, "outbox.dead_letters", event_id=ten_minutes_ago, aggregate_type=kind, headers="{}")
     settings = load(database_url=url, kafka={"bootstrap_servers": outbox_kafka.bootstrap_servers})
-    Follower(settings, Scope(now - dt.timedelta(hours=1), now), None).advance()
+    Follower(settings, Scope(now - dt.timedelta(hours=1), now)).advance()
     assert roles.admin.execute("SELECT topic, missing FROM outbox.verified").fetchall() == [(topic, 0)]
 
 

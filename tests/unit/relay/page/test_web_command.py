@@ -27,8 +27,8 @@ def test_the_consumers_database(setting, options, expected, monkeypatch, tmp_pat
     given = []
 
     class Server:
-        def __init__(self, settings: Settings, sink_url: str | None) -> None:
-            given.append(sink_url)
+        def __init__(self, settings: Settings) -> None:
+            given.append(settings.relay.sink_url)
 
         def run(self, announce: object) -> None: ...
 
