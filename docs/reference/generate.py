@@ -124,7 +124,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
 def _values(field: FieldInfo) -> str:
     if environment.values_of(field.annotation) is str:
         return "options by name"
-    return expected(field)
+    return expected(field).removeprefix("a ")
 
 
 def _default(field: FieldInfo) -> str:
@@ -256,6 +256,8 @@ def metrics_page() -> str:
         """,
         "## Relays\n\n"
         + _metrics([*relays.collect(), *build.collect()])
+        + "\n\nThe tasks of `outbox_relay_upkeep_wait_seconds` are in [the "
+        "runbook](../operations/runbooks.md#upkeep-fails)."
         + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
@@ -466,8 +468,9 @@ def _markdown(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line).rstrip() + " |" for line in lines)
+    lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    first, *others = ["| " + " | ".join(line).rstrip() + " |" for line in lines]
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _page(title: str, text: str, *parts: str) -> str:

@@ -31,7 +31,7 @@ def recover(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let the lanes go on.
+    """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let lanes continue.
 
     Settles what Kafka has already, so that nothing is published twice. Run it before relays start, connected to
     Postgres directly, not through a pooler. --json lists every event.

@@ -183,9 +183,7 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long a task other than publishing has been failing: slot (its check), slot_repair (the repair of a "
-            "lost slot), backlog (its count), groups (the lag of consumers), storage (sizes), archive, transactions "
-            "(the search for hanging ones), partitions (the count of topics' partitions).",
+            "How long a task other than publishing has been failing.",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():
