@@ -223,6 +223,8 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tup
         # Of types only numbers, dates and choices; the text says whether an option is repeatable.
         name = re.sub(r" <(str|list\[\w+\])>$", "", name).replace(" range>", ">")
         text = _markdown(text)
+        if not name.startswith("--"):  # Usage shows it.
+            text = text.removesuffix(_REQUIRED).replace("; required]", "]")
         yield name, _DATABASE if text.endswith(f"; {_DATABASE}") else text
 
 

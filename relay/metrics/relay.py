@@ -64,7 +64,7 @@ def slot_repairs(registry: CollectorRegistry) -> Counter:
 
 
 class SlotWatch:
-    """Monitors the replication slot, whoever reads it: idle and polling relays also notice a disk that fills up.
+    """Monitors the replication slot, also if another relay reads it: polling relays too notice a disk that fills up.
 
     Call ``look`` from time to time, from one thread. It blocks no other session, and writes nothing, so it does not
     wait for a standby. More than ``limit_bytes`` of retained WAL is an alert. With ``by_checkpoint`` the slot is the

@@ -67,7 +67,7 @@ def show(
 def set_offset(
     group: _Group,
     topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
-    partition: Annotated[int, typer.Argument(min=0, help="Its number.")],
+    partition: Annotated[int, typer.Argument(min=0, help="The partition's number.")],
     offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
     reason: Reason = None,
     dry_run: _DryRun = False,
