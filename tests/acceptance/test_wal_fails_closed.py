@@ -140,7 +140,7 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
         stage.stop()
         stage.drop_slot()
         load.more(20)
-        with stage.healed("is gone: somebody dropped it"):
+        with stage.healed("is gone: it was dropped"):
             stage.start()
         load.drain()
     assert stage.problem() is None
