@@ -9,8 +9,8 @@ same order, so two transactions that add many events at once can't deadlock.
 
 A scheduled event is a row of another table, without a lane: a relay copies it when it is due.
 
-They run in the caller's session, with its search path. So that no function or operator that is planted in one of its
-schemas is taken for pg_catalog's, functions are qualified, and operators have exactly the types of pg_catalog's.
+They run in the caller's session, with its search path. Functions are qualified, and operators have exactly the types of
+pg_catalog's, so that none that is planted in a schema of that path is used instead.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Event:
     headers         text to text, sent as Kafka headers besides the relay's own.
     event_id        the idempotency key everywhere downstream. Unless given, each ``add`` makes a new UUIDv7 and returns
                     it: an Event that is added twice is two events. A UUID of another version works, but see
-                    docs/guides/consumers.md on how long consumers remember it. Not compared: two events with the same
+                    docs/operations/offsets.md on how long consumers remember it. Not compared: two events with the same
                     contents are equal.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
 

@@ -52,7 +52,7 @@ class Disk(NamedTuple):
     """What the database takes on the server's disk.
 
     wal_bytes   the WAL directory; None for a role without pg_monitor.
-    kept_bytes  the WAL that is kept for the slot that is furthest behind, whoever's it is.
+    kept_bytes  the WAL that is kept for the slot that is furthest behind, of any application.
     """
 
     database_bytes: int

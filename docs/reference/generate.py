@@ -32,8 +32,7 @@ import spark_jobs
 from outbox._app import environment
 from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
-from outbox.consumer.admin.dead_letters import REASONS
-from outbox.consumer.model import LossKind, OffsetBounds, Partition
+from outbox.consumer.model import OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
@@ -125,7 +124,7 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
 def _values(field: FieldInfo) -> str:
     if environment.values_of(field.annotation) is str:
         return "options by name"
-    return expected(field)
+    return expected(field).removeprefix("a ")
 
 
 def _default(field: FieldInfo) -> str:
@@ -144,8 +143,10 @@ def _default(field: FieldInfo) -> str:
 # Commands
 
 
-_MANY: Final = 5
+_MANY: Final = 3
 """An option with the same text in this many commands is described once."""
+_DATABASE: Final = "OUTBOX_DATABASE_URL"
+"""The help of ``--database-url``; commands on consumers put "The sink's database;" before it."""
 _REQUIRED: Final = " [required]"
 
 
@@ -155,7 +156,11 @@ def cli_page() -> str:
     commands = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
     options = Counter((name, text.removesuffix(_REQUIRED)) for _, _, _, rows in commands for name, text in rows)
     # Of several texts for one name, the most frequent.
-    often = {name: text for (name, text), count in reversed(options.most_common()) if count >= _MANY}
+    often = {
+        name: text
+        for (name, text), count in reversed(options.most_common())
+        if count >= _MANY and name.startswith("--")
+    }
     shared = list(reversed(often.items()))
     return _page(
         "Commands",
@@ -163,8 +168,11 @@ def cli_page() -> str:
         `--help` after a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
-        "These options are common; the commands below only list their names:",
-        _list(shared),
+        "Common options, of which the commands below only list the names:",
+        _list(
+            (name, f"{text}; for commands on consumers, the sink's" if text == _DATABASE else text)
+            for name, text in shared
+        ),
         *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
     )
 
@@ -186,8 +194,9 @@ def _command(
     path: str, text: str, usage: str, rows: Sequence[tuple[str, str]], shared: Sequence[tuple[str, str]]
 ) -> str:
     parts = [f"## {path}", text]
-    if usage != "[OPTIONS]":
-        parts.append(f"```text\n{path} {usage}\n```")
+    arguments = usage.removeprefix("[OPTIONS]").strip()
+    if arguments and "COMMAND" not in arguments:
+        parts.append(f"`{path} {arguments}`")
     own, others = [], []
     for name, described in rows:
         if (name, described.removesuffix(_REQUIRED)) in shared:
@@ -211,7 +220,12 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tup
         if record is None or record[1].startswith("["):
             raise Undocumented(f"{path}: {each.name} has no help")
         name, text = record
-        yield name, _markdown(text)
+        # Of types only numbers, dates and choices; the text says whether an option is repeatable.
+        name = re.sub(r" <(str|list\[\w+\])>$", "", name).replace(" range>", ">")
+        text = _markdown(text)
+        if not name.startswith("--"):  # Usage shows it.
+            text = text.removesuffix(_REQUIRED).replace("; required]", "]")
+        yield name, _DATABASE if text.endswith(f"; {_DATABASE}") else text
 
 
 def _help(text: str | None, path: str) -> str:
@@ -246,6 +260,8 @@ def metrics_page() -> str:
         """,
         "## Relays\n\n"
         + _metrics([*relays.collect(), *build.collect()])
+        + "\n\nThe tasks of `outbox_relay_upkeep_wait_seconds` are in [the "
+        "runbook](../operations/runbooks.md#upkeep-fails)."
         + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
@@ -328,21 +344,15 @@ def errors_page() -> str:
     }
     if missing := set(found) - {error for errors in groups.values() for error in errors}:
         raise Undocumented(f"errors of no group: {missing}")
-    codes = [
-        ["reason of a dead letter of a consumer", _codes(REASONS), "[dead letters](../operations/dead-letters.md)"],
-        ["kind of a loss", _codes(LossKind), "[offsets](../operations/offsets.md#what-kafka-loses)"],
-        ["reason for which lanes wait", _codes(Reason), "[metrics](metrics.md#reasons)"],
-    ]
     return _page(
         "Errors",
         """
         Everything that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
-        and what to do; its attributes carry the same facts for programs. A command shows it as one line on standard
-        error.
+        and what to do; its attributes have the same facts for programs. A command prints the text on standard error.
         """,
         _exit_statuses(),
-        "## Codes\n\nWhat tables, metrics and `--json` say instead of an error:\n\n"
-        + _table(["", "codes", "see"], codes),
+        "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "
+        "[losses](../operations/offsets.md#what-kafka-loses), and [waiting lanes](metrics.md#reasons).",
         *(f"## {title}\n\n{_error_rows(errors)}" for title, errors in groups.items()),
     )
 
@@ -377,19 +387,18 @@ def _place(error: type) -> tuple[bool, str, int]:
     return not error.__module__.endswith(".errors"), error.__module__, inspect.getsourcelines(error)[1]
 
 
-def _error_rows(errors: Iterable[type[Exception]]) -> str:
-    rows = []
+def _error_rows(errors: Sequence[type[Exception]]) -> str:
+    """Return the table of these errors, below the module that most of them are in."""
+    rows, modules = [], Counter(error.__module__ for error in errors)
+    common = modules.most_common(1)[0][0]
     for error in errors:
         if not error.__doc__:
             raise Undocumented(f"{error.__module__}.{error.__name__} has no docstring")
-        rows.append(
-            [f"`{error.__name__}`", f"`{error.__bases__[0].__name__}`", f"`{error.__module__}`", _paragraph(error)]
-        )
-    return _table(["error", "is a", "in", ""], rows)
-
-
-def _codes(values: Iterable[str]) -> str:
-    return ", ".join(f"`{value}`" for value in values)
+        elsewhere = "" if error.__module__ == common else f" In `{error.__module__}`."
+        rows.append([f"`{error.__name__}`", f"`{error.__bases__[0].__name__}`", _paragraph(error) + elsewhere])
+    return f"In `{common}`{', unless another module is named' if len(modules) > 1 else ''}:\n\n" + _table(
+        ["error", "is a", ""], rows
+    )
 
 
 # Roles
@@ -463,8 +472,9 @@ def _markdown(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(line).rstrip() + " |" for line in lines)
+    lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    first, *others = ["| " + " | ".join(line).rstrip() + " |" for line in lines]
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _page(title: str, text: str, *parts: str) -> str:

@@ -87,16 +87,15 @@ class RelaySettings(Section):
     """The relay's name in ``outbox.relays`` and in logs. Unique among running relays; host, process id and a random
     part if not given."""
     batch_size: int = Field(2000, ge=1, le=50_000)
-    """Events of one lane in a turn. A turn of several lanes has up to four times as many, divided among lanes with
-    events, and 16 MiB of payloads."""
+    """Events of one lane in a turn. A turn of several lanes has up to four times as many, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
-    """How long a relay holds its lanes without renewing them: then others take them from one that hangs or whose host
-    is gone. They take those of a killed one within about two seconds, except behind a pooler and with at-most-once."""
+    """How long a relay that hangs, or whose host is gone, keeps its lanes. Others take those of a killed one within
+    about two seconds, except behind a pooler and with at-most-once."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
     """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
-    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. 0: the relay polls
-    itself, at intervals that grow up to ``max_idle_seconds``; behind a pooler it always does."""
+    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. 0, or behind a
+    pooler: the relay polls, at intervals that grow up to ``max_idle_seconds``."""
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
     """Longest wait between tries while Postgres or Kafka is unavailable."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
@@ -107,8 +106,8 @@ class RelaySettings(Section):
     expected_relays: int = Field(1, ge=1, le=10_000)
     """How many relays should run, standbys included. While fewer do, ``OutboxRelaysMissing`` fires."""
     sink_url: str | None = Field(None, repr=False)
-    """The consumers' database, if it is another one than the outbox's. A relay with ``metrics_address`` shows the lag
-    of its groups, and needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
+    """The consumers' database, if it is another one. A relay with ``metrics_address`` shows the lag of its groups, and
+    needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
 
@@ -168,8 +167,7 @@ class WebSettings(Section):
     proxy_secret: str | None = Field(
         None, pattern=r"^[!-~]{16,}$", repr=False, description="16 or more letters, digits or signs"
     )
-    """The secret that a proxy sends in the header ``X-Outbox-Proxy-Secret``. Requests without it are refused; the proxy
-    authenticates its users."""
+    """The secret that a proxy, which authenticates its users, sends in the header ``X-Outbox-Proxy-Secret``."""
     user_header: str = Field("X-Forwarded-User", pattern=r"^[A-Za-z0-9-]+$", description="the name of a header")
     """The header in which the proxy names the user. The proxy must replace one that a client sends."""
     origin: str | None = Field(
@@ -212,8 +210,8 @@ class ConsumerSettings(Section):
     driver_records: int = Field(2_000, ge=0, le=100_000)
     """Rounds of up to this many messages run in the driver, without a Spark job; 0 runs all rounds in the executors."""
     max_bytes: int = Field(512 << 20, ge=1 << 20)
-    """A round takes at most about this many bytes over all partitions, estimated from the message sizes of earlier
-    rounds. Raise it on a cluster with many cores."""
+    """A round takes at most about this many bytes, estimated from earlier rounds. Raise it on a cluster with many
+    cores."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given."""
     ready_seconds: float = Field(300.0, gt=0)
@@ -277,9 +275,9 @@ class Settings(BaseSettings):
     name: str = Field(
         "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
     )
-    """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka. The label ``outbox`` of all metrics
-    of relays; the prefix of the state topic and of each transactional.id. If it is set, log entries name it, and a
-    consumer's metrics have the label too."""
+    """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka. The label ``outbox`` of relays'
+    metrics; the prefix of the state topic and of each transactional.id. If it is set, log entries and a consumer's
+    metrics have it too."""
     state_replication: int = Field(-1, ge=-1)
     """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
     ce_source: str = Field("/outbox", min_length=1)

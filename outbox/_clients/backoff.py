@@ -11,7 +11,7 @@ _MOST_DOUBLED: Final = 60
 
 
 def doubled(earlier: int, first: float, longest: float) -> float:
-    """Return how many seconds to pause after so many earlier failures, without jitter."""
+    """Return how many seconds to pause after this number of earlier failures, without jitter."""
     return min(longest, first * 2.0 ** min(max(earlier, 0), _MOST_DOUBLED))
 
 

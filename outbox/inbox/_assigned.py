@@ -39,7 +39,7 @@ class Assigned:
 
     position      None until the partition is claimed again, as while another claim has it.
     queue         messages that were fetched and not applied, in the order of their offsets; ``size`` is in bytes.
-    fetched       the offset behind the last message in the queue.
+    fetched       the offset after the last message in the queue.
     due           when the next transaction may begin, by time.monotonic().
     suspect       the offset of a message that failed: those before it are applied first, and then it alone.
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.

@@ -90,7 +90,7 @@ def _failing(doing: str) -> Iterator[None]:
 
 
 def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
-    """Return the error that ends the consumer; None for an error behind which librdkafka goes on by itself."""
+    """Return the error that ends the consumer; None for an error from which librdkafka recovers by itself."""
     found = of_kafka(error, about)
     if not isinstance(found, ConsumerUnavailable):
         return KafkaFailed(str(found))

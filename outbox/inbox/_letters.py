@@ -190,7 +190,7 @@ class NewLetters:
         self._claimed = False
 
     def claimed(self, newest: int) -> None:
-        """Begin, or go on, behind a letter; a failover may have lost some that were seen."""
+        """Begin, or continue, after a letter; a failover may have lost some that were seen."""
         self._seen = min(self._seen, newest) if self._claimed else newest
         self._complete = None if self._complete is None else min(self._complete, newest)
         self._mark = None

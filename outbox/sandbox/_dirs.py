@@ -111,7 +111,7 @@ def shared_dir(user: User) -> Path:
     """Return a directory of ours that ``user`` can reach, for its programs and data.
 
     The cache directory if that user can reach it, else /var/cache/outbox: root's home is usually closed.
-    Raises ServiceError when that belongs to somebody else or others may write to it.
+    Raises ServiceError when that belongs to another user, or other users may write to it.
     """
     directory = cache_dir()
     if blocking_directory(directory, user) is not None:

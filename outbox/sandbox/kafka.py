@@ -158,7 +158,7 @@ class KafkaCluster:
         return True
 
     def stop(self) -> None:
-        """Stop all brokers at once and keep their data, so that ``start`` goes on with them."""
+        """Stop all brokers at once and keep their data, so that ``start`` continues with them."""
         for broker in self._brokers:
             if broker.process is not None:
                 broker.process.signal(signal.SIGCONT)
@@ -205,7 +205,7 @@ class KafkaCluster:
         pause(process)
 
     def resume_broker(self, index: int) -> None:
-        """Let a paused broker go on."""
+        """Resume a paused broker."""
         process = self._broker(index).process
         if process is not None:
             process.signal(signal.SIGCONT)

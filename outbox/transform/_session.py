@@ -361,7 +361,7 @@ def is_refused(error: KafkaError) -> bool:
 
 
 def pause(stop: threading.Event, failures: int) -> None:
-    """Wait after so many earlier failures, or until ``stop``."""
+    """Wait, for longer after more failures, but at most until ``stop`` is set."""
     stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
 
 

@@ -50,7 +50,7 @@ def downgrade(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
-    drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost.")] = False,
+    drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Downgrade even if rows are lost.")] = False,
 ) -> None:
     """Downgrade to a revision."""
     from outbox._app import migrate as db
@@ -146,7 +146,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also drop what expired more than 3 days ago: the clock is right."),
+        typer.Option("--force", help="Also drop what expired more than 3 days ago, if the clock is right."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``outbox recover``: after a restore, compare the outbox with its topics, and let the lanes go on."""
+"""``outbox recover``: after a restore, compare the outbox with its topics, and let the lanes continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 5
 @failing_clearly
 def recover(
     since: Annotated[dt.datetime, typer.Option(help="The point of the restore; UTC unless it has a zone.")],
-    until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays began again; now.")] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays restarted; by default now.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only compare. Exit status 1 if something differs.")
     ] = False,
@@ -31,7 +31,7 @@ def recover(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let the lanes go on.
+    """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let lanes continue.
 
     Settles what Kafka has already, so that nothing is published twice. Run it before relays start, connected to
     Postgres directly, not through a pooler. --json lists every event.

@@ -39,7 +39,7 @@ def status(
     database_url: DatabaseUrl = None,
     sink_url: SinkOption = None,
     watch: Annotated[
-        float | None, typer.Option("--watch", min=0.2, help="Refresh every so many seconds, with rates, until Ctrl-C.")
+        float | None, typer.Option("--watch", min=0.2, help="Seconds between refreshes, with rates, until Ctrl-C.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -42,8 +42,8 @@ def trace(
 ) -> None:
     """Show where an event is, from its writing to each consumer group, and the time between the steps.
 
-    An event without a row (no archive) is searched for in the topics to which relays with these settings may write.
-    Exit status 1 if it is unknown.
+    Without an archive, searches the topics to which relays with these settings may write. Exit status 1 if the event
+    is unknown.
     """
     if (event_id is None) == (aggregate is None):
         raise ConfigurationError("give an event's id, or --aggregate TYPE/ID")

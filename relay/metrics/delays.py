@@ -100,8 +100,8 @@ class PublishDelays:
         found = HistogramMetricFamily(
             "outbox_relay_publish_delay_seconds",
             "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement, or the commit of "
-            "Kafka's transaction, by the database's clock. Of events that this process has published, without replays "
-            f'and copies of dead letters. Beyond {MOST_TOPICS} topics the others share the topic "".',
+            "Kafka's transaction, by the database's clock; without replays and copies of dead letters. "
+            f'Beyond {MOST_TOPICS} topics the others share the topic "".',
             labels=["topic"],
         )
         limits = [*(str(float(limit)) for limit in BUCKETS), "+Inf"]

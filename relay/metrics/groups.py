@@ -25,7 +25,7 @@ from outbox.errors import SchemaError
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
 
 MOST: Final = 100
-"""At most so many topics of groups have a lag, those with the most; and so many partitions a wait, the longest ones."""
+"""How many topics of groups have a lag metric (the largest), and how many partitions a wait (the longest)."""
 LATE_SECONDS: Final = 10.0
 """The limit of the objective for applying that this relay measures."""
 _STALE_SECONDS: Final = 60.0

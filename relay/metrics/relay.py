@@ -63,7 +63,7 @@ def slot_repairs(registry: CollectorRegistry) -> Counter:
 
 
 class SlotWatch:
-    """Monitors the replication slot, whoever reads it: idle and polling relays also notice a disk that fills up.
+    """Monitors the replication slot, also if another relay reads it: polling relays too notice a disk that fills up.
 
     Call ``look`` from time to time, from one thread. It blocks no other session, and writes nothing, so it does not
     wait for a standby. More than ``limit_bytes`` of retained WAL is an alert. With ``by_checkpoint`` the slot is the
@@ -181,9 +181,7 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long a task other than publishing has been failing: slot (its check), slot_repair (the repair of a "
-            "lost slot), backlog (its count), groups (the lag of consumers), storage (sizes), archive, transactions "
-            "(the search for hanging ones), partitions (the count of topics' partitions).",
+            "How long a task other than publishing has been failing.",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():

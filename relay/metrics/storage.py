@@ -124,7 +124,7 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     )
     yield GaugeMetricFamily(
         "outbox_wal_kept_bytes",
-        "WAL that the server keeps for the slot that is furthest behind, whoever's it is; 0 without slots.",
+        "WAL that the server keeps for the slot that is furthest behind, of any application; 0 without slots.",
         value=found.disk.kept_bytes,
     )
     if found.disk.wal_bytes is not None:

@@ -29,7 +29,7 @@ from relay.polling.low_water_mark import LOWEST
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, array, names_of
 
 MOST_TOPICS: Final = 100
-"""At most so many topics have a metric: those whose events have waited longest."""
+"""How many topics have a metric: those whose events have waited longest."""
 # Of each look, which comes every ten seconds.
 _WALK_SECONDS: Final = 1.0
 _ANEW_SECONDS: Final = 60.0

@@ -242,7 +242,7 @@ class Page:
             case NotFound():
                 status = 404
             case _:
-                # Servers that are away, tables or rights that are missing: somebody has to act elsewhere.
+                # Servers that are away, tables or rights that are missing: an operator has to act elsewhere.
                 status = 503
         return self.render(request, "error.html", status, error=str(error), view="")
 

@@ -22,7 +22,7 @@ from relay.pipeline.overview import Overview
 log = structlog.get_logger("page")
 
 _IDLE_SECONDS: Final = 10.0
-"""How often the figures are read while nobody looks, so that the charts have a past."""
+"""How often the figures are read while no browser shows them, so that the charts have a past."""
 _INTEREST_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 3_600
 _RETRY_SECONDS: Final = 2.0
@@ -86,9 +86,9 @@ class Sampler:
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def latest(self, seconds: float = 15.0) -> Overview | None:
-        """Return the newest overview. Waits for the first one, for at most so many seconds.
+        """Return the newest overview. Waits for the first one, at most ``seconds``.
 
-        If nobody has looked for a while, it first waits a little for a new one.
+        If none was requested for a while, it first waits a little for a new one.
         """
         if self._begin():
             self.refresh()
@@ -107,7 +107,7 @@ class Sampler:
             return [sample for sample in self._samples if sample.at >= begin]
 
     def refresh(self) -> None:
-        """Read again now, because somebody has changed something, and wait for it."""
+        """Read again now, after a change, and wait for it."""
         with self._lock:
             if self._thread is None:
                 return
@@ -148,7 +148,7 @@ class Sampler:
             thread.join()
 
     def _begin(self) -> bool:
-        """Start the thread if it does not run. Returns whether nobody has looked for a while, and it runs already."""
+        """Start the thread. Returns whether it was running, and no overview was requested for a while."""
         with self._lock:
             idle = time.monotonic() >= self._interest_until
             self._interest_until = time.monotonic() + _INTEREST_SECONDS
@@ -189,7 +189,7 @@ class Sampler:
                 self._lock.wait_for(partial(self._is_due, asked), seconds)
 
     def _is_due(self, asked: int) -> bool:
-        """Return whether somebody has asked for new figures since then, or for the end."""
+        """Return whether new figures, or the end, were requested since then."""
         return self._closed or self._asked != asked
 
     def _take(self, overview: Overview) -> None:

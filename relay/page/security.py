@@ -1,14 +1,14 @@
 """Who may see the page and who may act on it, and the checks that every request has to pass.
 
 A request has to name a host that the page answers for, or a site that resolves its own name to our address could read
-the page through an operator's browser (DNS rebinding). Then it has to come from somebody we know:
+the page through an operator's browser (DNS rebinding). Then it has to come from a known user:
 
-| set-up                                   | who somebody is                                                        |
+| set-up                                   | who the user is                                                        |
 |------------------------------------------|------------------------------------------------------------------------|
 | a loopback address (default)             | who has the link that is printed at the start: its token becomes a     |
 |                                          | cookie for a path that is drawn at random, see below                   |
 | a proxy that shares a secret with us     | whom the proxy names in a header, next to the secret in another        |
-| a host application mounts the page       | whoever the host says                                                  |
+| a host application mounts the page       | the user that the host names                                           |
 
 Other users of the machine can reach a loopback port, and can serve sites at other ports. A cookie is sent to all ports
 of its host, and SameSite and HttpOnly do not keep ports apart either: any of those sites would get a cookie of the
@@ -85,21 +85,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Somebody who uses the page. ``name`` is written into the audit with each action."""
+    """A user of the page. ``name`` is written into the audit with each action."""
 
     name: str
     role: Role
 
 
 Authenticate = Callable[[Request], "User | Awaitable[User | None] | None"]
-"""How a host application says who sends a request; None: nobody who may see the page."""
+"""How a host application says who sends a request; None: a user who may not see the page."""
 
 
 def from_proxy(secret: str, user_header: str) -> Authenticate:
     """Return the function that knows a user by a proxy's headers: the shared secret, and the user's name in another.
 
-    Whoever the proxy lets in is an admin. None unless each of the headers is there exactly once: a proxy that adds its
-    own to what the client has sent proves nothing.
+    Every user that the proxy lets in is an admin. None unless each of the headers is there exactly once: a proxy that
+    adds its own to what the client has sent proves nothing.
     """
 
     def authenticate(request: Request) -> User | None:
@@ -115,9 +115,9 @@ def from_proxy(secret: str, user_header: str) -> Authenticate:
 class Access:
     """How the page knows its users: a token or ``authenticate``.
 
-    token          a secret: whoever opens ``/?token=…`` is an admin. So is the first with a ``one_time_token``.
+    token          a secret: a user who opens ``/?token=…`` is an admin. So is the first with a ``one_time_token``.
     authenticate   a function of the host application, or ``from_proxy``.
-    read_only      nobody is an admin.
+    read_only      no user is an admin.
     secret         signs the forms; a host application with several processes gives all of them the same.
     """
 

@@ -150,7 +150,7 @@ def _read_message(found: Found, settings: Settings, seconds: float) -> None:
     except OutboxError as error:
         found.unseen.append(str(error))
         return
-    # After a topic was made anew, the offset is another message's.
+    # After a topic was created again, the offset is another message's.
     if record is None or record.event_id != str(event.event_id):
         found.gone = True
         return

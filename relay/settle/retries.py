@@ -140,7 +140,7 @@ class Failures:
     def bury(self, connection: psycopg.Connection[Any], lane: int, refused: Sequence[tuple[Claim, str]]) -> None:
         """Keep events whose rows are deleted already (at-most-once) as dead letters, with their payload as bytes.
 
-        Runs in its own transaction, not the lane's: these events are no longer in the lane, whoever holds it.
+        Runs in its own transaction, not the lane's: these events are no longer in the lane.
         """
         with connection.transaction(), connection.cursor() as cursor:
             cursor.executemany(

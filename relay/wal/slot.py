@@ -320,7 +320,7 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
     slot = names.slot
     if not state.there:
         return (
-            f"slot {slot!r} is gone: somebody dropped it, or a failover left it behind (sync_replication_slots on the "
+            f"slot {slot!r} is gone: it was dropped, or a failover left it behind (sync_replication_slots on the "
             "standby keeps it, from Postgres 17 on)"
         )
     if state.plugin != "pgoutput" or not state.here:
@@ -343,8 +343,8 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
     if (state.confirmed_lsn or 0) > (state.flushed_lsn or 0):
         return (
             f"slot {slot!r} stands at {lsn_text(state.confirmed_lsn or 0)}, and this outbox has used the stream up to "
-            f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, or a failover took commits "
-            "back; events may be skipped"
+            f"{lsn_text(state.flushed_lsn or 0)}: it was advanced or created again, or a failover reverted "
+            "commits; events may be skipped"
         )
     return None
 

@@ -10,7 +10,7 @@ import typer
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, printable, say, table_console
 from outbox._app.settings import load
 
-app = typer.Typer(help="Consumer groups: how far they are.", no_args_is_help=True)
+app = typer.Typer(help="The progress of consumer groups.", no_args_is_help=True)
 
 
 @app.command()

@@ -67,7 +67,7 @@ def show(
 def set_offset(
     group: _Group,
     topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
-    partition: Annotated[int, typer.Argument(min=0, help="Its number.")],
+    partition: Annotated[int, typer.Argument(min=0, help="The partition's number.")],
     offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
     reason: Reason = None,
     dry_run: _DryRun = False,
@@ -79,8 +79,8 @@ def set_offset(
 ) -> None:
     """Move a group to an offset of one partition. A running consumer is fenced: start it again.
 
-    Going back is safe for jobs that remember ids, as they do by default: repeats are recognized. With OffsetsOnly
-    messages are applied again. Going forward means that the group never reads the messages in between: --skip.
+    Going back is safe for jobs that remember ids, the default. With OffsetsOnly messages are applied again. Going
+    forward means that the group never reads the messages in between: --skip.
     """
     why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     with _offsets(database_url) as offsets:
@@ -111,8 +111,8 @@ def reset(
 
     ``--to loss`` goes to the nearest offset from which the group can continue: after retention the first remaining
     message, after a cut the end of the log at that time, and the beginning of a topic that was created again. A running
-    consumer is fenced: start it again. Going back is safe for jobs that remember ids, as they do by default: repeats
-    are recognized. With OffsetsOnly messages are applied again.
+    consumer is fenced: start it again. Going back is safe for jobs that remember ids, the default. With OffsetsOnly
+    messages are applied again.
     """
     why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     wanted = _wanted(to)

@@ -64,7 +64,7 @@ _MOST_BYTES: Final = 2**28
 _TRIES: Final = 40
 """How many pieces of a batch may turn out to be unreadable. Four odd payloads of 10,000 never need more."""
 _PIECE: Final = 64
-"""Pieces of up to so many payloads are not divided further."""
+"""Pieces of up to this number of payloads are not divided further."""
 _MOST_MISSES: Final = 4
 
 

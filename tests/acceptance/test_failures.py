@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psycopg
 import pytest
 from failing_relays import (
@@ -23,6 +21,8 @@ from failing_relays import (
 )
 from psycopg import sql
 from support import Crashes, backlog, drained, ends, look_up, wait_until
+
+from relay.operations.roles import RoleKind, grants
 
 __all__ = ["delivery", "url"]
 
@@ -180,23 +180,21 @@ def test_at_least_once_each_kill_repeats_what_was_sent_and_not_settled_and_nothi
 
 @pytest.fixture
 def relay_role(url):
-    """A role with exactly the rights that the docs give to a relay; gives the URL to connect as it."""
-    text = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
-    grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
+    """A role with exactly the rights that `outbox db roles` gives to a relay; gives the URL to connect as it."""
     base = url.rpartition("/")[2]
-    roles = {role: f"{role}_{base}" for role in ("outbox_writer", "outbox_relay")}
+    roles = {kind: f"outbox_{kind}_{base}" for kind in (RoleKind.WRITER, RoleKind.RELAY)}
     with psycopg.connect(url, autocommit=True) as admin:
-        for role, name in roles.items():
+        for name in roles.values():
             admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-            grants = grants.replace(role, name)
-        admin.execute(grants)
-        yield f"{url}?user={roles['outbox_relay']}"
+        for statement in grants(list(roles.items()), "outbox", "consumer", wal=False):
+            admin.execute(statement.encode())
+        yield f"{url}?user={roles[RoleKind.RELAY]}"
         for name in roles.values():
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
 
 
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-most-once"], indirect=True)
-def test_a_relay_needs_no_more_than_the_docs_grant(url, relay_role, outbox_kafka, outbox_relay, delivery):
+def test_a_relay_needs_no_more_than_is_granted(url, relay_role, outbox_kafka, outbox_relay, delivery):
     good, copies = (outbox_kafka.create_topic(outbox_kafka.name(name)) for name in ("good", "copies"))
     small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, SMALL)
     at_most_once = delivery["delivery"] == "at-most-once"

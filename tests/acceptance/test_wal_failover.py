@@ -264,7 +264,7 @@ def test_a_slot_that_the_failover_left_behind(
             load.more(50)
             primary.kill()
             standby.promote()
-            waiting.wait_for_log("is gone: somebody dropped it, or a failover left it behind")
+            waiting.wait_for_log("is gone: it was dropped, or a failover left it behind")
             load.more(50)
             done(both, settings, "cdc", "setup", "--repair", "--reason", "the slot was left behind")
             wait_until(lambda: read_by_relay(both), what="the lanes to stream")

@@ -127,7 +127,7 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
         load.more(20)
         stage.admin.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", [stage.slot])
         load.more(20)
-        with stage.healed("somebody advanced it or made it anew"):
+        with stage.healed("it was advanced or created again"):
             stage.start()
         load.more(20)
         # Dropped, and made anew by hand, while it streams.
@@ -140,7 +140,7 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
         stage.stop()
         stage.drop_slot()
         load.more(20)
-        with stage.healed("is gone: somebody dropped it"):
+        with stage.healed("is gone: it was dropped"):
             stage.start()
         load.drain()
     assert stage.problem() is None

@@ -88,15 +88,15 @@ def lose(healer: Healer, fault: str) -> None:
     match fault:
         case "is gone":
             healer.drop_slot()
-        case "made it anew":
+        case "created again":
             healer.drop_slot()
             healer.shell.query(create, healer.shell.slot)
-        case "somebody advanced it":
+        case "it was advanced":
             healer.shell.event()
             healer.shell.query("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", healer.shell.slot)
 
 
-@pytest.mark.parametrize("fault", ["is gone", "made it anew", "somebody advanced it"])
+@pytest.mark.parametrize("fault", ["is gone", "created again", "it was advanced"])
 def test_a_slot_that_has_a_gap_is_replaced(healer, fault):
     shell = healer.shell
     before = shell.query("SELECT epoch FROM outbox.lanes ORDER BY lane")
@@ -250,7 +250,7 @@ def role(shell) -> Iterator[str]:
 def test_a_relays_role_heals_and_says_what_it_lacks(healer, role):
     shell = healer.shell
     as_relay = Healer(shell, shell.url.replace("postgres@", f"{role}@"))
-    lose(healer, "made it anew")
+    lose(healer, "created again")
     for right, lacking in (
         ("INSERT (what, why, details) ON outbox.audit", "lacks INSERT (what, why, details) on audit"),
         ("UPDATE ON outbox.streams", "lacks UPDATE on streams"),

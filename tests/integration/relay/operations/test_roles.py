@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -15,29 +14,6 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
 from relay.cli.app import app
-from relay.operations.roles import RoleKind, grants
-
-DOCS = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-
-
-def plain(statements: Any) -> set[str]:
-    """Statements without quotation marks and line breaks, to compare."""
-    return {" ".join(statement.replace('"', "").split()) for statement in statements}
-
-
-def block(title: str) -> set[str]:
-    text = DOCS.split(f"```sql\n-- {title}\n")[1].split("```")[0]
-    return plain(statement for statement in text.split(";") if statement.strip())
-
-
-def printed(*kinds: RoleKind, wal: bool = False) -> set[str]:
-    chosen = [(kind, f"outbox_{kind}") for kind in kinds]
-    return plain(grants(chosen, "outbox", "consumer", wal=wal))
-
-
-def test_the_docs_list_what_the_command_prints():
-    assert block("grants") == printed(RoleKind.WRITER, RoleKind.RELAY)
-    assert block("grants of a relay with source=wal") == printed(RoleKind.RELAY, wal=True) - printed(RoleKind.RELAY)
 
 
 @pytest.fixture

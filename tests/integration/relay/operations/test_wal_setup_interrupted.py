@@ -60,7 +60,7 @@ def test_a_setup_that_was_interrupted(shell, monkeypatch, killed_in, way_on):
 
 @pytest.mark.parametrize(
     ("killed_in", "found"),
-    [("_drop_slot", None), ("_make_slot", "is gone"), ("_note", "advanced it or made it anew")],
+    [("_drop_slot", None), ("_make_slot", "is gone"), ("_note", "it was advanced or created again")],
 )
 def test_a_repair_that_was_interrupted(shell, monkeypatch, killed_in, found):
     """Relays stop, or nothing has changed yet; run again it is done."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -13,6 +12,7 @@ from support import order, wait_until
 from wal_support import cdc, streaming, wal
 
 from relay.config import SourceKind
+from relay.operations.roles import RoleKind, grants
 
 __all__ = ["order", "shell", "wal"]
 
@@ -54,19 +54,16 @@ def test_setup_needs_the_owner_with_replication(shell, roles):
     shell.done("cdc drop", "--slot", shell.slot, **as_owner)
 
 
-def test_a_relay_needs_no_more_than_the_docs_grant(shell, roles, outbox_kafka, outbox_relay, wal, order):
-    """The grants are read from docs/operations/migrations.md."""
+def test_a_relay_needs_no_more_than_is_granted(shell, roles, outbox_kafka, outbox_relay, wal, order):
+    """The grants are those of `outbox db roles`."""
     kind, topic = order
     url, shell.slot = shell.url, wal["wal__slot"]
     # Nobody is killed before the first look at the topic: a slow first request must not be given up and sent again.
     wal |= {"relay__lease_seconds": 5.0}
-    text = (Path(__file__).parents[4] / "docs" / "operations" / "migrations.md").read_text()
-    blocks = [text.split(f"```sql\n-- {title}\n")[1].split("```")[0] for title in GRANTS]
     relay_role, writer_role, other = roles("relay"), roles("writer"), roles("other")
-    for block in blocks:
-        for role, name in (("outbox_relay", relay_role), ("outbox_writer", writer_role)):
-            block = block.replace(role, name)
-        shell.admin.execute(block)
+    granted = [(RoleKind.WRITER, writer_role), (RoleKind.RELAY, relay_role)]
+    for statement in grants(granted, "outbox", "consumer", wal=True):
+        shell.admin.execute(statement.encode())
     with cdc(url, {"wal__slot": shell.slot}) as commands:
         commands.setup()
         commands.switch(SourceKind.WAL)
@@ -95,6 +92,3 @@ def test_a_relay_needs_no_more_than_the_docs_grant(shell, roles, outbox_kafka, o
     # And no more than that: a role without grants says which one is missing.
     outsider = outbox_relay(database_url=of(url, other), **wal)
     outsider.wait_for_log("permission denied for schema outbox")
-
-
-GRANTS = ("grants", "grants of a relay with source=wal")

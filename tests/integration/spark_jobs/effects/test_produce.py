@@ -6,7 +6,6 @@ import json
 import random
 import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import psycopg
 import pytest
@@ -15,6 +14,7 @@ from rows_and_roles import login_role
 from uuid_utils.compat import uuid7
 
 from outbox.consumer.ids import DAY_OF_ID
+from relay.operations.roles import RoleKind, grants
 from spark_jobs.effects.produce import Produce, derived_id
 
 BATCH = """
@@ -156,11 +156,10 @@ def test_what_the_outbox_refuses_is_refused_here(sink):
 
 
 def test_a_consumer_needs_to_insert_and_no_more(outbox_postgres):
-    """The grants are read from docs/guides/pipelines.md."""
-    text = (Path(__file__).parents[4] / "docs" / "guides" / "pipelines.md").read_text()
-    grants = text.split("```sql\n-- grants of a consumer that produces\n")[1].split("```")[0]
+    """The rights are a writer's, as docs/guides/pipelines.md says."""
     with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "consumer") as role:
-        admin.execute(grants.replace("outbox_consumer", role))
+        for statement in grants([(RoleKind.WRITER, role)], "outbox", "consumer", wal=False):
+            admin.execute(statement.encode())
         with psycopg.connect(outbox_postgres.url, user=role) as consumer:
             here = Sink(consumer)
             here.message()
