@@ -6,7 +6,7 @@ They share the table, its reasons and states with the Spark consumers, so the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -21,16 +21,8 @@ from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
 LOOKED_AT: Final = 200
-"""How many keys are looked at in one statement of those that look for changes: what waits must cost nothing."""
+"""How many keys are looked at in one statement that releases: what waits must cost nothing."""
 
-_NEWEST: Final = "SELECT coalesce(max(id), 0) FROM {dead_letters}"
-_ADDED: Final = """
-SELECT id, topic, message_key FROM {dead_letters}
- WHERE id > %(last)s AND grp = %(grp)s AND topic = ANY(%(topics)s) ORDER BY id LIMIT %(most)s"""
-_KEPT: Final = """
-SELECT key FROM pg_catalog.unnest(%(keys)s::bytea[]) AS wanted (key)
- WHERE (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = %(topic)s
-           AND pg_catalog.sha256(message_key) = pg_catalog.sha256(key) AND message_key = key LIMIT 1) IS NOT NULL"""
 # LIMIT keeps it a look into the index for each: as a join it reads all letters.
 _EARLIER: Final = "SELECT true FROM {dead_letters} AS other WHERE {earlier} LIMIT 1"
 _ANY: Final = """
@@ -64,13 +56,10 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-# The planner may have statistics of a time when there were no letters. The two numbers: all transactions before the
-# first one have ended, and none from the second one on has begun.
-_LOOK: Final = """
-SELECT pg_catalog.pg_snapshot_xmin(snapshot)::text::bigint, pg_catalog.pg_snapshot_xmax(snapshot)::text::bigint,
-       pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
-       pg_catalog.set_config('enable_sort', 'off', true)
-  FROM pg_catalog.pg_current_snapshot() AS snapshot"""
+# The planner may have statistics of a time when there were no letters.
+_BY_INDEX: Final = """
+SELECT pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
+       pg_catalog.set_config('enable_sort', 'off', true)"""
 
 
 class Letters(DeadLetterStore):
@@ -109,31 +98,9 @@ class Letters(DeadLetterStore):
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
         return {bytes(key) for _, key in self._ask(connection, KEYS, topics=[topic])}
 
-    def newest(self, connection: psycopg.Connection[Any]) -> int:
-        """Return the id of the newest dead letter of all groups, 0 if there is none."""
-        row = self._ask(connection, _NEWEST).fetchone()
-        assert row is not None
-        return int(row[0])
-
-    def look(self, connection: psycopg.Connection[Any]) -> tuple[int, int]:
-        """Keep this transaction's plans to the indexes. To be called before the methods that look for changes.
-
-        Returns a number for NewLetters before which all transactions have ended, and the next one's.
-        """
-        row = self._ask(connection, _LOOK).fetchone()
-        assert row is not None
-        return row[:2]
-
-    def added(
-        self, connection: psycopg.Connection[Any], topics: Iterable[str], last: int
-    ) -> list[tuple[int, str, bytes | None]]:
-        """Return id, topic and key of dead letters after the id ``last``, at most LOOKED_AT of them."""
-        rows = self._ask(connection, _ADDED, topics=list(topics), last=last, most=LOOKED_AT)
-        return [(number, topic, None if key is None else bytes(key)) for number, topic, key in rows]
-
-    def gone(self, connection: psycopg.Connection[Any], topic: str, keys: Collection[bytes]) -> set[bytes]:
-        """Return those of a topic's keys that have no dead letter any more."""
-        return set(keys) - {bytes(key) for (key,) in self._ask(connection, _KEPT, topic=topic, keys=list(keys))}
+    def by_index(self, connection: psycopg.Connection[Any]) -> None:
+        """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
+        self._ask(connection, _BY_INDEX)
 
     def with_letters(
         self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
@@ -169,50 +136,3 @@ class Letters(DeadLetterStore):
         self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
         return self._run(connection, statement(self._schema, query, **self._parts), **values)
-
-
-class NewLetters:
-    """Which keys have dead letters that were added by anyone, since the claim or the last look.
-
-    Ids do not become visible in their order: a letter may be committed after others with higher ids. Who adds one holds
-    the lock on its partition's row, so its transaction had a number before the letter had an id.
-
-    seen      the highest id that was seen.
-    complete  up to this id none can be added any more; None: not known since the claim, when all keys were read.
-    mark      an id, and a number: as soon as all transactions before that have ended, the id is complete.
-    """
-
-    def __init__(self, group_letters: Letters) -> None:
-        self._letters = group_letters
-        self._seen = 0
-        self._complete: int | None = None
-        self._mark: tuple[int, int] | None = None
-        self._claimed = False
-
-    def claimed(self, newest: int) -> None:
-        """Begin, or continue, after a letter; a failover may have lost some that were seen."""
-        self._seen = min(self._seen, newest) if self._claimed else newest
-        self._complete = None if self._complete is None else min(self._complete, newest)
-        self._mark = None
-        self._claimed = True
-
-    def look(
-        self, connection: psycopg.Connection[Any], topics: Collection[str], running: tuple[int, int]
-    ) -> tuple[list[tuple[str, bytes | None]], bool]:
-        """Return topics and keys, some of which may be known, and whether there are more. ``running``: see ``look``."""
-        ended, following = running
-        after = self._seen
-        if self._mark is None:
-            if self._complete is None or self._seen > self._complete:
-                self._mark = self._seen, following
-        elif ended >= self._mark[1]:
-            before, self._complete, self._mark = self._complete, self._mark[0], None
-            if before is None:
-                return [(topic, key) for topic in topics for key in self._letters.keys(connection, topic)], True
-            after = before
-        if self._complete is not None and self._seen - self._complete < LOOKED_AT:
-            # A few are looked at again each time, and need not wait for the end of a transaction.
-            after = min(after, self._complete)
-        found = self._letters.added(connection, topics, after)
-        self._seen = found[-1][0] if found else after
-        return [(topic, key) for _, topic, key in found], len(found) == LOOKED_AT

@@ -243,8 +243,8 @@ class Member:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._session.transaction() as connection:
             positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
-            letters = self._waiting.read(connection, topics)
-        self._waiting.claimed(*letters)
+            keys = self._waiting.read(connection, topics)
+        self._waiting.know(keys)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
         return {partition: (position, self._waiting.keys[partition[0]]) for partition, position in positions.items()}

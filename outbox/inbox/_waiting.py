@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import psycopg
@@ -12,33 +11,40 @@ import psycopg
 from outbox.consumer.model import Partition
 from outbox.inbox._applier import Applier
 from outbox.inbox._assigned import Assigned
-from outbox.inbox._letters import LOOKED_AT, Letters, NewLetters
+from outbox.inbox._letters import Letters
 from outbox.inbox._session import Session
 
 _RETRIED_AT_ONCE: Final = 100
-_TURN_SECONDS: Final = 1.0
+_PART_OF_TIME: Final = 0.01
+"""How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
 
 
 class WaitingLetters:
-    """Which keys have dead letters; and retries what an operator, or the end of another dead letter, has released."""
+    """Which keys have dead letters; and retries what an operator, or the end of another dead letter, has released.
+
+    The keys are read at a claim, after retries, and from time to time. In between there may be too many: a message that
+    is put behind nothing is released with the next upkeep. Of those that another member adds some may be missing: they
+    are of keys that have moved from its partitions.
+    """
 
     def __init__(self, letters: Letters, session: Session, applier: Applier) -> None:
         self._letters = letters
         self._session = session
         self._applier = applier
-        self._new_letters = NewLetters(letters)
-        # Of each topic, one set for all partitions; and which of these keys are to be looked at next.
+        # Of each topic, one set for all partitions.
         self.keys: dict[str, set[bytes]] = {}
-        self._keys_to_look_at: deque[tuple[str, bytes]] = deque()
+        self._read_at = 0.0
 
-    def read(self, connection: psycopg.Connection[Any], topics: set[str]) -> tuple[int, dict[str, set[bytes]]]:
-        """Read all keys of topics, in the transaction of a claim. The result is for ``claimed``."""
-        newest = self._letters.newest(connection)
-        return newest, {topic: self._letters.keys(connection, topic) for topic in topics}
+    def read(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[str, set[bytes]]:
+        """Read all keys of topics, in the transaction of a claim. The result is for ``know``."""
+        began = time.monotonic()
+        found = {topic: self._letters.keys(connection, topic) for topic in topics}
+        ended = time.monotonic()
+        self._read_at = ended + (ended - began) / _PART_OF_TIME
+        return found
 
-    def claimed(self, newest: int, keys: Mapping[str, set[bytes]]) -> None:
-        """Begin with what ``read`` has returned, after its transaction was committed."""
-        self._new_letters.claimed(newest)
+    def know(self, keys: Mapping[str, set[bytes]]) -> None:
+        """Continue with what ``read`` has returned, after its transaction was committed."""
         for topic, found in keys.items():
             # In place: every Assigned of the topic has this set as its dead_keys.
             known = self.keys.setdefault(topic, found)
@@ -50,7 +56,7 @@ class WaitingLetters:
         if not parts:
             return
         with self._session.transaction() as connection:
-            self._letters.look(connection)
+            self._letters.by_index(connection)
             waiting, behind = self._letters.with_letters(connection, parts.keys())
             for partition in behind:
                 part = parts[partition]
@@ -62,25 +68,7 @@ class WaitingLetters:
             left = _RETRIED_AT_ONCE
             while left and part.position is not None and self._applier.retry(part):
                 left -= 1
-        until = time.monotonic() + _TURN_SECONDS
-        while self._check_keys() and time.monotonic() < until:
-            pass
-
-    def _check_keys(self) -> bool:
-        """Note which keys have dead letters now, some of them in each call. Returns whether to look on at once."""
-        if not self._keys_to_look_at:
-            self._keys_to_look_at.extend((topic, key) for topic, keys in self.keys.items() for key in keys)
-        looked_at: dict[str, list[bytes]] = defaultdict(list)
-        for _ in range(min(LOOKED_AT, len(self._keys_to_look_at))):
-            topic, key = self._keys_to_look_at.popleft()
-            looked_at[topic].append(key)
-        with self._session.transaction() as connection:
-            # Of other members too: the key of a message may have moved to another partition.
-            added, more = self._new_letters.look(connection, self.keys, self._letters.look(connection))
-            gone = {topic: self._letters.gone(connection, topic, keys) for topic, keys in looked_at.items()}
-        for topic, keys in gone.items():
-            self.keys[topic] -= keys
-        for topic, added_key in added:
-            if added_key is not None:
-                self.keys[topic].add(added_key)
-        return more or any(gone.values())
+        if waiting or time.monotonic() >= self._read_at:
+            with self._session.transaction() as connection:
+                keys = self.read(connection, self.keys)
+            self.know(keys)

@@ -127,8 +127,8 @@ class OnInbox:
             claimed = self.settings.group.claim(
                 connection, places, dict.fromkeys(places, (TOPIC_ID, BEGIN)), self.settings.strategy
             )
-            read = self.waiting.read(connection, {TOPIC})
-        self.waiting.claimed(*read)
+            keys = self.waiting.read(connection, {TOPIC})
+        self.waiting.know(keys)
         self.parts = {
             place: Assigned(place, here, self.waiting.keys[TOPIC], here.next_offset) for place, here in claimed.items()
         }

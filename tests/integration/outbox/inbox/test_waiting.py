@@ -8,7 +8,7 @@ import pytest
 from inbox_support import Log, apply
 
 from outbox.inbox import _member
-from outbox.inbox._letters import LOOKED_AT, Letters, NewLetters
+from outbox.inbox._letters import LOOKED_AT, Letters
 
 COUNT = 20_000
 # Offset 0 of the partitions 0 and 1 has failed; the others of its key are behind it. Of partition 2 each has a key.
@@ -51,16 +51,11 @@ def rows(connection: Any) -> int:
 def test_a_look_reads_what_has_changed_and_not_what_waits(crowded):
     letters = Letters("consumer", "g")
     with crowded.transaction():
-        letters.look(crowded)
+        letters.by_index(crowded)
         assert letters.with_letters(crowded, PLACES) == (set(), {("orders", 0), ("orders", 1)})
         for place in PLACES:
             assert letters.release(crowded, place, b"") == (False, b"")
-        newest = letters.newest(crowded)
-        assert letters.added(crowded, ["orders"], newest) == []
-        assert len(letters.added(crowded, ["orders"], newest - 5)) == 5
-        keys = [b"busy0", b"busy1", b"gone", *(b"k%d" % number for number in range(LOOKED_AT - 3))]
-        assert letters.gone(crowded, "orders", keys) == {b"gone"}
-        assert rows(crowded) < 2 * LOOKED_AT
+        assert rows(crowded) < 20
     # As in the transaction of a handler, whose plans are its own.
     with crowded.transaction():
         assert letters.next(crowded, ("orders", 0)) is None
@@ -70,7 +65,7 @@ def test_a_look_reads_what_has_changed_and_not_what_waits(crowded):
 def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
     letters = Letters("consumer", "g")
     with crowded.transaction(force_rollback=True):
-        letters.look(crowded)
+        letters.by_index(crowded)
         assert letters.release(crowded, ("orders", 0), b"") == (False, b"")
         crowded.execute("UPDATE consumer.dead_letters SET state = 'retry' WHERE part = 1 AND message_offset > 0")
         crowded.execute("DELETE FROM consumer.dead_letters WHERE part = 0 AND message_offset = 0")
@@ -85,77 +80,26 @@ def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
             assert rows(crowded) - before < 10
 
 
-def test_a_letter_that_commits_late_is_seen(outbox_postgres, outbox_kafka, monkeypatch):
-    """Of another member, as where a key has moved to another partition: its id is below those that were seen."""
+def test_letters_that_others_add_are_seen(outbox_postgres, outbox_kafka, monkeypatch):
+    """Of another member, as where a key has moved to another partition."""
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
-    seen: list[bytes | None] = []
-    added = Letters.added
+    seen: list[set[bytes]] = []
+    keys = Letters.keys
 
     def noted(*arguments: Any) -> Any:
-        found = added(*arguments)
-        seen.extend(key for _, _, key in found)
-        return found
+        seen.append(keys(*arguments))
+        return seen[-1]
 
-    monkeypatch.setattr(Letters, "added", noted)
+    monkeypatch.setattr(Letters, "keys", noted)
     log = Log(outbox_postgres, outbox_kafka)
-    log.produce(["early", "late"])
-    with log.consuming(on_failure="dead-letter") as running, outbox_postgres.connect() as late:
-        running.wait(lambda: log.count() == 2, "the messages")
-        late.execute(LETTER, (log.group, log.topic, 1, b"late"))
-        log.run(LETTER, log.group, log.topic, 2, b"early")
-        running.wait(lambda: b"early" in seen, "the letter that was committed first")
-        late.commit()
-        running.wait(lambda: b"late" in seen, "the letter that was committed late")
-        log.produce(["late"])
-        running.wait(lambda: log.positions() == {0: 3}, "the position")
-    assert log.count() == 2
-
-
-@pytest.mark.parametrize("between", [1, 3 * LOOKED_AT])
-def test_no_letter_that_commits_late_is_missed_however_many_are_seen_before(outbox_postgres, between):
-    """One has its id before the claim, one after it; and an older transaction of someone else is open."""
-    with (
-        outbox_postgres.connect(autocommit=True) as own,
-        outbox_postgres.connect() as before,
-        outbox_postgres.connect() as after,
-        outbox_postgres.connect() as foreign,
-    ):
-        numbers = iter(range(10 * LOOKED_AT))
-
-        def add(connection: Any, key: bytes) -> None:
-            connection.execute(LETTER, ("g", "orders", next(numbers), key))
-
-        letters = Letters("consumer", "g")
-        new = NewLetters(letters)
-
-        def look() -> set[bytes | None]:
-            found, more = set(), True
-            while more:
-                with own.transaction():
-                    keys, more = new.look(own, ["orders"], letters.look(own))
-                found.update(key for _, key in keys)
-            return found
-
-        foreign.execute("SELECT pg_current_xact_id()")
-        add(before, b"before")
-        new.claimed(letters.newest(own))
-        for _ in range(2):
-            assert look() == set()
-        add(after, b"after")
-        for number in range(between):
-            add(own, b"%d" % number)
-        assert len(look()) == between
-        after.commit()
-        # Few are looked at again each time; with many it takes the end of the transactions that were there before.
-        assert (b"after" in look()) == (between == 1)
-        before.commit()
-        foreign.commit()
-        found = set.union(*(look() for _ in range(4)))
-        assert {b"before", b"after"} <= found
-        # Nothing has changed since.
-        with outbox_postgres.connect() as fresh:
-            assert new.look(fresh, ["orders"], letters.look(fresh)) == ([], False)
-            assert rows(fresh) == 0
+    log.produce(["moved"])
+    with log.consuming(on_failure="dead-letter") as running:
+        running.wait(lambda: log.count() == 1, "the message")
+        log.run(LETTER, log.group, log.topic, 1, b"moved")
+        running.wait(lambda: seen[-1] == {b"moved"}, "the letter")
+        log.produce(["moved"])
+        running.wait(lambda: log.positions() == {0: 2}, "the position")
+    assert log.count() == 1
 
 
 def test_what_waits_for_nothing_is_applied_whatever_it_is(outbox_postgres, outbox_kafka, monkeypatch):
