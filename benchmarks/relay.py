@@ -1,6 +1,6 @@
 """Measure the relay beside Debezium and a bare loop, on a Postgres and a broker of its own.
 
-    python benchmarks/relay.py [--only NAME …] [--ways TEXT …] [--rounds N] [--quick | --full] [--list]
+    python benchmarks/relay.py [--only NAME …] [--ways TEXT …] [--rounds N] [--quick] [--list]
                                [--json FILE] [--set NAME=VALUE …] [--workers N] [--logs DIRECTORY]
 
 Each scenario has several ways: the relay with each source and delivery, Debezium with each of its settings, the bare
@@ -32,7 +32,7 @@ from benchmarks.harness import report
 from benchmarks.harness.choice import choose
 from benchmarks.harness.results import Results, Run
 from benchmarks.harness.scenarios import ALL, Scenario, Sizes
-from benchmarks.harness.scenarios.base import FULL, QUICK
+from benchmarks.harness.scenarios.base import QUICK
 from benchmarks.harness.servers import Servers
 
 
@@ -74,8 +74,8 @@ def show_names(console: Console, scenarios: Sequence[Scenario]) -> None:
     """Print the names of scenarios and of their ways."""
     for scenario in scenarios:
         console.print(f"{scenario.name}: {scenario.title}", markup=False)
-        for name in [way.name for way in scenario.ways] or ["(only with --full)"]:
-            console.print(f"    {name}", markup=False)
+        for way in scenario.ways:
+            console.print(f"    {way.name}", markup=False)
 
 
 def setting(text: str) -> tuple[str, str]:
@@ -97,7 +97,6 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes: to see that it works; the figures mean little"
     )
-    parser.add_argument("--full", action="store_true", help="also the backlog of 5 million; long runs")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--set", nargs="+", default=[], type=setting, metavar="NAME=VALUE", help="settings of every relay"
@@ -107,7 +106,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the scenarios and their ways, and exit")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    sizes = QUICK if options.quick else FULL if options.full else Sizes()
+    sizes = QUICK if options.quick else Sizes()
     scenarios = [kind(sizes) for kind in ALL if not options.only or kind.name in options.only]
     if options.list:
         show_names(console, scenarios)
@@ -116,8 +115,6 @@ def main() -> int:
         if not any(choose(scenario.ways, [text]) for scenario in scenarios):
             parser.error(f"--ways: no way is called {text!r}; --list prints the names")
     scenarios = [scenario for scenario in scenarios if choose(scenario.ways, options.ways)]
-    if not scenarios:
-        parser.error(f"--only {' '.join(options.only)}: it runs only with --full")
     rounds = options.rounds or (1 if options.quick else 3)
     settings = dict(options.set)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="outbox-bench-"))

@@ -112,7 +112,6 @@ class Steady:
     count: int
     first: int = 0
     together: int = 1
-    size: int = SMALL
 
 
 class Writer:
@@ -188,7 +187,7 @@ def _pace(steady: Steady) -> Iterator[int]:
 def _write(url: str, kind: str, steady: Steady, parent: Connection) -> None:
     from outbox import Event, Outbox
 
-    outbox, text = Outbox(), pad(steady.size)
+    outbox, text = Outbox(), pad(SMALL)
     times = array("q")
     with psycopg.connect(url) as connection:
         parent.send(b"ready")
@@ -208,7 +207,7 @@ def _produce(kafka: str, topic: str, steady: Steady, parent: Connection) -> None
     from confluent_kafka import Producer
 
     options = {"bootstrap.servers": kafka, "enable.idempotence": True, "linger.ms": 0, "compression.type": "lz4"}
-    producer, text = Producer(options), pad(steady.size)
+    producer, text = Producer(options), pad(SMALL)
     producer.list_topics(topic, timeout=30)
     times = array("q")
     parent.send(b"ready")

@@ -101,25 +101,9 @@ def resident_mb(pid: int) -> float:
     return _status(pid, "VmRSS:") / 1024
 
 
-def peak_mb(pid: int) -> float:
-    """Return the most memory that was ever resident; with children the sum of each one's own peak."""
-    return _status(pid, "VmHWM:") / 1024
-
-
 def threads(pid: int) -> int:
     """Return the number of threads of a process and its children."""
     return _status(pid, "Threads:")
-
-
-def waits(pid: int) -> int:
-    """Return how often threads of a process and its children have waited for something, librdkafka's left out."""
-    total = 0
-    for member in _family([pid]):
-        for task in Path(f"/proc/{member}/task").glob("*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if not (task / "comm").read_text().startswith("rdk:"):
-                    total += status_of(f"{member}/task/{task.name}", "voluntary_ctxt")
-    return total
 
 
 def connections(site: Site) -> int:
@@ -169,10 +153,3 @@ def count_statements(servers: Servers, site: Site) -> Iterator[Statements]:
             if match is not None and match[1].decode() == site.database:
                 counted.all += 1
                 counted.control += match[2].upper() in _CONTROL
-
-
-def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Return by how much the values grow in one unit of time (least squares)."""
-    mean_time, mean = sum(times) / len(times), sum(values) / len(values)
-    above = sum((t - mean_time) * (v - mean) for t, v in zip(times, values, strict=True))
-    return above / sum((t - mean_time) ** 2 for t in times)

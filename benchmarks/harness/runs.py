@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.harness.load import SMALL, Backlog, Steady, bare_writer, fill, wait_until_empty, writer
+from benchmarks.harness.load import Backlog, Steady, bare_writer, fill, wait_until_empty, writer
 from benchmarks.harness.measure import Cpu, percentile
 from benchmarks.harness.publishers import Publisher, Way, publishing
 from benchmarks.harness.relays import Relay
@@ -33,24 +33,20 @@ class Drain:
 
     keys    chooses the keys; None: the usual ones.
     probe   looks at the publisher when the first events of the backlog have come; its figures are kept.
-    after   looks at it when all have come.
     """
 
     count: int
     warm: int
-    size: int = SMALL
-    together: int = 100
     lanes: int = LANES
     keys: Callable[[Site], tuple[str, ...]] | None = None
     probe: Probe | None = None
-    after: Probe | None = None
 
 
 def drain(servers: Servers, way: Way, run: Run, what: Drain) -> None:
     """Measure how fast a backlog is drained. The rate is by the broker's clock, from the first append to the last."""
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site, publishing(way, servers, site) as publisher:
         ends = Ends(site)
-        backlog = Backlog(what.count, what.warm, what.size, what.together)
+        backlog = Backlog(what.count, what.warm)
         if what.keys is not None:
             backlog = replace(backlog, keys=what.keys(site))
         warm_up(way, publisher, ends, replace(backlog, count=what.warm, first=0))
@@ -61,8 +57,6 @@ def drain(servers: Servers, way: Way, run: Run, what: Drain) -> None:
         figures = watch(servers, publisher, ends, base, what.count, what.probe)
         if isinstance(publisher, Relay):
             wait_until_empty(site, _STUCK_SECONDS)
-        if what.after is not None:
-            figures |= what.after(publisher)
         appended = read_back(site, what.warm, what.count)
         appended.tally.note(run)
         run.figures |= {"rate": appended.rate, **figures}
@@ -120,12 +114,11 @@ def watch(
 
 @dataclass(frozen=True)
 class Latency:
-    """A steady load to be measured, after a warm-up and, if given, some seconds of rest; strict: see check_offered."""
+    """A steady load to be measured, after a warm-up; strict: see check_offered."""
 
     rate: float
     seconds: float
     warm: int
-    rest: float = 0.0
     lanes: int = LANES
     strict: bool = True
 
@@ -144,7 +137,7 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
     """Measure from the return of COMMIT in the writer to poll() in a reader of committed messages.
 
     Writer and reader are processes of their own; both use the machine's monotonic clock. What the first second brings
-    is left out, unless the load is slow.
+    is left out.
     """
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site:
         count = int(what.rate * what.seconds)
@@ -153,7 +146,6 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
             return
         with publishing(way, servers, site) as publisher:
             warm_up(way, publisher, Ends(site), Backlog(what.warm))
-            time.sleep(what.rest)
             _steady(servers, publisher, site, run, what, Steady(what.rate, count, what.warm))
 
 
@@ -167,7 +159,7 @@ def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run,
         cost = Cpu.now(servers, pids).percent_since(before)
         received, tally = receiving.received(120)
     tally.note(run)
-    skipped = int(what.rate * _LEFT_OUT_SECONDS) if what.rate > 10 else 0
+    skipped = int(what.rate * _LEFT_OUT_SECONDS)
     times = sorted((received[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)

@@ -29,18 +29,12 @@ class Sizes:
     warm: int = 50_000
     warm_ours: int = 5_000
     steady_seconds: float = 20
-    rest_seconds: float = 60
-    slow_seconds: float = 60
     empty_seconds: float = 20
     lanes: int = 256
     hot: int = 100_000
-    backlog: int | None = None
     held_seconds: float = 60
     held_backlog: int = 100_000
-    big: int = 20_000
-    huge: int = 2_000
     writer_transactions: int = 8_000
-    memory_seconds: float = 240
 
 
 QUICK: Final = Sizes(
@@ -49,19 +43,13 @@ QUICK: Final = Sizes(
     warm=3_000,
     warm_ours=1_000,
     steady_seconds=3,
-    rest_seconds=1,
-    slow_seconds=3,
     empty_seconds=3,
     lanes=32,
     hot=5_000,
     held_seconds=3,
     held_backlog=5_000,
-    big=200,
-    huge=40,
     writer_transactions=400,
-    memory_seconds=5,
 )
-FULL: Final = Sizes(name="full", backlog=5_000_000, held_seconds=600, memory_seconds=600)
 
 
 @dataclass(frozen=True)

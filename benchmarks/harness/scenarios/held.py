@@ -27,7 +27,7 @@ class Held(Scenario):
     title = "xmin held at 2,000 events a second"
     about = (
         "A REPEATABLE READ transaction is open all the time; 2,000 events a second are written, ten in each "
-        "transaction, for a minute (ten with --full); then 100,000 are drained while it is still open. Published: "
+        "transaction, for a minute; then 100,000 are drained while it is still open. Published: "
         "events a second from the first of the load to the last, as they came; rate: of the drain."
     )
     metrics = (RATE, Metric("offered", "events/s written"), Metric("published", "events/s under load"), P50, P99, *CPU)

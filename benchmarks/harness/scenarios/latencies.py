@@ -1,4 +1,4 @@
-"""From COMMIT to a consumer's hands, under a steady load and after a rest."""
+"""From COMMIT to a consumer's hands, under a steady load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.results import CPU, P50, P99, Metric, Results, Run, Target, at_most
 from benchmarks.harness.runs import KAFKA_ONLY, Latency, latency
-from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, Scenario
+from benchmarks.harness.scenarios.base import OURS, Scenario
 from benchmarks.harness.servers import Servers
 
 _MAX = Metric("max", "ms", 1)
@@ -44,25 +44,3 @@ class Steady600(Scenario):
             what = f"{way.name}: p99 as part of that Debezium's"
             found.append(at_most(what, results.ratio(way.name, best, "p99"), 0.5))
         return found
-
-
-class TwoASecond(Scenario):
-    """Two events a second, after a rest."""
-
-    name = "slow"
-    title = "Latency at 2 events a second, after a minute of rest"
-    once = True
-    about = "The same measurement when the outbox is nearly always empty: what idle polling costs the next event."
-    metrics = (P50, P99, _MAX, *CPU)
-
-    @property
-    def ways(self) -> Sequence[Way]:
-        return (POLLING, WAL) if self.quick else (*OURS, DEBEZIUM_LATENCY)
-
-    def run(self, servers: Servers, way: Way, run: Run) -> None:
-        rest = self.sizes.rest_seconds
-        latency(servers, way, run, Latency(2, self.sizes.slow_seconds, self.warm(way), rest, strict=not self.quick))
-
-    def targets(self, results: Results) -> list[Target]:
-        found = [(way.name, list(results.by_round(way.name, "p50").values())) for way in (POLLING, POLLING_ONCE)]
-        return [at_most(f"{name}: p50", values, 6, 1, " ms") for name, values in found]

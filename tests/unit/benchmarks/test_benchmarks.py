@@ -85,7 +85,7 @@ def command(monkeypatch, capsys):
     [
         (
             "relay.py",
-            ["latency: Latency at 600", "    ours, wal, exactly-once\n", "    bare loop, idempotent\n", "--full"],
+            ["latency: Latency at 600", "    ours, wal, exactly-once\n", "    bare loop, idempotent\n"],
         ),
         ("consume.py", ["throughput\n", "    debezium, upsert: ", "partitions\n", "    plain: "]),
     ],
@@ -100,7 +100,6 @@ def test_the_list_has_the_names_of_the_ways(command, script, names):
     [
         (["relay.py", "--ways", "ours", "debezim"], "no way is called 'debezim'; --list prints"),
         (["relay.py", "--only", "writer", "--ways", "ours"], "no way is called 'ours'"),
-        (["relay.py", "--only", "backlog"], "--only backlog: it runs only with --full"),
         (["relay.py", "--set", "relay__batch_size"], "must be NAME=VALUE"),
         (["consume.py", "--ways", "dedup", "debezim"], "no way is called 'debezim'; --list prints"),
         (["consume.py", "--ways", "plain"], "no way is called 'plain'"),
