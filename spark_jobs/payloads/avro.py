@@ -14,7 +14,7 @@ from typing import Any, Final
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
-from spark_jobs.payloads.avro_limits import always_holds_itself, has_weightless_items, read_bounded
+from spark_jobs.payloads.avro_limits import has_weightless_items, holds_itself, read_bounded
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.json_text import decimal_that_fits
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
@@ -126,9 +126,9 @@ class _Resolved:
     def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
         self._writer = writer
         self._reader = reader
-        if name := always_holds_itself(writer, _names(writer)):
+        if name := holds_itself(writer, _names(writer), always=True):
             raise Problem(f"record {name} always holds itself: no payload has an end")
-        self._endless = _holds_itself(writer, _names(writer))
+        self._endless = holds_itself(writer, _names(writer)) is not None
         self._weightless = has_weightless_items(writer, _names(writer))
         for path, change in _differences(_names(writer), writer, _names(reader), reader, ""):
             if change == "unknown" and policy.unknown == "dead-letter":
@@ -346,30 +346,6 @@ def _differences(
             yield from _differences(writer_names, fields.pop(match)["type"], reader_names, field["type"], here)
     for name in fields:
         yield f"{path}.{name}" if path else name, "unknown"
-
-
-def _holds_itself(schema: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether values of this schema may be nested without limit."""
-    inside: set[str] = set()
-    done: set[str] = set()
-
-    def holds(one: Any) -> bool:
-        if isinstance(one, list):
-            return any(map(holds, one))
-        if isinstance(one, str):
-            return one in inside or (one in named and one not in done and holds(named[one]))
-        of = one["type"]
-        if of in ("record", "error"):
-            inside.add(one["name"])
-            found = any(holds(field["type"]) for field in one["fields"])
-            inside.discard(one["name"])
-            done.add(one["name"])
-            return found
-        if of in ("array", "map"):
-            return holds(one["items" if of == "array" else "values"])
-        return holds(of) if isinstance(of, (list, dict)) else False
-
-    return holds(schema)
 
 
 def _inner(schema: Any, named: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from spark_jobs.payloads.reading import Problem
@@ -62,27 +62,26 @@ def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any
     return read_data(decoder, written, names, wanted, {"handle_unicode_errors": "strict"})  # type: ignore[no-untyped-call]
 
 
-def always_holds_itself(schema: Any, named: Mapping[str, Any]) -> str | None:
-    """Return the name of a record whose values always contain another value of it, if there is one.
+def holds_itself(schema: Any, named: Mapping[str, Any], *, always: bool = False) -> str | None:
+    """Return the name of a record whose values may hold other values of it, if there is one.
 
-    A union, an array or a map can end the recursion.
+    always  only a record whose values must hold another one. A union, an array or a map can end the recursion.
     """
     done: set[str] = set()
 
     def found(one: Any, inside: tuple[str, ...]) -> str | None:
-        if isinstance(one, list):
-            return None
         if isinstance(one, str):
             if one in inside:
                 return one
             return found(named[one], inside) if one in named and one not in done else None
-        of = one["type"]
-        if of in ("record", "error"):
-            within = (*inside, one["name"])
-            name = next((name for field in one["fields"] if (name := found(field["type"], within))), None)
+        if always and (isinstance(one, list) or one["type"] in ("array", "map")):
+            return None
+        is_record = isinstance(one, dict) and one["type"] in ("record", "error")
+        within = (*inside, one["name"]) if is_record else inside
+        name = next((name for part in _parts(one) if (name := found(part, within))), None)
+        if is_record:
             done.add(one["name"])
-            return name
-        return found(of, inside) if isinstance(of, dict) else None
+        return name
 
     return next((name for one in (schema, *named.values()) if (name := found(one, ()))), None)
 
@@ -93,22 +92,29 @@ def has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
     known: dict[str, bool] = {}
 
     def has(one: Any) -> bool:
-        if isinstance(one, list):
-            return any(map(has, one))
         if isinstance(one, str):
-            return one in named and one not in seen and has(named[one])
-        of = one["type"]
-        if of in ("record", "error"):
-            seen.add(one["name"])
-            return any(has(field["type"]) for field in one["fields"])
-        if of == "array":
-            return _weightless(one["items"], named, known) or has(one["items"])
-        if of == "map":
-            # Each value has a key, which takes at least a byte.
-            return has(one["values"])
-        return has(of) if isinstance(of, (list, dict)) else False
+            if one in seen or one not in named:
+                return False
+            seen.add(one)
+            return has(named[one])
+        # Each value of a map has a key, which takes at least a byte.
+        if isinstance(one, dict) and one["type"] == "array" and _weightless(one["items"], named, known):
+            return True
+        return any(map(has, _parts(one)))
 
     return has(schema)
+
+
+def _parts(schema: Any) -> Sequence[Any]:
+    """Return the schemas in a schema that is no name: the branches, the fields, the items or the values."""
+    if isinstance(schema, list):
+        return schema
+    of = schema["type"]
+    if of in ("record", "error"):
+        return [field["type"] for field in schema["fields"]]
+    if of in ("array", "map"):
+        return [schema["items" if of == "array" else "values"]]
+    return [of] if isinstance(of, (list, dict)) else []
 
 
 def _weightless(schema: Any, named: Mapping[str, Any], known: dict[str, bool]) -> bool:
