@@ -134,7 +134,6 @@ def _row_problem(value: object) -> str:
 
 
 def is_dataclass(value: object) -> bool:
-    """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -144,7 +143,6 @@ def fields(value: Any) -> Iterator[str]:
 
 
 def is_pydantic(value: object) -> bool:
-    """Return whether a value is a pydantic model."""
     # A pydantic model's instance exists only if pydantic has been imported.
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(value, pydantic.BaseModel)

@@ -161,7 +161,6 @@ class ConsumerJob:
 
     @property
     def decoder(self) -> Decoder:
-        """The decoder of the payload."""
         return decoder_of(self.schema)
 
     def payload_columns(self) -> tuple[str, ...]:
@@ -181,7 +180,6 @@ class ConsumerJob:
         return self.strategy
 
     def with_topics(self, topics: Sequence[str]) -> ConsumerJob:
-        """Return the same job with other topics."""
         return replace(self, topics=tuple(topics))
 
 

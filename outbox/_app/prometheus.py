@@ -124,7 +124,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._silent.pop(connection, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and close the connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -145,7 +144,6 @@ class _Request(io.RawIOBase):
         self._until = time.monotonic() + _PATIENCE
 
     def readable(self) -> bool:
-        """Return that it can be read."""
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:

@@ -357,7 +357,6 @@ class _Session:
         return not self._pooled
 
     def close(self) -> None:
-        """Close the session."""
         self._libpq.finish()
 
 
@@ -392,7 +391,6 @@ class _Kept:
             one.close()
 
     def close(self) -> None:
-        """Close all of them."""
         with self._lock:
             sessions = list(self._sessions.values())
             self._sessions.clear()

@@ -164,5 +164,4 @@ class RetryRecord:
         return loaded_headers(self.headers)
 
     def same_key(self, other: RetryRecord) -> bool:
-        """Return whether both have the same key in the same topic."""
         return self.key is not None and (self.place[0], self.key) == (other.place[0], other.key)

@@ -55,7 +55,6 @@ class UndecodableMessage:
         self._headers = headers
 
     def headers(self) -> UndecodableHeaders:
-        """Return the headers."""
         return self._headers
 
     def __getattr__(self, name: str) -> Any:

@@ -391,7 +391,6 @@ class ReservationAdmin:
             return cursor.execute(statement(self._schema, _LIST), values).fetchall()
 
     def counts(self, chosen: Chosen) -> dict[str, int]:
-        """Return the number of reservations in each state."""
         return dict(self._connection.execute(self._over_chosen(_COUNTS), _values(chosen)).fetchall())
 
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:

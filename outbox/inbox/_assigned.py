@@ -77,7 +77,6 @@ class Assigned:
 
     @property
     def name(self) -> str:
-        """The partition as texts name it."""
         return f"{self.partition[0]}-{self.partition[1]}"
 
     def add(self, message: KafkaMessage) -> None:
@@ -126,5 +125,4 @@ class Assigned:
 
 
 def size_of(message: KafkaMessage) -> int:
-    """Return the bytes of a message's value."""
     return len(message.value() or b"")

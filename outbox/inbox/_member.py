@@ -145,7 +145,6 @@ class Member:
             self._watch.moved([part.partition])
 
     def close(self) -> None:
-        """Leave the group, and close the session."""
         self._kafka.close()
         self._parts.clear()
         self._session.close()

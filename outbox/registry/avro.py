@@ -46,7 +46,6 @@ class Avro:
 
     @cached_property
     def definition(self) -> Definition:
-        """The schema as the registry has it."""
         return Definition("AVRO", self.schema if isinstance(self.schema, str) else json.dumps(self.schema))
 
     def encode(self, payload: object) -> bytes:

@@ -32,7 +32,6 @@ class JsonSchema:
 
     @cached_property
     def definition(self) -> Definition:
-        """The schema as the registry has it."""
         return Definition("JSON", self.schema if isinstance(self.schema, str) else json.dumps(self.schema))
 
     def encode(self, payload: object) -> bytes:

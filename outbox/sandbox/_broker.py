@@ -91,7 +91,6 @@ class Broker:
 
     @property
     def log(self) -> Path:
-        """The broker's own log."""
         return self.directory / "server.log"
 
     @property

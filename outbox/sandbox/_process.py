@@ -88,7 +88,6 @@ class Supervised:
 
     @property
     def running(self) -> bool:
-        """Return whether the server's process exists."""
         if self._supervisor.poll() is not None:
             # It ended without ``wait``: collect its status and close the pipes here.
             self.wait(0)
@@ -181,7 +180,6 @@ class Detached:
 
     @property
     def running(self) -> bool:
-        """Return whether the process exists."""
         if self._popen is not None and self._popen.poll() is not None:
             return False
         return alive(self._child)

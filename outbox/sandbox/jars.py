@@ -66,7 +66,6 @@ class Jar:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return f"{self.artifact}-{self.version}.jar"
 
     @property
@@ -146,7 +145,6 @@ def repository() -> str:
 
 
 def sha256(path: Path) -> str:
-    """Return a file's SHA-256 as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

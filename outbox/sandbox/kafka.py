@@ -98,17 +98,14 @@ class KafkaCluster:
 
     @property
     def running(self) -> bool:
-        """Return whether every broker's process exists."""
         return bool(self._brokers) and all(broker.running for broker in self._brokers)
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the running brokers."""
         return [broker.process.pid for broker in self._brokers if broker.running and broker.process is not None]
 
     @property
     def logs(self) -> list[Path]:
-        """Each broker's log."""
         return [broker.log for broker in self._brokers]
 
     def start(self) -> Self:
@@ -184,7 +181,6 @@ class KafkaCluster:
             self.kill_broker(index)
 
     def kill_broker(self, index: int) -> None:
-        """Kill a broker by SIGKILL."""
         process = self._broker(index).process
         if process is not None:
             kill_with_children(process)
@@ -205,7 +201,6 @@ class KafkaCluster:
         pause(process)
 
     def resume_broker(self, index: int) -> None:
-        """Resume a paused broker."""
         process = self._broker(index).process
         if process is not None:
             process.signal(signal.SIGCONT)

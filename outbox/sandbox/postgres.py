@@ -85,7 +85,6 @@ class PostgresServer:
 
     @property
     def log(self) -> Path:
-        """The server's log."""
         return self.data_dir / "postgres.log"
 
     @property
@@ -102,7 +101,6 @@ class PostgresServer:
 
     @property
     def running(self) -> bool:
-        """Return whether the server's process exists."""
         return self._process is not None and self._process.running
 
     def url(self, database: str = "postgres") -> str:

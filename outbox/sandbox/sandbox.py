@@ -41,7 +41,6 @@ class SandboxState:
 
     @property
     def running(self) -> bool:
-        """Return whether Postgres and every broker run."""
         return self.postgres_running and 0 < self.brokers == self.brokers_running
 
 

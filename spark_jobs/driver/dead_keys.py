@@ -33,7 +33,6 @@ class DeadKeyCache:
         self._keys: dict[str, set[bytes]] | None = None
 
     def by_topic(self) -> Keys:
-        """Return the keys. They are read if they are not known."""
         if self._keys is None:
             self._keys = {}
             for topic, key in self._store.dead_keys(self._topics):
@@ -41,12 +40,10 @@ class DeadKeyCache:
         return self._keys
 
     def add(self, letters: Iterable[DeadLetter]) -> None:
-        """Add the keys of dead letters that were stored."""
         if self._keys is not None:
             for letter in letters:
                 if letter.key is not None:
                     self._keys.setdefault(letter.record.place[0], set()).add(letter.key)
 
     def forget(self) -> None:
-        """Read the keys again when they are needed next."""
         self._keys = None

@@ -77,7 +77,6 @@ class Totals:
 
     @property
     def rows_per_second(self) -> float:
-        """Messages read a second, over the whole run."""
         return round(self.read / self.seconds, 1) if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class OffsetRanges:
         return others | {min(self.ranges): result}
 
     def only(self, partitions: Iterable[Partition]) -> OffsetRanges:
-        """Return the span of some of the partitions."""
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
@@ -115,7 +114,6 @@ class RoundState:
         return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
 
     def put_aside(self) -> dict[Partition, list[int]]:
-        """Return the offsets of ``dead``, by partition."""
         offsets: dict[Partition, list[int]] = {}
         for topic, part, offset in sorted(self.dead):
             offsets.setdefault((topic, part), []).append(offset)
@@ -189,7 +187,6 @@ class RoundContext:
 
     @property
     def suspicious(self) -> bool:
-        """Return whether any partition had repeats recently."""
         return bool(self._suspects)
 
     def suspect(self, partition: Partition) -> None:
@@ -238,7 +235,6 @@ class RoundContext:
         return spark.prepare(self.job, self.source(span, exclude))
 
     def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
-        """Return dead letters that are retried as Spark rows."""
         return spark.of_letters(self.session, self.job, self.task_decoder, letters)
 
     def by_ranges(self, span: OffsetRanges, do: OfRange, schema: str) -> DataFrame:

@@ -147,7 +147,6 @@ class Runner:
 
     @property
     def totals(self) -> Totals:
-        """The figures so far."""
         self._totals.seconds = time.monotonic() - self._started
         return self._totals
 
@@ -445,7 +444,6 @@ class Runner:
 
     @contextmanager
     def _readers(self) -> Iterator[None]:
-        """Close this process's Kafka readers of the group at the end."""
         try:
             yield
         finally:

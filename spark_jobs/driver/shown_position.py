@@ -37,7 +37,6 @@ class ShownPosition:
             self.show(further)
 
     def wait(self) -> None:
-        """Wait for the last answer."""
         self._report_problem(self._kafka.lag_shown(self._group))
 
     def _report_problem(self, problem: str | None) -> None:

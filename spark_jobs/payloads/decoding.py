@@ -71,7 +71,6 @@ class _Planned(ABC):
         return tuple(self._fields.fieldNames())
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        """Return the fields and the plan."""
         return self._fields, self._plan
 
 

@@ -157,7 +157,6 @@ class BatchTable:
         return source, first + sql.SQL(", {}").format(sql.Identifier(STAGED_AT))
 
     def places(self) -> set[MessageRef]:
-        """Return the places of the messages in ``batch``."""
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
     def reduce(self, *, suspect: bool, forgiven: AbstractSet[MessageRef] = frozenset()) -> None:
@@ -185,7 +184,6 @@ class BatchTable:
             raise RejectedRecords(rejected)
 
     def count(self) -> int:
-        """Return the number of rows in ``batch``."""
         return int(self._one("SELECT count(*) FROM batch"))
 
     def per_partition(self) -> dict[tuple[str, int], int]:

@@ -153,7 +153,6 @@ class PostgresGroupStore:
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, StoredOffset]:
-        """Return the group's stored offsets."""
         rows = self._read(_STORED, topics=list(topics))
         return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows}
 

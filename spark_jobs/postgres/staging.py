@@ -54,12 +54,10 @@ class StagePlan:
 
     @property
     def identifier(self) -> sql.Identifier:
-        """Return the table's quoted name."""
         return sql.Identifier(self.schema, self.table)
 
     @property
     def staged_columns(self) -> dict[str, str]:
-        """Return the table's columns with their types."""
         return {**self.columns, **_OWN}
 
 

@@ -87,7 +87,6 @@ def start(
 
 
 def active() -> SparkSession | None:
-    """Return this process's session, if it has one."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 

@@ -63,7 +63,6 @@ class TraceSample:
 
     @staticmethod
     def of(context: SparkContext, most: int) -> TraceSample:
-        """Return an empty sample."""
         return TraceSample(context.accumulator([], _Bounded(most)), most)
 
     def take(self, messages: Messages, incoming: Incoming) -> None:

@@ -39,7 +39,6 @@ class TaskDecoder:
     sizes: Accumulator[Sizes] | None = None
 
     def note_size(self, partition: Partition, size: int) -> None:
-        """Record how much was read of a partition's range."""
         if self.sizes is not None:
             self.sizes.add({partition: size})
 

@@ -42,7 +42,6 @@ class Feed:
 
     @property
     def found(self) -> list[RejectedRecord]:
-        """Return the messages that can't be applied."""
         return list(self._found.values())
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:

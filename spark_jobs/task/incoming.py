@@ -53,7 +53,6 @@ class Messages:
     headers: Sequence[Headers]
 
     def __len__(self) -> int:
-        """Return the number of messages."""
         return len(self.offsets)
 
     @property
@@ -81,7 +80,6 @@ class Messages:
         return list(found)
 
     def only(self, numbers: Sequence[int]) -> Messages:
-        """Return the messages with these numbers, from 0."""
         listed: list[list[Any]] = [
             [column[number] for number in numbers]
             for column in (self.offsets, self.milliseconds, self.keys, self.values, self.headers)
@@ -130,7 +128,6 @@ class Incoming:
         return meta, values, headers.first(HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
-        """Return the messages of the selected types."""
         return messages if self.types is None else self._chosen(messages)[0]
 
     def letters(self, messages: Messages, why: Callable[[MessageRef], RejectedRecord]) -> list[DeadLetter]:
@@ -184,7 +181,6 @@ class _Headers:
         return _Headers(map(_first, messages.headers))
 
     def only(self, wanted: Iterable[bool]) -> _Headers:
-        """Return the headers of some of the messages."""
         return _Headers(compress(self._named, wanted))
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:

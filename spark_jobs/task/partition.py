@@ -99,7 +99,6 @@ class TaskResult:
     size: int = 0
 
     def report(self, partition: Partition) -> pa.RecordBatch:
-        """Return the row of REPORT."""
         import pyarrow as pa
 
         figures = {name: [value] for name, value in asdict(self).items()}
@@ -154,7 +153,6 @@ class TaskPlan:
         return frozenset(letter.record.place[2] for letter in self.dead.get(partition, ()))
 
     def way(self, partition: Partition) -> Way:
-        """Return how a partition's rows are loaded."""
         return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 

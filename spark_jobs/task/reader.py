@@ -142,7 +142,6 @@ class _RangeProgress:
         return self.at
 
     def bytes_read(self) -> int:
-        """Return the size of the messages that have come."""
         return self.size
 
     def reach(self, at: int) -> None:
@@ -188,7 +187,6 @@ class RangeReader:
             raise JobError(f"kafka: {error.args[0]}") from error
 
     def close(self) -> None:
-        """Close the client."""
         self._consumer.close()
 
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:

@@ -132,7 +132,6 @@ class Move:
 
     @property
     def changes(self) -> bool:
-        """Return whether the move changes anything."""
         return (self.before, self.topic_id_before) != (self.after, self.topic_id)
 
 

@@ -66,7 +66,6 @@ class Filter:
     cause: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Return the statements' parameters."""
         return {"kind": self.kind, "grp": self.group, "topic": self.topic, "part": self.part, "cause": self.cause}
 
 
@@ -117,7 +116,6 @@ class ConsumerPages:
         return self._run("reading the audit", _AUDIT, {"before": before, "limit": limit})
 
     def note(self, what: str, why: str | None, details: Mapping[str, Any]) -> None:
-        """Write a line into the audit."""
         with clear_errors("writing the audit"):
             note(self._connection, self._schema, what, why, details)
 
