@@ -16,7 +16,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import psycopg
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox import __version__
@@ -24,6 +23,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
 from outbox.consumer.progress import progress
+from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class ConsumerMetrics:
         return family
 
     def _query_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
-        query = sql.SQL(_RESERVATIONS).format(reservations=sql.Identifier(self._schema, "reservations"))
+        query = statement(self._schema, _RESERVATIONS)
         with (
             connect(self._url, f"outbox metrics {self._group}", connect_seconds=5) as connection,
             clear_errors("reading the metrics"),

@@ -20,6 +20,7 @@ _TABLES: Final = (
     "losses",
     "reservations",
     "audit",
+    "checkpoints",
 )
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 """SQL: checks deferred constraints now. Fails in a transaction that has failed."""

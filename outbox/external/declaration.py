@@ -19,6 +19,7 @@ from psycopg import sql
 
 from outbox.consumer.declared import find_declared
 from outbox.consumer.errors import ConsumerError, JobError
+from outbox.consumer.statements import statement
 from outbox.external.state_machine import Rules
 
 if TYPE_CHECKING:
@@ -176,8 +177,9 @@ class External:
 
     def reserve(self) -> str:
         """Return the SQL that reserves calls, as a ConsumerJob's effect or to append to one after a semicolon."""
-        composed = sql.SQL(_RESERVE).format(
-            reservations=sql.Identifier(self.schema, "reservations"),
+        composed = statement(
+            self.schema,
+            _RESERVE,
             grp=sql.Literal(self.group),
             name=sql.Literal(self.name),
             order_by=sql.SQL(self.order_by or "NULL"),

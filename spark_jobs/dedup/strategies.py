@@ -42,12 +42,13 @@ DELETE FROM batch AS later USING batch AS first
      > (first.message_topic, first.message_part, first.message_offset)"""
 # In the order of days and ids, like processed.copy_ids: two partitions with the same ids wait for each other in one
 # direction only.
-_REMEMBER_FRESH: Final = """
+REMEMBER_FRESH: Final = """
 WITH fresh AS (
     INSERT INTO {processed_messages} (grp, day, message_id)
     SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
+"""SQL: leaves in ``batch``, in which no id is there twice, only the ids that are new."""
 _FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {groups} WHERE grp = %(grp)s"
 _FORGOTTEN: Final = """
 SELECT DISTINCT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
@@ -139,7 +140,7 @@ class _Remembering:
                 pass
         cursor.execute("ANALYZE batch")
         cursor.execute(_DROP_REPEATS)
-        dedup.run(cursor, _REMEMBER_FRESH)
+        dedup.run(cursor, REMEMBER_FRESH)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Do nothing: rows are not compared with a table."""

@@ -27,17 +27,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
-from psycopg import sql
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from outbox.consumer.patience import Patience
 from outbox.consumer.postgres_errors import clear_errors, passing
+from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
-from spark_jobs.dedup.strategies import Dedup, DedupStore, forgotten_before
+from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide, planned
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.staged_rows import StagedRows, stage
@@ -86,13 +86,6 @@ _ACCEPTED: Final = """
 INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', pg_catalog.jsonb_build_object('group', %(grp)s::text,
     'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
 _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
-# In the order of days and ids, like all other writers of this table, so that none wait for each other in a circle.
-_FRESH: Final = """
-WITH fresh AS (
-    INSERT INTO {processed_messages} (grp, day, message_id)
-    SELECT %(grp)s, {day}, message_id FROM (SELECT DISTINCT message_id FROM batch) AS ids ORDER BY {day}, message_id
-        ON CONFLICT DO NOTHING RETURNING message_id)
-DELETE FROM batch WHERE NOT EXISTS (SELECT FROM fresh WHERE fresh.message_id = batch.message_id)"""
 _FIRST: Final = """
 DELETE FROM batch USING (
     SELECT ctid AS place, pg_catalog.row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number
@@ -171,9 +164,6 @@ class ExactlyOnce:
         self._patience = patience
         self._store = PostgresGroupStore(url, schema, job.group, process_name())
         self._sinks = PostgresSinks(url, schema, job, self._store)
-        self._names = {
-            name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
-        }
         self._lock = threading.Lock()
         self._generations: dict[str, int] = {}
         self._maintained_at: float | None = None
@@ -321,7 +311,7 @@ class ExactlyOnce:
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
             raise EffectError("a row's message_id is NULL: each row needs one, or leave the column out")
         cursor.execute(_FIRST)
-        dedup.run(cursor, _FRESH)
+        dedup.run(cursor, REMEMBER_FRESH)
         if forgotten_before(cursor, dedup) is not None and (old := dedup.run(cursor, _FORGOTTEN).fetchone()):
             raise EffectError(
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
@@ -330,8 +320,8 @@ class ExactlyOnce:
     def _staging_tables(self) -> StagingTables:
         return StagingTables(self._store, self._url, self._schema, self._job.group, _ONE_QUERY)
 
-    def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
-        return cursor.execute(sql.SQL(query).format(**self._names), {"grp": self._job.group, **values})
+    def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        return cursor.execute(statement(self._schema, query), {"grp": self._job.group, **values})
 
 
 @contextmanager

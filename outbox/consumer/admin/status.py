@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-from psycopg import sql
 
 from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
@@ -29,7 +28,6 @@ _HAS_TABLES: Final = """
 SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
                 WHERE n.nspname = %s AND c.relname = 'groups')"""
 _NOW: Final = "SELECT clock_timestamp()"
-_READABLE: Final = "SELECT FROM {} LIMIT 0"
 _STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"
 
 
@@ -142,9 +140,9 @@ def look(
     stuck: dict[str, int] = {}
     with clear_errors("looking for stuck calls"):
         with visible.reading("dead_letters"):
-            connection.execute(sql.SQL(_READABLE).format(sql.Identifier(schema, "dead_letters")))
+            connection.execute(statement(schema, "SELECT FROM {dead_letters} LIMIT 0"))
         with visible.reading("losses"):
-            connection.execute(sql.SQL(_READABLE).format(sql.Identifier(schema, "losses")))
+            connection.execute(statement(schema, "SELECT FROM {losses} LIMIT 0"))
         with visible.reading("reservations"):
             stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
         ((now,),) = connection.execute(_NOW).fetchall()
