@@ -244,7 +244,7 @@ MUTANTS: Final = (
         "writers of several keys do not deadlock",
         "outbox/_statements.py",
         '.distinct().order_by(sa.literal_column("1"))',
-        ".distinct()",
+        "",
         (f"{_WRITER}_order.py",),
     ),
     Mutant(
