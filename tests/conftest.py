@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,13 @@ from nursery import NURSERY, Nursery
 from outbox.sandbox import _broker, _dirs
 
 if TYPE_CHECKING:
-    from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory
+    from kafka_proxy import KafkaProxy
+
+    from outbox.sandbox.kafka import KafkaCluster
+    from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
+MORTAL = ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
 KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
 
 # To rewrite the assertions of all tests takes two thirds of their collection, and each worker process collects them:
@@ -86,6 +91,7 @@ _broker._NODE_SETTINGS = (
     "authorizer.class.name",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
+    "group.min.session.timeout.ms",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms",
     "transaction.partition.verification.enable",
 )
@@ -156,6 +162,7 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
+    mortal   what shares a Kafka that tests may kill.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
     process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
@@ -167,6 +174,8 @@ def group(nodeid: str) -> str:
         return "spark, to i" if path.name < "test_j" else "spark, from j"
     if path.name.startswith("test_secured_"):
         return "secured"
+    if path.parent == Path("tests/acceptance") and path.stem.removeprefix("test_") in MORTAL:
+        return "mortal"
     if path.name == "test_wheel.py" or path.parent in KIT:
         return "kit"
     return str(path)
@@ -210,6 +219,59 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
     settings = {"broker.heartbeat.interval.ms": "2000", "broker.session.timeout.ms": "18000"}
     with KafkaCluster(settings=settings) as cluster:
         yield cluster
+
+
+_mortal = ExitStack()
+"""Ends the broker that tests may kill, and the proxy before it."""
+_mortals: list[tuple[KafkaCluster, KafkaProxy]] = []
+
+
+@pytest.fixture
+def mortal_network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
+    """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
+    from kafka_proxy import KafkaProxy
+
+    from outbox.sandbox.kafka import KafkaCluster
+
+    settings = {
+        # How often the coordinator looks for transactions that are too old: every ten seconds by default.
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "200",
+        # Sessions of consumers may be this short: 6 seconds by default.
+        "group.min.session.timeout.ms": "1000",
+        # Access rights, where a test makes rules.
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+    }
+    if not _mortals:
+        proxy = _mortal.enter_context(KafkaProxy("127.0.0.1", None))
+        cluster = _mortal.enter_context(KafkaCluster(advertised_port=proxy.port, settings=settings))
+        proxy.lead_to(cluster.proxied_port)
+        _mortals.append((cluster, proxy))
+    [(cluster, proxy)] = _mortals
+    yield cluster, proxy
+    cluster.start()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End that broker behind a group: idle, it takes more processor time in a whole run than another start does."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
+            _mortals.clear()
+            _mortal.close()
+
+
+@pytest.fixture
+def mortal_kafka(mortal_network: tuple[KafkaCluster, KafkaProxy]) -> Iterator[tuple[KafkaCluster, Topics]]:
+    """The same broker past the proxy, and topics on it."""
+    from outbox.testing.fixtures import Topics
+
+    cluster, _ = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics:
+        yield cluster, topics
+        cluster.start()
 
 
 @pytest.fixture

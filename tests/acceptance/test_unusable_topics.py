@@ -139,7 +139,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         "relay__max_backoff_seconds": 0.2,
         "kafka__reconnect_backoff_max_ms": 500,
         # At-least-once, what a slow broker acknowledges later than this is sent twice.
-        "kafka__delivery_timeout_ms": 6000,
+        "kafka__delivery_timeout_ms": 4000,
         "bootstrap_servers": cluster.bootstrap_servers,
     }
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"

@@ -11,7 +11,7 @@ from acceptance.test_failures import (
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes
-from support import Crashes, Load, await_stops, check, drained, look_up, wait_until
+from support import IMPATIENT, Crashes, Load, await_stops, check, drained, look_up, wait_until
 from wal_support import done, streaming, to_wal, used_up
 
 from outbox._app import migrate as db
@@ -183,7 +183,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         crashes.note()
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
-        relay = outbox_relay(**settings)
+        relay = outbox_relay(program=IMPATIENT, **settings)
         await_stops(relay, 1)
         relay.wait_for_log("the stream is read without lanes that can't be taken over", 60)
         load.more(200)
