@@ -9,8 +9,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
-MORTAL = ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
+# Files that share a broker; see group.
+BROKERS = {
+    "mortal": {
+        f"acceptance/test_{name}.py"
+        for name in ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
+    },
+    "unverified": {
+        "acceptance/runbooks/test_kafka.py",
+        "integration/relay/kafka/test_open_transactions.py",
+        "integration/relay/operations/test_reconcile.py",
+    },
+}
 KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
 
 # To rewrite the assertions of all tests takes two thirds of their collection, and each worker process collects them:
@@ -162,7 +173,7 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
-    mortal   what shares a Kafka that tests may kill.
+    mortal, unverified   what shares a Kafka that tests may kill, or one that verifies no transactions.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
     process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
@@ -174,8 +185,9 @@ def group(nodeid: str) -> str:
         return "spark, to i" if path.name < "test_j" else "spark, from j"
     if path.name.startswith("test_secured_"):
         return "secured"
-    if path.parent == Path("tests/acceptance") and path.stem.removeprefix("test_") in MORTAL:
-        return "mortal"
+    for broker, files in BROKERS.items():
+        if path.as_posix().removeprefix("tests/") in files:
+            return broker
     if path.name == "test_wheel.py" or path.parent in KIT:
         return "kit"
     return str(path)
@@ -221,14 +233,46 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
         yield cluster
 
 
-_mortal = ExitStack()
-"""Ends the broker that tests may kill, and the proxy before it."""
-_mortals: list[tuple[KafkaCluster, KafkaProxy]] = []
+class OfGroup(ExitStack):
+    """What the tests of a group share. It ends behind them: idle, a broker takes more processor time than a start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Callable[[], AbstractContextManager[Any]], Any] = {}
+
+    def once(self, make: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """Return what ``make`` makes; it is called once."""
+        if make not in self._made:
+            self._made[make] = self.enter_context(make())
+        return self._made[make]
+
+    def close(self) -> None:
+        """End all of it."""
+        self._made.clear()
+        super().close()
 
 
-@pytest.fixture
-def mortal_network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
+OF_GROUP = OfGroup()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End what a group has shared behind its last test."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
+            OF_GROUP.close()
+
+
+@pytest.fixture(scope="session")
+def of_group() -> OfGroup:
+    """What brokers are kept in that the tests of a group share."""
+    return OF_GROUP
+
+
+@contextmanager
+def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     from kafka_proxy import KafkaProxy
 
     from outbox.sandbox.kafka import KafkaCluster
@@ -242,25 +286,21 @@ def mortal_network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "allow.everyone.if.no.acl.found": "true",
     }
-    if not _mortals:
-        proxy = _mortal.enter_context(KafkaProxy("127.0.0.1", None))
-        cluster = _mortal.enter_context(KafkaCluster(advertised_port=proxy.port, settings=settings))
+    with (
+        KafkaProxy("127.0.0.1", None) as proxy,
+        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
+    ):
         proxy.lead_to(cluster.proxied_port)
-        _mortals.append((cluster, proxy))
-    [(cluster, proxy)] = _mortals
+        yield cluster, proxy
+
+
+@pytest.fixture
+def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
+    """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
+    cluster, proxy = of_group.once(_mortal)
     yield cluster, proxy
     cluster.start()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """End that broker behind a group: idle, it takes more processor time in a whole run than another start does."""
-    try:
-        return (yield)
-    finally:
-        if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
-            _mortals.clear()
-            _mortal.close()
+    proxy.start()
 
 
 @pytest.fixture

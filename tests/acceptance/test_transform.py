@@ -156,14 +156,14 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
     assert place.position() == 0
     threads = len(list(Path("/proc/self/task").iterdir()))
     slow = threading.Event()
-    seconds = 0.3
+    seconds = 0.5
 
     def transform(message: Message) -> Iterator[Record]:
         slow.wait(seconds)
         yield from copied(place)(message)
 
     # The coordinator has aborted the transaction: the same messages again would be as slow.
-    member = place.member(transform, batch=8, batch_seconds=10.0, transaction_seconds=0.7)
+    member = place.member(transform, batch=8, batch_seconds=10.0, transaction_seconds=1.2)
     with running(member):
         wait_until(lambda: member.committed == 8, 120, "the end")
     assert "now 4 at a time" in caplog.text
@@ -171,8 +171,8 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
     wait_until(lambda: len(list(Path("/proc/self/task").iterdir())) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
     place.feed(range(8, 9), partition=0)
-    seconds = 1.8
-    alone = place.member(transform, transaction_seconds=0.7)
+    seconds = 3.0
+    alone = place.member(transform, transaction_seconds=1.2)
     with running(alone):
         wait_until(lambda: alone.committed == 1, 60, "the slow one")
     assert place.come(9) == {f"k{n}": [n] for n in range(9)}
