@@ -71,14 +71,14 @@ def test_256_lanes_take_one_relays_connections_and_survive_its_kill(outbox_postg
 
 
 def test_events_near_the_limit_take_a_bounded_amount_of_memory(outbox_postgres, outbox_kafka, outbox_relay):
-    """600 events of 900 kB each took 1.4 GB: a turn is bounded by its bytes. Half of them would take 700 MB."""
+    """600 events of 900 kB each took 1.4 GB: a turn is bounded by its bytes. A third of them would take 470 MB."""
     kind = outbox_kafka.name("Blob")
     outbox_kafka.create_topic(f"{kind.lower()}-events", 3, {"retention.bytes": str(64 << 20)})
     with psycopg.connect(outbox_postgres.url) as connection:
         connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"
             " SELECT %s, 'k' || n %% 40, 'T', jsonb_build_object('n', n, 'pad', repeat(md5(n::text), 28000))"
-            " FROM generate_series(1, 300) AS n",
+            " FROM generate_series(1, 200) AS n",
             (kind,),
         )
     relay = outbox_relay(delivery="exactly-once", name=outbox_kafka.name("outbox"))

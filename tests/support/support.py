@@ -33,6 +33,9 @@ from relay.wal.lane_hash import lane_of
 IMPATIENT: Final = (str(Path(__file__).with_name("impatient.py")),)
 """The ``program`` of a relay with less patience."""
 
+MUTANT: Final = str(Path(__file__).with_name("mutant.py"))
+"""The program of relays that lack something, which follows; see there."""
+
 
 @pytest.fixture
 def order(outbox_kafka):
@@ -248,6 +251,10 @@ class Load:
         wait_until(lambda: self.committed() >= goal, seconds, f"{count} more events")
         self._wanted.clear()
 
+    def kind(self, _key: str) -> str:
+        """Return the aggregate type of a key."""
+        return self._type
+
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""
         self.stop()
@@ -294,7 +301,7 @@ class Load:
                     "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
                     (key,),
                 ).fetchone()
-                outbox.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
+                outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
             if chance.random() < 0.1:
                 # A transaction that commits late, after others with higher ids.
                 self._stop.wait(0.03)
