@@ -151,7 +151,7 @@ def test_an_added_partition_is_read_from_its_beginning(place, read):
 @pytest.mark.parametrize("place", [2], indirect=True)
 def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
     cluster, _ = mortal_kafka
-    place.feed(range(8), partition=0)
+    place.feed(range(4), partition=0)
     # Whoever asks for positions has all its threads when it has asked once.
     assert place.position() == 0
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -163,22 +163,22 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
         yield from copied(place)(message)
 
     # The coordinator has aborted the transaction: the same messages again would be as slow.
-    member = place.member(transform, batch=8, batch_seconds=10.0, transaction_seconds=1.2)
+    member = place.member(transform, batch=4, batch_seconds=10.0, transaction_seconds=1.2)
     with running(member):
-        wait_until(lambda: member.committed == 8, 120, "the end")
-    assert "now 4 at a time" in caplog.text
+        wait_until(lambda: member.committed == 4, 120, "the end")
+    assert "now 2 at a time" in caplog.text
     # The clients of the sessions that were given up are gone, with their records.
     wait_until(lambda: len(list(Path("/proc/self/task").iterdir())) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
-    place.feed(range(8, 9), partition=0)
+    place.feed(range(4, 5), partition=0)
     seconds = 3.0
     alone = place.member(transform, transaction_seconds=1.2)
     with running(alone):
         wait_until(lambda: alone.committed == 1, 60, "the slow one")
-    assert place.come(9) == {f"k{n}": [n] for n in range(9)}
+    assert place.come(5) == {f"k{n}": [n] for n in range(5)}
 
     # In a process of its own: where a request never returns, its thread and its producer stay until the process ends.
-    place.feed(range(9, 5_000))
+    place.feed(range(5, 5_000))
     with place.process(batch=50) as process:
         wait_until(lambda: place.position() > 500, 60, "its first transactions")
         cluster.kill()
@@ -186,12 +186,12 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
         wait_until(lambda: place.position() == 5_000, 120, "it to go on to the end")
         process.terminate()
         assert process.wait(60) == 0
-    # The first nine are copies, in one partition of the source.
+    # The first five are copies, in one partition of the source.
     others = doubled(5_000)
-    wanted = {key: [n for n in numbers if n >= 18] for key, numbers in others.items()}
-    come = place.come(9 + 2 * 4_991)
-    assert {key: [n for n in numbers if n >= 18] for key, numbers in come.items()} == wanted
-    assert sum(map(len, come.values())) == 9 + 2 * 4_991
+    wanted = {key: [n for n in numbers if n >= 10] for key, numbers in others.items()}
+    come = place.come(5 + 2 * 4_995)
+    assert {key: [n for n in numbers if n >= 10] for key, numbers in come.items()} == wanted
+    assert sum(map(len, come.values())) == 5 + 2 * 4_995
 
 
 def test_the_guide(place):

@@ -56,8 +56,13 @@ def numbers_by_key(messages: Sequence[Message], field: str) -> tuple[dict[str, l
     return dict(seen), len(messages) - len(ids)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
-    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value."""
+def wait_until(
+    condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition", longest: float = 0.05
+) -> Any:
+    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value.
+
+    longest   the pause between two looks, in the end: more where a look starts a process.
+    """
     seconds *= patience()
     deadline = time.monotonic() + seconds
     # At once at first. What takes long may take 50 ms more: each look costs processor time, here and in Postgres.
@@ -69,7 +74,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {seconds:g} s")
         time.sleep(pause)
-        pause = min(0.05, 1.5 * pause)
+        pause = min(longest, 1.5 * pause)
 
 
 _connections: dict[str, psycopg.Connection[Any]] = {}
