@@ -266,9 +266,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def of_group() -> OfGroup:
+def of_group() -> Iterator[OfGroup]:
     """What brokers are kept in that the tests of a group share."""
-    return OF_GROUP
+    yield OF_GROUP
+    # Behind a run that was broken off.
+    OF_GROUP.close()
 
 
 @contextmanager
