@@ -9,7 +9,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,24 @@ from nursery import NURSERY, Nursery
 from outbox.sandbox import _broker, _dirs
 
 if TYPE_CHECKING:
-    from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory
+    from kafka_proxy import KafkaProxy
+
+    from outbox.sandbox.kafka import KafkaCluster
+    from outbox.testing.fixtures import DatabaseServer, KafkaServer, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
+# Files that share a broker; see group.
+BROKERS = {
+    "mortal": {
+        f"acceptance/test_{name}.py"
+        for name in ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
+    },
+    "unverified": {
+        "acceptance/runbooks/test_kafka.py",
+        "integration/relay/kafka/test_open_transactions.py",
+        "integration/relay/operations/test_reconcile.py",
+    },
+}
 KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
 
 # To rewrite the assertions of all tests takes two thirds of their collection, and each worker process collects them:
@@ -86,6 +102,7 @@ _broker._NODE_SETTINGS = (
     "authorizer.class.name",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
+    "group.min.session.timeout.ms",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms",
     "transaction.partition.verification.enable",
 )
@@ -156,6 +173,7 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
+    mortal, unverified   what shares a Kafka that tests may kill, or one that verifies no transactions.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
     process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
@@ -167,6 +185,9 @@ def group(nodeid: str) -> str:
         return "spark, to i" if path.name < "test_j" else "spark, from j"
     if path.name.startswith("test_secured_"):
         return "secured"
+    for broker, files in BROKERS.items():
+        if path.as_posix().removeprefix("tests/") in files:
+            return broker
     if path.name == "test_wheel.py" or path.parent in KIT:
         return "kit"
     return str(path)
@@ -210,6 +231,89 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
     settings = {"broker.heartbeat.interval.ms": "2000", "broker.session.timeout.ms": "18000"}
     with KafkaCluster(settings=settings) as cluster:
         yield cluster
+
+
+class OfGroup(ExitStack):
+    """What the tests of a group share. It ends behind them: idle, a broker takes more processor time than a start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Callable[[], AbstractContextManager[Any]], Any] = {}
+
+    def once(self, make: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """Return what ``make`` makes; it is called once."""
+        if make not in self._made:
+            self._made[make] = self.enter_context(make())
+        return self._made[make]
+
+    def close(self) -> None:
+        """End all of it."""
+        self._made.clear()
+        super().close()
+
+
+OF_GROUP = OfGroup()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """End what a group has shared behind its last test."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
+            OF_GROUP.close()
+
+
+@pytest.fixture(scope="session")
+def of_group() -> Iterator[OfGroup]:
+    """What brokers are kept in that the tests of a group share."""
+    yield OF_GROUP
+    # Behind a run that was broken off.
+    OF_GROUP.close()
+
+
+@contextmanager
+def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
+    from kafka_proxy import KafkaProxy
+
+    from outbox.sandbox.kafka import KafkaCluster
+
+    settings = {
+        # How often the coordinator looks for transactions that are too old: every ten seconds by default.
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "200",
+        # Sessions of consumers may be this short: 6 seconds by default.
+        "group.min.session.timeout.ms": "1000",
+        # Access rights, where a test makes rules.
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+    }
+    with (
+        KafkaProxy("127.0.0.1", None) as proxy,
+        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
+    ):
+        proxy.lead_to(cluster.proxied_port)
+        yield cluster, proxy
+
+
+@pytest.fixture
+def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
+    """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
+    cluster, proxy = of_group.once(_mortal)
+    yield cluster, proxy
+    cluster.start()
+    proxy.start()
+
+
+@pytest.fixture
+def mortal_kafka(mortal_network: tuple[KafkaCluster, KafkaProxy]) -> Iterator[tuple[KafkaCluster, Topics]]:
+    """The same broker past the proxy, and topics on it."""
+    from outbox.testing.fixtures import Topics
+
+    cluster, _ = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics:
+        yield cluster, topics
+        cluster.start()
 
 
 @pytest.fixture

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from typing import Any
 
-import nursery
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -23,6 +21,7 @@ from support import (
     wait_until,
     write,
 )
+from wal_support import run_outbox
 
 from outbox import Event
 from relay.failpoints import VARIABLE
@@ -67,18 +66,6 @@ def back_soon(exactly_once):
 
 def failing(points: str) -> dict[str, str]:
     return {VARIABLE: points}
-
-
-def takes_over_in_vain(outbox_relay, url: str, **options: Any) -> Any:
-    """Run a relay until it has tried 12 times to take over its four lanes, one or more at a time, and is killed then.
-
-    Return it when all four have been stopped by it.
-    """
-    relay = outbox_relay(env=failing("takeover.settled=kill@12"), **options)
-    assert relay.wait(60) == -signal.SIGKILL
-    await_stops(relay, 4)
-    end_leases(url)
-    return relay
 
 
 def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
@@ -159,16 +146,18 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     admin.delete_topics([state])[state].result()
     left = backlog(url)
-    takes_over_in_vain(outbox_relay, url, **exactly_once)
+    # It tries again and again to take over its four lanes, one or more at a time.
+    relay = outbox_relay(env=failing("takeover.settled=kill@12"), **exactly_once)
+    assert relay.wait(60) == -signal.SIGKILL
+    await_stops(relay, 4)
+    end_leases(url)
     # Not before: what a killed relay had committed can stand behind a transaction that another lane left open.
     before = len(outbox_kafka.consume(topic))
-    takes_over_in_vain(outbox_relay, url, **exactly_once)
-    assert backlog(url) == left
-    assert len(outbox_kafka.consume(topic)) == before
     relay = outbox_relay(**exactly_once)
-    relay.wait_for_log("lane stopped")
     relay.wait_for_log("outbox relay reconcile")
     await_stops(relay, 4)
+    assert backlog(url) == left
+    assert len(outbox_kafka.consume(topic)) == before
     # A person looks, then repairs; the relay is running all the while.
     status, states = reconcile(url, outbox_kafka, exactly_once)
     assert status == 1
@@ -187,12 +176,8 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
 
 def reconcile(url: str, kafka, settings, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run `outbox relay reconcile`; give its exit status and what it said."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")} | {
-        "OUTBOX_DATABASE_URL": url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
-        "OUTBOX_NAME": settings["name"],
-    }
-    done = nursery.run(["-m", "relay.cli", "relay", "reconcile", "--json", *arguments], environment)
+    given = {"name": settings["name"], "kafka__bootstrap_servers": kafka.bootstrap_servers}
+    done = run_outbox(url, given, "relay", "reconcile", "--json", *arguments)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -223,11 +208,9 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         other = private_postgres.database(private_postgres({"fsync": "off"}))
         write(other.url, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
         elsewhere = settings | {"database_url": other.url, "log_format": "json"}
-        again_and_again = takes_over_in_vain(outbox_relay, other.url, **elsewhere)
         second = outbox_relay(**elsewhere)
         await_stops(second, 4)
-        for relay in (again_and_again, second):
-            assert "give each its own OUTBOX_NAME" in relay.log()
+        assert "give each its own OUTBOX_NAME" in second.log()
         load.more(100)
         load.drain()
         assert (first.running, second.running) == (True, True)

@@ -10,11 +10,11 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 
 import psycopg
 import pytest
 from support import (
+    MUTANT,
     Load,
     Unsound,
     backlog,
@@ -32,8 +32,6 @@ from support import (
 from outbox import Event, Outbox
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
-
-MUTANT = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from kafka_proxy import (
     Action,
     KafkaProxy,
     after_request,
-    before_request,
     delay_request,
     delay_response,
     drop_request,
@@ -29,6 +28,7 @@ from kafka_proxy import (
     instead_of_response,
 )
 from support import (
+    IMPATIENT,
     Crashes,
     Load,
     backlog,
@@ -45,25 +45,11 @@ from support import (
 
 from outbox import Event
 from outbox.sandbox._process import patience
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Unavailable
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
 from relay.kafka.state_topic import StateTopic
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    """A broker that clients reach through a proxy only."""
-    settings = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
-    with (
-        KafkaProxy("127.0.0.1", None) as proxy,
-        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
-    ):
-        proxy.lead_to(cluster.proxied_port)
-        yield cluster, proxy
-
 
 QUICK = {
     "relay__lease_seconds": 8.0,
@@ -96,9 +82,9 @@ class Place:
 
 
 @pytest.fixture
-def place(request, outbox_postgres, network) -> Iterator[Place]:
+def place(request, outbox_postgres, mortal_network) -> Iterator[Place]:
     """With a topic of two partitions, or so many as a test says."""
-    cluster, proxy = network
+    cluster, proxy = mortal_network
     with Topics(cluster.bootstrap_servers) as topics:
         made = Place(outbox_postgres.url, proxy, topics)
         topics.create_topic(made.topic, getattr(request, "param", 2))
@@ -134,12 +120,12 @@ def test_requests_that_are_lost_late_or_doubled(place, outbox_relay, delivery, r
     ends(relay)
 
 
-def test_the_broker_is_killed_while_a_commit_is_under_way(place, network, outbox_relay):
-    """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
-    url, (cluster, proxy) = place.url, network
+def test_the_broker_is_killed_while_a_commit_is_under_way(place, mortal_network, outbox_relay):
+    """EndTxn is on its way; has been answered. The relay can't know which, and the markers tell."""
+    url, (cluster, proxy) = place.url, mortal_network
     settings = place.settings | {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
     settings |= {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
-    moments = [before_request, after_request, instead_of_response]
+    moments = [after_request, instead_of_response]
     before = len(proxy.fired)
     with Load(url, place.kind) as load:
         relay = outbox_relay(**settings)
@@ -236,7 +222,7 @@ def test_an_outage_longer_than_lease_delivery_and_transaction(place, outbox_rela
 def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_relay):
     """Exactly-once, over a way to the broker on which the whole batch takes twice the time there is for it."""
     url, proxy = place.url, place.proxy
-    count, batch, of_a_request, request_seconds, deadline = 320, 40, 5, 0.1, 1.6
+    count, batch, of_a_request, request_seconds, deadline = 160, 20, 5, 0.1, 0.8
     settings = place.settings | {"delivery": "exactly-once", "relay__batch_size": batch}
     settings |= {"relay__max_backoff_seconds": 0.5, "kafka__batch_num_messages": of_a_request}
     settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)
@@ -270,7 +256,7 @@ def test_a_state_topic_that_can_not_be_read_is_waited_for(place, outbox_relay):
     left, there = backlog(url), len(place.messages())
     # No answer to a Fetch: the only client that fetches is the relay's reader of the state topic.
     proxy.on(FETCH, drop_response, times=1_000_000)
-    relay = outbox_relay(**settings)
+    relay = outbox_relay(program=IMPATIENT, **settings)
     relay.wait_for_log("could not be read to the end", 60)
     assert (backlog(url), len(place.messages())) == (left, there)
     assert "lane stopped" not in relay.log()

@@ -123,13 +123,15 @@ def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
 
 def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, outbox_relay, wal):
     """From the table to the WAL and back: the relays of the other source obey from their first turn on."""
-    place = Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
+    place = Place(WAYS[1], outbox_postgres, outbox_kafka, wal)
     url = place.url
+    # Relays see a switch when a third of the lease is over. Who is slower than this one repeats nothing, exactly-once.
+    settings = place.settings | {"relay__lease_seconds": 5}
     set_up(url, wal)
     with place.load() as load:
         published = place.published(load)
-        outbox_relay(relay__instance="polls", **place.settings)
-        outbox_relay(relay__instance="reads", **place.settings | {"source": "wal"})
+        outbox_relay(relay__instance="polls", **settings)
+        outbox_relay(relay__instance="reads", **settings | {"source": "wal"})
         wait_until(lambda: published.of(LANE) > 20, what="some load")
         pause(url, LANE)
         before = published.of(LANE)
@@ -222,15 +224,14 @@ def test_at_most_once_loses_nothing_to_a_pause(polled, outbox_relay):
         relay = outbox_relay(**settings)
         published = polled.published(load)
         wait_until(lambda: published.of(topic) > 20, what="some load")
-        for scope in (topic, LANE, ALL):
+        for scope in (topic, LANE):
             pause(url, scope)
             before, besides = published.of(scope), published.besides(scope)
             # A relay that has never sent anything does not know yet which types lead to the topic.
             ends(relay)
             relay = outbox_relay(**settings)
             load.more(100)
-            if scope != ALL:
-                wait_until(lambda scope=scope, n=besides: published.besides(scope) > n, what="the others to go on")
+            wait_until(lambda scope=scope, n=besides: published.besides(scope) > n, what="the others to go on")
             assert published.of(scope) == before
             resume(url, scope)
             wait_until(lambda scope=scope, before=before: published.of(scope) > before, what="it to go on")

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from confluent_kafka.cimpl import TopicPartition
 from docs_support import blocks
 from support import wait_until
-from transform_support import Place, copied, doubled, place, running
+from transform_support import Place, copied, doubled, running
 
 from outbox.transform import (
     InputLost,
@@ -24,7 +25,12 @@ from outbox.transform import (
 )
 from relay.kafka.offsets import Offsets, Partition
 
-__all__ = ["place"]
+
+@pytest.fixture
+def place(request, mortal_kafka) -> Iterator[Place]:
+    """On a broker that lets sessions be short. Of four partitions, or so many as a test says."""
+    with closing(Place(mortal_kafka[1], getattr(request, "param", 4))) as made:
+        yield made
 
 
 def test_killed_twice_beside_another_member(place):
@@ -73,11 +79,11 @@ def test_a_member_that_is_expelled_in_a_transaction_is_refused(place):
         assert go_on.wait(120)
         yield from copied(place)(message)
 
-    options = {**place.options, "session.timeout.ms": 6_000, "max.poll.interval.ms": 6_000}
+    options = {**place.options, "session.timeout.ms": 2_000, "max.poll.interval.ms": 2_000}
     first = Transformer(slow, topics=[place.source], group=place.group, kafka=options)
     with running(first) as stop_first:
         assert began.wait(60)
-        # It does not poll, so it leaves the group after six seconds.
+        # It does not poll, so it leaves the group after two seconds.
         second = place.member(copied(place))
         with running(second):
             wait_until(lambda: place.position() == 100, 90, "another member to take over")
@@ -142,10 +148,10 @@ def test_an_added_partition_is_read_from_its_beginning(place, read):
     assert came == {f"k{n}": [n] for n in (range(10, 40) if read else range(20, 40))}
 
 
-def test_slow_transforms_and_brokers_that_go_away(mortal_kafka, caplog):
-    cluster, topics = mortal_kafka
-    place = Place(topics, 2)
-    place.feed(range(8), partition=0)
+@pytest.mark.parametrize("place", [2], indirect=True)
+def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
+    cluster, _ = mortal_kafka
+    place.feed(range(4), partition=0)
     # Whoever asks for positions has all its threads when it has asked once.
     assert place.position() == 0
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -157,22 +163,22 @@ def test_slow_transforms_and_brokers_that_go_away(mortal_kafka, caplog):
         yield from copied(place)(message)
 
     # The coordinator has aborted the transaction: the same messages again would be as slow.
-    member = place.member(transform, batch=8, batch_seconds=10.0, transaction_seconds=1.2)
+    member = place.member(transform, batch=4, batch_seconds=10.0, transaction_seconds=1.2)
     with running(member):
-        wait_until(lambda: member.committed == 8, 120, "the end")
-    assert "now 4 at a time" in caplog.text
+        wait_until(lambda: member.committed == 4, 120, "the end")
+    assert "now 2 at a time" in caplog.text
     # The clients of the sessions that were given up are gone, with their records.
     wait_until(lambda: len(list(Path("/proc/self/task").iterdir())) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
-    place.feed(range(8, 9), partition=0)
+    place.feed(range(4, 5), partition=0)
     seconds = 3.0
     alone = place.member(transform, transaction_seconds=1.2)
     with running(alone):
         wait_until(lambda: alone.committed == 1, 60, "the slow one")
-    assert place.come(9) == {f"k{n}": [n] for n in range(9)}
+    assert place.come(5) == {f"k{n}": [n] for n in range(5)}
 
     # In a process of its own: where a request never returns, its thread and its producer stay until the process ends.
-    place.feed(range(9, 5_000))
+    place.feed(range(5, 5_000))
     with place.process(batch=50) as process:
         wait_until(lambda: place.position() > 500, 60, "its first transactions")
         cluster.kill()
@@ -180,18 +186,19 @@ def test_slow_transforms_and_brokers_that_go_away(mortal_kafka, caplog):
         wait_until(lambda: place.position() == 5_000, 120, "it to go on to the end")
         process.terminate()
         assert process.wait(60) == 0
-    # The first nine are copies, in one partition of the source.
+    # The first five are copies, in one partition of the source.
     others = doubled(5_000)
-    wanted = {key: [n for n in numbers if n >= 18] for key, numbers in others.items()}
-    come = place.come(9 + 2 * 4_991)
-    assert {key: [n for n in numbers if n >= 18] for key, numbers in come.items()} == wanted
-    assert sum(map(len, come.values())) == 9 + 2 * 4_991
+    wanted = {key: [n for n in numbers if n >= 10] for key, numbers in others.items()}
+    come = place.come(5 + 2 * 4_995)
+    assert {key: [n for n in numbers if n >= 10] for key, numbers in come.items()} == wanted
+    assert sum(map(len, come.values())) == 5 + 2 * 4_995
 
 
-def test_the_guide(place, outbox_kafka):
+def test_the_guide(place):
     """docs/guides/kafka-to-kafka.md, as it is but for the topics' names."""
     first, second = [block for block in blocks("python") if block.page == "docs/guides/kafka-to-kafka.md"]
-    names = {name: outbox_kafka.create_topic(outbox_kafka.name(name)) for name in ("order-totals", "dead-letters")}
+    kafka = place.kafka
+    names = {name: kafka.create_topic(kafka.name(name)) for name in ("order-totals", "dead-letters")}
     text = first.text.replace("order-events", place.source).replace("order-totals", names["order-totals"])
     text = text.replace("totals-dead-letters", names["dead-letters"]).replace(
         'group="totals"', f"group={place.group!r}"
@@ -206,8 +213,8 @@ def test_the_guide(place, outbox_kafka):
     thread = threading.Thread(target=exec, args=(compile(text, first.page, "exec", dont_inherit=True), namespace))
     thread.start()
     try:
-        [total] = outbox_kafka.consume(names["order-totals"], 1, timeout=60)
-        [letter] = outbox_kafka.consume(names["dead-letters"], 1, timeout=60)
+        [total] = kafka.consume(names["order-totals"], 1, timeout=60)
+        [letter] = kafka.consume(names["dead-letters"], 1, timeout=60)
     finally:
         stop.set()
         thread.join(60)

@@ -11,7 +11,7 @@ from acceptance.test_failures import (
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
 from failing_relays import QUICK, add, dead, event, headers, names, routes
-from support import Crashes, Load, await_stops, check, drained, look_up, wait_until
+from support import IMPATIENT, Crashes, Load, await_stops, check, drained, look_up, wait_until
 from wal_support import done, streaming, to_wal, used_up
 
 from outbox._app import migrate as db
@@ -183,7 +183,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         crashes.note()
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
-        relay = outbox_relay(**settings)
+        relay = outbox_relay(program=IMPATIENT, **settings)
         await_stops(relay, 1)
         relay.wait_for_log("the stream is read without lanes that can't be taken over", 60)
         load.more(200)
@@ -204,13 +204,13 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
 # --- servers are away, or killed -------------------------------------------------------------------------------------
 
 
-def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
-    """The walsender alone; the broker, for longer than Postgres waits for a silent stream; Postgres with asynchronous
-    writers.
+def test_servers_are_away(private_postgres, mortal_network, mortal_kafka, outbox_relay, wal):
+    """The walsender is killed; the broker is away for longer than Postgres waits for a silent stream; Postgres with
+    asynchronous writers is killed.
     """
     server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s", "wal_sender_timeout": "5s"})
     url = private_postgres.database(server).url
-    cluster, topics = mortal_kafka
+    (_, proxy), (_, topics) = mortal_network, mortal_kafka
     kind = topics.name("Order")
     topic = topics.create_topic(f"{kind.lower()}-events", 3)
     settings = wal | {
@@ -229,13 +229,13 @@ def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
         "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database()"
     )
     with Load(url, kind) as load:
-        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+        relay = outbox_relay(database_url=url, bootstrap_servers=proxy.address, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         load.more(80)
         look_up(url, "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL")
         load.more(80)
         wait_until(lambda: streaming(url) and look_up(url, heard), 30, "the lanes to stream again")
-        cluster.kill_broker(0)
+        proxy.stop()
         # Four batches of each lane are held.
         load.more(200)
         relay.wait_for_log("waiting for a server")
@@ -243,7 +243,7 @@ def test_servers_are_killed(private_postgres, mortal_kafka, outbox_relay, wal):
         wait_until(lambda: look_up(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
         assert look_up(url, heard)[0][0] == reader
         assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
-        cluster.start_broker(0)
+        proxy.start()
         relay.wait_for_log("publishing again", 60)
         load.more(80)
         server.kill()

@@ -9,16 +9,10 @@ import sys
 
 import psutil
 import psycopg
-from support import drained, wait_until, write
+from support import drained, owners, wait_until, write
 
 from outbox import Event
 from outbox.sandbox._process import patience
-
-
-def _owners(url: str) -> list[str]:
-    with psycopg.connect(url) as connection:
-        rows = connection.execute("SELECT DISTINCT owner FROM outbox.lanes WHERE owner IS NOT NULL ORDER BY 1")
-        return [row[0] for row in rows]
 
 
 def _start(database, kafka, *more: str) -> subprocess.Popen[bytes]:
@@ -37,7 +31,9 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka)
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
     workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
     try:
-        wait_until(lambda: _owners(outbox_postgres.url) == ["shop-0", "shop-1"], what="both workers to hold lanes")
+        wait_until(
+            lambda: owners(outbox_postgres.url).keys() == {"shop-0", "shop-1"}, what="both workers to hold lanes"
+        )
         write(outbox_postgres.url, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
         drained(outbox_postgres.url)
         workers.send_signal(signal.SIGTERM)
@@ -46,7 +42,7 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka)
         workers.kill()
         workers.wait()
     assert len(outbox_kafka.consume(topic, 500)) == 500
-    assert _owners(outbox_postgres.url) == []
+    assert owners(outbox_postgres.url) == {}
 
 
 def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_kafka):
@@ -55,7 +51,7 @@ def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
     workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
     try:
-        wait_until(lambda: len(_owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
+        wait_until(lambda: len(owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
         write(outbox_postgres.url, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
         children = psutil.Process(workers.pid).children()
     finally:
@@ -64,7 +60,7 @@ def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_
     _, alive = psutil.wait_procs(children, timeout=60 * patience())
     assert alive == []
     # In order: what is in flight is settled, and the lanes are let go of.
-    assert _owners(outbox_postgres.url) == []
+    assert owners(outbox_postgres.url) == {}
     there = len(outbox_kafka.consume(topic))
     with psycopg.connect(outbox_postgres.url) as connection:
         left = connection.execute("SELECT count(*) FROM outbox.events").fetchone()
@@ -74,7 +70,7 @@ def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_
 def test_a_worker_that_dies_ends_them_all_with_its_status(outbox_postgres, outbox_kafka):
     workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
     try:
-        wait_until(lambda: len(_owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
+        wait_until(lambda: len(owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
         with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
             children = [child.pid for child in psutil.Process(workers.pid).children()]
             assert len(children) == 2

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from nursery import NURSERY
+
 _ROOT: Final = Path(__file__).parents[2]
 _KEPT: Final = ("PATH", "JAVA_HOME", "JDK_JAVA_OPTIONS", "OUTBOX_PATIENCE", "OUTBOX_PG_BIN", "OUTBOX_CACHE")
 
@@ -41,16 +43,8 @@ class Container:
         return kept | self.environment | home
 
     def run(self) -> str:
-        """Run it; it ends by itself. Returns what it prints."""
-        done = subprocess.run(
-            self._words,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            cwd=self.folder,
-            check=False,
-        )
+        """Run a command of Python that ends by itself; forked, as imports take longest. Returns what it prints."""
+        done = NURSERY.run(self._words[1:], self._environment, cwd=self.folder)
         assert done.returncode == 0, (self.name, done.stdout, done.stderr)
         return done.stdout
 

@@ -9,13 +9,16 @@
 | for a coordinator to abort what has outlasted its time-out        | 15      | 1    |
 | until a wait is an error                                          | 60      | 3    |
 | for the count of the waiting events                               | 10      | 1    |
+| for the state topic to be read to its end                         | 10      | 3    |
+| until lanes that can't be taken over delay the others no longer   | 10      | 2    |
 """
 
 from __future__ import annotations
 
 from relay import insights, reports, wiring
 from relay.cli import main
-from relay.kafka import open_transactions
+from relay.core import loop
+from relay.kafka import open_transactions, state_topic
 from relay.kafka.state_topic import StateTopic
 
 if __name__ == "__main__":
@@ -30,6 +33,8 @@ if __name__ == "__main__":
         (open_transactions, "_GRACE_SECONDS", 1.0),
         (reports, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),
+        (state_topic, "_READ_SECONDS", 3.0),
+        (loop, "_ABSENT_SECONDS", 2.0),
     ):
         assert hasattr(module, name)
         setattr(module, name, seconds)

@@ -62,11 +62,6 @@ def edit_response(edit: Callable[[bytes], bytes]) -> Action:
     return Action("edit_response", edit=edit)
 
 
-def before_request(hook: Callable[[], object]) -> Action:
-    """Call ``hook`` before the broker gets the request, by which time there may be no broker any more."""
-    return Action("before_request", hook=hook)
-
-
 def after_request(hook: Callable[[], object]) -> Action:
     """Call ``hook`` as soon as the request is on its way to the broker, and before the client gets an answer."""
     return Action("after_request", hook=hook)
@@ -220,8 +215,6 @@ class KafkaProxy(TcpProxy):
             if name == "delay_request":
                 self._close_client(connection)
                 self._hold(connection, fired)
-            elif name == "before_request" and hook is not None:
-                hook()
             self._to_target(connection, frame)
             if name == "after_request" and hook is not None:
                 hook()
@@ -249,7 +242,7 @@ class KafkaProxy(TcpProxy):
         elif fired.action.edit is not None:
             edited = fired.action.edit(fired.response)
             self._to_client(connection, struct.pack(">i", len(edited)) + edited)
-        elif fired.action.name in {"before_request", "after_request"}:
+        elif fired.action.name == "after_request":
             self._to_client(connection, frame)
         elif fired.action != duplicate_request:
             if fired.action.hook is not None:

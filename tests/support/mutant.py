@@ -16,7 +16,7 @@ from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
 from relay.core.ports import Batches, Claim, Confirm, Failed, Fetched, Receipt, Sent, UnsettledBatch
 from relay.kafka.transactional import TransactionalPublisher
-from relay.polling import low_water_mark, reader
+from relay.polling import low_water_mark, reader, row_marks
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.settle import settlement, statements
@@ -123,8 +123,9 @@ def freed_keys_overtake() -> None:
 
 
 def quick_marks() -> None:
-    """No mutation: low-water marks rise at once, and not only after seconds."""
+    """No mutation: low-water marks rise at once, and stand in the lanes' rows soon, not only after seconds."""
     low_water_mark._LOOK_SECONDS = low_water_mark._SETTLE_SECONDS = reader._LOOK_SECONDS = 0.0  # type: ignore[misc]
+    row_marks._SECONDS = 0.5  # type: ignore[misc]
 
 
 MUTATIONS: dict[str, Callable[[], None]] = {

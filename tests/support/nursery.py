@@ -99,12 +99,12 @@ class Nursery:
             return born
 
     def run(
-        self, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 480.0
+        self, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 480.0, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run ``python argv`` to its end, as ``subprocess.run`` does. Raises TimeoutExpired."""
         with tempfile.TemporaryDirectory(prefix="outbox-command-") as folder:
             out, err = Path(folder, "out"), Path(folder, "err")
-            child = self.fork(argv, environment, Path.cwd(), out, err)
+            child = self.fork(argv, environment, cwd or Path.cwd(), out, err)
             if not child.wait(timeout):
                 child.signal(signal.SIGKILL)
                 child.wait(30)

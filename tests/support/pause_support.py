@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from typing import Any, Self
@@ -12,7 +11,6 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message
 from confluent_kafka.cimpl import TopicPartition
 from support import Load, wait_until
 
-from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay.core.pauses import ALL, Scope, ScopeKind, scopes_of
 from relay.insights import read_pauses
@@ -30,23 +28,6 @@ class TwoKinds(Load):
     def __init__(self, url: str, kinds: tuple[str, str], **options: Any) -> None:
         super().__init__(url, kinds[0], **options)
         self._kinds = kinds
-
-    def _transaction(
-        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
-    ) -> None:
-        with connection.transaction():
-            for key in chance.sample(keys, chance.randint(1, 4)):
-                row = connection.execute(
-                    "INSERT INTO business VALUES (%s, 1) "
-                    "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
-                    (key,),
-                ).fetchone()
-                assert row is not None
-                outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
-            if chance.random() < 0.1:
-                self._stop.wait(0.03)
-            if chance.random() < 0.1:
-                raise psycopg.Rollback
 
     def kind(self, key: str) -> str:
         """Return the aggregate type of a key."""

@@ -188,11 +188,14 @@ class Hanging(Outbox):
         return {tuple(found.partition) for found in offsets.await_decided(high, 0.0)}
 
 
-@pytest.fixture(scope="module")
-def unverified():
+def _unverified() -> KafkaCluster:
+    return KafkaCluster(settings=UNVERIFIED)
+
+
+@pytest.fixture
+def unverified(of_group) -> KafkaCluster:
     """A broker that lets a producer write in a transaction which its coordinator knows nothing of."""
-    with KafkaCluster(brokers=1, settings=UNVERIFIED) as cluster:
-        yield cluster
+    return of_group.once(_unverified)
 
 
 @pytest.fixture

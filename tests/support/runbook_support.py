@@ -81,7 +81,7 @@ def alarmed(address: str, *alerts: str, before: Samples | None = None, later: fl
         return last == wanted
 
     try:
-        wait_until(fires, what="alerts")
+        wait_until(fires, what="alerts", longest=0.3)
     except AssertionError as error:
         raise AssertionError(f"{sorted(last)} fire, and not {sorted(wanted)}") from error
 

@@ -33,6 +33,9 @@ from relay.wal.lane_hash import lane_of
 IMPATIENT: Final = (str(Path(__file__).with_name("impatient.py")),)
 """The ``program`` of a relay with less patience."""
 
+MUTANT: Final = str(Path(__file__).with_name("mutant.py"))
+"""The program of relays that lack something, which follows; see there."""
+
 
 @pytest.fixture
 def order(outbox_kafka):
@@ -53,8 +56,13 @@ def numbers_by_key(messages: Sequence[Message], field: str) -> tuple[dict[str, l
     return dict(seen), len(messages) - len(ids)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
-    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value."""
+def wait_until(
+    condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition", longest: float = 0.05
+) -> Any:
+    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value.
+
+    longest   the pause between two looks, in the end: more where a look starts a process.
+    """
     seconds *= patience()
     deadline = time.monotonic() + seconds
     # At once at first. What takes long may take 50 ms more: each look costs processor time, here and in Postgres.
@@ -66,7 +74,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {seconds:g} s")
         time.sleep(pause)
-        pause = min(0.05, 1.5 * pause)
+        pause = min(longest, 1.5 * pause)
 
 
 _connections: dict[str, psycopg.Connection[Any]] = {}
@@ -248,6 +256,10 @@ class Load:
         wait_until(lambda: self.committed() >= goal, seconds, f"{count} more events")
         self._wanted.clear()
 
+    def kind(self, _key: str) -> str:
+        """Return the aggregate type of a key."""
+        return self._type
+
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""
         self.stop()
@@ -294,7 +306,7 @@ class Load:
                     "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
                     (key,),
                 ).fetchone()
-                outbox.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
+                outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
             if chance.random() < 0.1:
                 # A transaction that commits late, after others with higher ids.
                 self._stop.wait(0.03)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from psycopg import sql
 from runbook_support import TYPED, Orders, change
 from runbooks import Operator
+from support import IMPATIENT
 from typer.testing import CliRunner
 
 from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess, token
 from relay.cli.app import app
 
-IMPATIENT = (str(Path(__file__).parents[2] / "support" / "impatient.py"),)
 LEASE = 1.0
 
 

@@ -21,6 +21,7 @@ from support import end_leases, ends, logged, look_up, wait_until
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
+from relay.operations.doctor import kafka
 from spark_jobs.metrics import ConsumerMetrics
 
 __all__ = ["hanging", "unverified"]
@@ -73,8 +74,9 @@ def test_kafka_is_away(operator, outbox_postgres, unverified, address, settings)
 
 
 @of("A server refuses the connection")
-def test_a_broker_that_can_not_be_found(operator, orders, address, settings):
+def test_a_broker_that_can_not_be_found(operator, orders, address, settings, monkeypatch):
     """Certificates, passwords and rights: test_secured_servers.py."""
+    monkeypatch.setattr(kafka, "_SECONDS", 2.0)
     right = settings["kafka__bootstrap_servers"]
     orders.add(5)
     settings["kafka__bootstrap_servers"] = "broker.invalid:9092"
@@ -151,7 +153,8 @@ def test_kafka_does_not_acknowledge_what_is_deleted(operator, outbox_postgres, u
 
 
 @of("A transaction is undecided")
-def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, settings):
+def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, settings, monkeypatch):
+    monkeypatch.setattr(kafka, "_UNMOVED_SECONDS", 1.0)
     url = orders.url
     relay = operator.start(
         delivery="exactly-once",

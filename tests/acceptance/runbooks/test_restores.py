@@ -23,13 +23,14 @@ from restored import KEPT, Backup, snapshot
 from runbook_support import TYPED, change, every_step_was_taken, of
 from runbooks import Operator
 from standby import ask
-from support import await_stops, drained, ends, look_up, wait_until
+from support import MUTANT, await_stops, drained, ends, look_up, wait_until
 from wal_support import streaming, to_wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox.inbox import Consumer, KafkaMessage
 from outbox.inbox.errors import TopicReplaced
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from relay.tasks.archive import Retention
@@ -133,10 +134,15 @@ def row_ids(url: str) -> set[int]:
         return {id_ for (id_,) in connection.execute("SELECT id FROM outbox.events")}
 
 
-@pytest.mark.parametrize("archive", [0, 7])
+# Each pair of these, not each three.
 @pytest.mark.parametrize(
-    ("delivery", "source"),
-    [("at-least-once", "polling"), ("at-least-once", "wal"), ("exactly-once", "polling"), ("exactly-once", "wal")],
+    ("delivery", "source", "archive"),
+    [
+        ("at-least-once", "polling", 0),
+        ("at-least-once", "wal", 7),
+        ("exactly-once", "polling", 7),
+        ("exactly-once", "wal", 0),
+    ],
 )
 @of("Postgres was restored to an earlier point")
 def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery, source, archive):
@@ -211,7 +217,8 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
     settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 60}
     primary, url = outbox_of(private_postgres, shop, settings)
     with TcpProxy("127.0.0.1", primary.port) as proxy:
-        relay = follow(f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox").start()
+        quick = {"program": (MUTANT, "quick_marks")} if marked else {}
+        relay = follow(f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox").start(**quick)
         settled = shop.write(url, 5)
         drained(url)
         proxy.stop()
@@ -329,6 +336,13 @@ def test_a_sink_is_restored(follow, private_postgres, outbox_kafka):
                 assert log.run("SELECT sum(duplicates) FROM consumer.offsets") == [(0,)]
 
 
+@pytest.fixture(scope="module")
+def new_kafka() -> Iterator[KafkaCluster]:
+    """The cluster that is there instead of the lost one. It has nothing of the test's outbox."""
+    with KafkaCluster() as cluster:
+        yield cluster
+
+
 def delete(kafka: Topics, topic: str) -> None:
     """Delete a topic, and wait until it is gone."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
@@ -341,16 +355,14 @@ def delete(kafka: Topics, topic: str) -> None:
     [("cluster", "at-least-once"), ("cluster", "exactly-once"), ("topic", "at-least-once"), ("topic", "exactly-once")],
 )
 @of("Kafka was lost, or a topic")
-def test_kafka_is_lost(follow, request, outbox_kafka, outbox_postgres, settings, what, delivery):
+def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, settings, what, delivery):
     """With an archive. The new cluster, or topic, is empty, and a group had applied only a part."""
     settings |= {"delivery": delivery, "relay__archive_days": 7, "relay__lease_seconds": 10}
     url = outbox_postgres.url
     first = second = outbox_kafka
     if what == "cluster":
-        private = request.getfixturevalue("private_kafka")
-        first, second = (private.topics(private()) for _ in range(2))
+        second = Topics(new_kafka.bootstrap_servers)
         second.token = first.token
-    settings["kafka__bootstrap_servers"] = first.bootstrap_servers
     shop = Shop(first)
     shop.prepare(url)
     change(url, "CREATE TABLE applied (event_id text)")
