@@ -156,6 +156,7 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
+    planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
     process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
@@ -165,8 +166,9 @@ def group(nodeid: str) -> str:
         return nodeid
     if path.parent == Path("tests/spark"):
         return "spark, to i" if path.name < "test_j" else "spark, from j"
-    if path.name.startswith("test_secured_"):
-        return "secured"
+    for shared in ("secured", "planted"):
+        if path.name.startswith(f"test_{shared}_"):
+            return shared
     if path.name == "test_wheel.py" or path.parent in KIT:
         return "kit"
     return str(path)
