@@ -23,8 +23,8 @@ from outbox.sandbox.postgres import PostgresServer
 from outbox.testing import plugin
 from outbox.testing.fixtures import Database, DatabaseServer, PrivatePostgres, RelayFactory, Topics
 
-# Not the one of conftest.py: what the test kit has for others is what is tried here.
-outbox_relay = plugin.outbox_relay
+# Not those of conftest.py: what the test kit has for others is what is tried here.
+outbox_postgres, outbox_relay = plugin.outbox_postgres, plugin.outbox_relay
 
 INSERT = (
     "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
