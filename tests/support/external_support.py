@@ -168,7 +168,9 @@ def in_thread(work: Any) -> threading.Thread:
 def lease_runs_out(sink: Sink) -> None:
     """As time would have it: leases that are long enough for any machine need not be waited for."""
     with sink.connect() as connection:
-        connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE state = 'calling'")
+        connection.execute(
+            "UPDATE consumer.reservations SET next_attempt_at = now() WHERE state IN ('calling', 'cancelling')"
+        )
 
 
 @pytest.fixture
