@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import nursery
 import psycopg
 import pytest
 from provider import Provider
@@ -168,7 +168,9 @@ def in_thread(work: Any) -> threading.Thread:
 def lease_runs_out(sink: Sink) -> None:
     """As time would have it: leases that are long enough for any machine need not be waited for."""
     with sink.connect() as connection:
-        connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE state = 'calling'")
+        connection.execute(
+            "UPDATE consumer.reservations SET next_attempt_at = now() WHERE state IN ('calling', 'cancelling')"
+        )
 
 
 @pytest.fixture
@@ -180,13 +182,8 @@ def outbox_cli(sink, provider, tmp_path):
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
 
     def run(*arguments: str, status: int = 0) -> Any:
-        done = subprocess.run(
-            [sys.executable, "-m", "relay.cli", *arguments],
-            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        done = nursery.run(
+            ["-m", "relay.cli", *arguments], os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths}
         )
         assert done.returncode == status, done.stderr
         return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr

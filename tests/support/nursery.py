@@ -255,6 +255,7 @@ def _become(asked: dict[str, Any], outputs: Sequence[int], server: int) -> list[
     time.tzset()
     argv = list(asked["argv"])
     sys.path[0] = asked["cwd"] if argv[0] == "-m" else str(Path(argv[0]).parent)
+    sys.path[1:1] = filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep))
     return argv
 
 

@@ -16,7 +16,7 @@ from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def template(outbox_postgres_server) -> Iterator[str]:
     """A database in which everything is planted, and then the tables are made."""
     name = f"planted_{token()}"

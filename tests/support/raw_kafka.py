@@ -130,10 +130,18 @@ def _text(value: str) -> bytes:
     return struct.pack(">h", len(value.encode())) + value.encode()
 
 
+def _of_byte(crc: int) -> int:
+    for _ in range(8):
+        crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
+
+
+# Bit by bit, a message of 1 MB takes more than half a second.
+_CRC32C: Final = [_of_byte(byte) for byte in range(256)]
+
+
 def _crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        crc = crc >> 8 ^ _CRC32C[crc & 0xFF ^ byte]
     return crc ^ 0xFFFFFFFF

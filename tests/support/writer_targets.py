@@ -1,6 +1,6 @@
 """Every kind of target an outbox writes to, behind one face, so that one scenario runs over all of them.
 
-And what tests of the writer share besides, whether it writes rows or messages.
+And what tests of the writer share besides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -63,8 +63,6 @@ class Target:
     owner: Any
     """What commits: the session, or the connection of a cursor."""
     schema: str = "outbox"
-    options: dict[str, Any] = field(default_factory=dict)
-    """More for the outbox: its transport."""
 
     async def add(self, given: Event, **options: Any) -> Any:
         return await _settled(self._outbox.add(self.given, given, **options))
@@ -94,7 +92,7 @@ class Target:
     @property
     def _outbox(self) -> Any:
         is_async = inspect.iscoroutinefunction(self.owner.commit) or isinstance(self.owner, async_scoped_session)
-        return (AsyncOutbox if is_async else Outbox)(schema=self.schema, **self.options)
+        return (AsyncOutbox if is_async else Outbox)(schema=self.schema)
 
 
 async def _settled(answer: Any) -> Any:

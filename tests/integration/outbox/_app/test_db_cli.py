@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psycopg
 import pytest
+from migration_support import empty
 from psycopg import sql
 from typer.testing import CliRunner
 
@@ -12,19 +13,11 @@ from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
 from relay.cli.app import app
 
+__all__ = ["empty"]
+
 NOWHERE = "postgresql://127.0.0.1:1/x"
 LONG = "é" * 32  # 32 characters, 64 bytes
 WITH_DATABASE = (("upgrade",), ("downgrade", "base"), ("check",), ("lanes", "2"))
-
-
-@pytest.fixture
-def empty(outbox_postgres_server):
-    """The URL of a database with nothing in it."""
-    from outbox.testing.fixtures import token
-
-    name = f"empty_{token()}"
-    yield outbox_postgres_server.create_database(name)
-    outbox_postgres_server.drop_database(name)
 
 
 def refused(*arguments: str, url: str = NOWHERE, schema: str | None = None) -> tuple[int, str]:

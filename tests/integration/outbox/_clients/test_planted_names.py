@@ -15,7 +15,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from page_support import PageRun
-from planted_support import admin, foreign, hostile, outbox, template
+from planted_support import foreign, outbox
 from rows_and_roles import login_role, put
 from support import wait_until
 from typer.testing import CliRunner
@@ -28,8 +28,6 @@ from outbox.consumer.tables import consumer_tables
 from outbox.inbox import once, once_async
 from relay.cli.app import app
 from relay.operations.roles import RoleKind, grants
-
-__all__ = ["admin", "hostile", "template"]
 
 
 def test_what_is_planted_would_be_called(hostile):

@@ -14,7 +14,6 @@ from direct_sink import Sink as Straight
 from external_support import Sink as Provided
 from external_support import payments
 from inbox_support import Log, apply
-from planted_support import admin, hostile, template
 from task_sink import WAYS, Sink
 
 from outbox.external import Done
@@ -30,8 +29,6 @@ from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.job import META
 from spark_jobs.postgres.group_store import PostgresGroupStore
-
-__all__ = ["admin", "hostile", "template"]
 
 
 # What consumes.

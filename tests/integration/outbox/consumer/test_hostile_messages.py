@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import threading
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from hostile_messages import MESSAGES, TOPIC, write
 from inbox_support import Log
 from range_support import task_decoder
 from support import wait_until
+from transform_support import running
 from typer.testing import CliRunner
 
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
@@ -82,8 +82,8 @@ def raw_names(letter: dict[str, Any]) -> list[bytes]:
 
 @pytest.mark.parametrize("dedup", [True, False])
 def test_the_inbox(log, dedup):
-    with log.consuming(handle, on_failure="dead-letter", dedup=dedup) as running:
-        running.wait(lambda: log.positions().get(0) == COUNT, "the position")
+    with log.consuming(handle, on_failure="dead-letter", dedup=dedup) as consumer:
+        consumer.wait(lambda: log.positions().get(0) == COUNT, "the position")
     dead = DEAD if dedup else dict.fromkeys(UNDECODABLE, "undecodable")
     found = {letter["message_offset"]: letter for letter in log.letters()}
     assert {at: letter["reason"] for at, letter in found.items()} == dead
@@ -98,14 +98,14 @@ def test_the_inbox_retries_each_of_them(log):
     def reject(connection: Any, message: Any) -> None:
         raise Reject(message.headers())
 
-    with log.consuming(reject, on_failure="dead-letter", most_dead=COUNT) as running:
-        running.wait(lambda: log.positions().get(0) == COUNT, "the position")
+    with log.consuming(reject, on_failure="dead-letter", most_dead=COUNT) as consumer:
+        consumer.wait(lambda: log.positions().get(0) == COUNT, "the position")
     assert [letter["message_offset"] for letter in log.letters()] == list(range(COUNT))
     look(log)
-    with log.consuming(handle, on_failure="dead-letter") as running:
+    with log.consuming(handle, on_failure="dead-letter") as consumer:
         with psycopg.connect(log.database.url, autocommit=True) as connection:
             DeadLetters(connection, "consumer").retry(Selection(group=log.group))
-        running.wait(lambda: not log.run("SELECT FROM consumer.dead_letters WHERE state = 'retry'"), "the retries")
+        consumer.wait(lambda: not log.run("SELECT FROM consumer.dead_letters WHERE state = 'retry'"), "the retries")
     assert {letter["message_offset"]: letter["reason"] for letter in log.letters()} == DEAD
     assert applied(log) == [number for number in range(COUNT) if number not in DEAD]
 
@@ -130,21 +130,8 @@ def test_from_topic_to_topic(log, outbox_kafka):
         return [Record(target, message.key(), message.value(), message.headers() or ())]
 
     member = Transformer(copy, topics=[log.topic], group=log.group, kafka=kafka, dead_letter_topic=dead)
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def work() -> None:
-        try:
-            member.run(stop)
-        except BaseException as error:  # noqa: BLE001  raised in the test's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    wait_until(lambda: member.committed == COUNT or errors, 60, "all messages")
-    stop.set()
-    thread.join(60)
-    assert errors == []
+    with running(member):
+        wait_until(lambda: member.committed == COUNT, 60, "all messages")
     copies = outbox_kafka.consume(target, COUNT - len(UNDECODABLE))
     fine = [one for number, one in enumerate(MESSAGES) if number not in UNDECODABLE]
     assert [(one.key(), one.value()) for one in copies] == [(one.key, one.value) for one in fine]

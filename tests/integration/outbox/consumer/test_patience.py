@@ -6,6 +6,7 @@ import datetime as dt
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -51,20 +52,23 @@ ASKING: dict[str, Callable[[str], Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("asking", ASKING)
-def test_a_question_without_an_answer_takes_what_patience_is_left_and_no_more(nobody, asking):
-    ask = ASKING[asking](nobody)
-    waited = Patience(LEAST_SECONDS)
-    began = time.monotonic()
-    with pytest.raises((psycopg.errors.ConnectionTimeout, ConsumerUnavailable)), waited.attempt():
-        ask()
-    waited.failed()
-    assert waited.left <= 0
-    # That, and a margin for a busy machine, but less than for two such questions.
-    assert time.monotonic() - began < 2 * LEAST_SECONDS
-    # And then none is asked.
-    with pytest.raises(NoTimeLeft), waited.attempt():
-        ask()
+def test_a_question_without_an_answer_takes_what_patience_is_left_and_no_more(nobody):
+    def patiently(asking: str) -> None:
+        ask = ASKING[asking](nobody)
+        waited = Patience(LEAST_SECONDS)
+        began = time.monotonic()
+        with pytest.raises((psycopg.errors.ConnectionTimeout, ConsumerUnavailable)), waited.attempt():
+            ask()
+        waited.failed()
+        assert waited.left <= 0, asking
+        # That, and a margin for a busy machine, but less than for two such questions.
+        assert time.monotonic() - began < 2 * LEAST_SECONDS, asking
+        # And then none is asked.
+        with pytest.raises(NoTimeLeft), waited.attempt():
+            ask()
+
+    with ThreadPoolExecutor(len(ASKING)) as together:
+        list(together.map(patiently, ASKING))
 
 
 def test_reading_in_the_driver_waits_for_messages_no_longer_than_patience_is_left(nobody):

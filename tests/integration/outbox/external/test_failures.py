@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import external_support
 import psycopg
 import pytest
 from external_support import Sink, in_thread, lease_runs_out, payments, provider, sink
-from provider import Provider
+from nursery import NURSERY, Forked
 from support import wait_until
 
 from outbox._app import migrate as db
@@ -28,10 +27,15 @@ from outbox.external.caller import Caller
 __all__ = ["provider", "sink"]
 
 
-def start(sink: Sink, provider: Provider, point: str, timeout: float = 2.0) -> subprocess.Popen[bytes]:
-    tests = Path(external_support.__file__).parent
-    command = [sys.executable, external_support.__file__, sink.url, provider.url, point, str(timeout)]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tests)})
+@pytest.fixture
+def start(sink, provider, tmp_path) -> Callable[..., Forked]:
+    """Return a function that starts a caller in a process of its own."""
+
+    def started(point: str, timeout: float = 2.0) -> Forked:
+        argv = [external_support.__file__, sink.url, provider.url, point, str(timeout)]
+        return NURSERY.fork(argv, os.environ, tmp_path, tmp_path / "caller.log")
+
+    return started
 
 
 POINTS = (
@@ -48,7 +52,7 @@ POINTS = (
 )
 
 
-def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, provider):
+def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, provider, start):
     """One process after the other is killed, each at another point, with work for all of them; the last one ends."""
     external = payments(provider.url, cancel=True)
     good, taken_back = [], []
@@ -60,10 +64,15 @@ def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, 
         provider.tell(f"bad{turn}", "done-drop", *["refuse"] * 20)
         # Of three keys in all turns: what a killed caller leaves holds up what comes after it, which is parked.
         sink.reserve(external, [*((name, f"k{n}") for n, name in enumerate(names)), (f"bad{turn}", "k0")])
-        process = start(sink, provider, point)
-        assert process.wait(120) == -9, point
-    process = start(sink, provider, "none")
-    assert process.wait(120) == 0
+        process = start(point)
+        assert process.wait(120), point
+        assert process.exit_code == -9, point
+        if turn:
+            # The first one's leases run out by themselves.
+            lease_runs_out(sink)
+    process = start("none")
+    assert process.wait(120)
+    assert process.exit_code == 0
     assert sink.states() == dict.fromkeys(good, "confirmed") | dict.fromkeys(taken_back, "cancelled")
     assert sink.orders() == dict.fromkeys(good, ("paid", 1)) | dict.fromkeys(taken_back, ("cancelled", 1))
     assert provider.standing() == Counter(good)
@@ -73,20 +82,21 @@ def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, 
         assert len({key for _, _, key, _ in provider.requests(name)} - {None}) <= 2
 
 
-def test_killed_while_the_provider_stalls(sink, provider):
+def test_killed_while_the_provider_stalls(sink, provider, start):
     external = payments(provider.url)
     provider.tell("done", "done-stall")
     provider.tell("not-done", "stall")
     sink.reserve(external, ["done", "not-done"])
-    process = start(sink, provider, "none", timeout=60.0)
+    process = start("none", timeout=60.0)
     wait_until(lambda: len(provider.requests()) == 2, 60, "both calls to be under way")
-    process.kill()
-    process.wait()
+    process.signal(signal.SIGKILL)
+    assert process.wait(30)
     assert sink.states() == {"done": "calling", "not-done": "calling"}
     assert sink.drain(external, until="due") == {}
     lease_runs_out(sink)
-    process = start(sink, provider, "none", timeout=60.0)
-    assert process.wait(120) == 0
+    process = start("none", timeout=60.0)
+    assert process.wait(120)
+    assert process.exit_code == 0
     # The first request of the one comes through only now, after its repetition.
     provider.release()
     wait_until(lambda: provider.under_way == 0, what="the provider to end")
@@ -118,28 +128,24 @@ def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tm
     sink.reserve(external, ["first", "second"])
     log = tmp_path / "external.log"
     paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
-    with log.open("wb") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "external", "run", "cli_external:external"],
-            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
-            stdout=written,
-            stderr=written,
-        )
+    environment = os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths}
+    argv = ["-m", "relay.cli", "external", "run", "cli_external:external"]
+    process = NURSERY.fork(argv, environment, tmp_path, log)
     try:
         wait_until(lambda: provider.requests("first"), 60, "the call")
-        process.send_signal(signal.SIGTERM)
+        process.signal(signal.SIGTERM)
         wait_until(lambda: "stopping" in log.read_text(), 60, "the first signal to be heard")
         # The provider keeps the call open: it is waited for.
-        assert process.poll() is None
+        assert process.running
         if then == "release":
             provider.release()
         else:
-            process.send_signal(signal.SIGINT)
+            process.signal(signal.SIGINT)
         # Long before the call's lease is over, which the first signal alone would wait for.
-        assert process.wait(20) == (0 if then == "release" else 1), log.read_text()
+        assert process.wait(20), log.read_text()
+        assert process.exit_code == (0 if then == "release" else 1), log.read_text()
     finally:
-        process.kill()
-        process.wait()
+        process.signal(signal.SIGKILL)
     assert "Traceback" not in log.read_text()
     if then == "release":
         assert sink.states() == {"first": "confirmed", "second": "reserved"}

@@ -211,7 +211,7 @@ def test_connecting_counts_too(silent, monkeypatch):
 
 def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(provider, silent, monkeypatch):
     lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", port_of(provider)))
-    assert HttpCall("http://p.example/charges")(call("o", timeout=6.0)) == {"charge": 1}
+    assert HttpCall("http://p.example/charges")(call("o", timeout=2.0)) == {"charge": 1}
 
 
 def test_an_address_whose_family_the_kernel_lacks_is_passed_over(provider, monkeypatch):

@@ -23,8 +23,8 @@ from outbox.sandbox.postgres import PostgresServer
 from outbox.testing import plugin
 from outbox.testing.fixtures import Database, DatabaseServer, PrivatePostgres, RelayFactory, Topics
 
-# Not the one of conftest.py: what the test kit has for others is what is tried here.
-outbox_relay = plugin.outbox_relay
+# Not those of conftest.py: what the test kit has for others is what is tried here.
+outbox_postgres, outbox_relay = plugin.outbox_postgres, plugin.outbox_relay
 
 INSERT = (
     "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
@@ -90,7 +90,7 @@ class TestTopics:
         assert all(offsets == list(range(len(offsets))) for offsets in by_partition.values())
         assert len(outbox_kafka.consume(topic, count=7)) == 7
         with pytest.raises(AssertionError, match="100 messages and not message 101 after "):
-            outbox_kafka.consume(topic, count=101, timeout=1)
+            outbox_kafka.consume(topic, count=101, timeout=1 / patience())
 
     def test_only_what_is_committed(self, outbox_kafka: Topics) -> None:
         topic = outbox_kafka.create_topic(outbox_kafka.name("Order"))

@@ -10,6 +10,7 @@ from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver
 from support import wait_until
 
+from outbox.consumer import kafka_admin
 from outbox.consumer.errors import DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
@@ -94,7 +95,8 @@ def test_a_topic_that_was_created_again(driver, partitions, messages):
     assert len(driver.positions()) == partitions
 
 
-def test_a_topic_that_is_gone(driver):
+def test_a_topic_that_is_gone(driver, monkeypatch):
+    monkeypatch.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
     driver.send(0, 3)
     driver.meet()
     driver.read(0, 2)

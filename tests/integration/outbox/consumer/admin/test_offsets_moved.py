@@ -13,6 +13,7 @@ from offsets_driver import GROUP, driver
 from support import wait_until
 from typer.testing import CliRunner
 
+from outbox.consumer import kafka_admin
 from outbox.consumer.admin.offsets import Offsets
 from outbox.consumer.errors import ConsumerUnavailable, DataLost, Fenced
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -27,7 +28,8 @@ __all__ = ["driver"]
 @pytest.mark.parametrize(
     "arguments", [("set", "t", "0", "4"), ("reset", "--topic", "t", "--to", "earliest"), ("forget", "--topic", "t")]
 )
-def test_only_a_dry_run_needs_no_reason(driver, arguments):
+def test_only_a_dry_run_needs_no_reason(driver, monkeypatch, arguments):
+    monkeypatch.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
     command, *rest = arguments
     for reason in ([], ["--reason", " "]):
         refused = driver.command(command, GROUP, *rest, *reason)
