@@ -28,9 +28,9 @@ MODULES: Final = [SPEC, *sorted(SPEC.with_suffix("").glob("*.tla"))]
 CONFIGS: Final = {file.stem: file for file in sorted(SPEC.with_suffix("").glob("*.cfg"))}
 
 _EXPECTED: Final = re.compile(r"\\\* Refuted by (\w+)")
-_BROKEN: Final = re.compile(
-    r"^Error: (?:Invariant (\w+) is violated|(Temporal properties) were violated)", re.MULTILINE
-)
+_BROKEN: Final = re.compile(r"(?m)^Error: (?:Invariant (\w+) is|Temporal properties were) violated")
+# The only temporal property; TLC does not name it.
+_LIVENESS: Final = "EachIsPublished"
 _STATES: Final = re.compile(r"(?m)^\d+ states generated, (\d+) distinct states found, 0 states left")
 
 
@@ -73,7 +73,7 @@ def check(config: str, *, workers: int = 1, **constants: str) -> Checked:
         output = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, check=False).stdout
     broken, states = _BROKEN.search(output), _STATES.search(output)
     return Checked(
-        broken=(broken[1] or broken[2]) if broken else "",
+        broken=(broken[1] or _LIVENESS) if broken else "",
         states=int(states[1]) if states and not broken and "No error has been found" in output else None,
         steps=re.findall(r"^State \d+: <(\w+) line", output, re.MULTILINE),
         output=output,
