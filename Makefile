@@ -16,7 +16,7 @@ MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos mutants peers bench chart docs \
+.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) spec chaos mutants peers bench chart docs \
 	docs-reference dist screenshots lint lock clean
 
 help:  ## show this list
@@ -82,6 +82,9 @@ test-lowest: $(VENV)-lowest/.installed  ## test-fast with the oldest versions th
 test-dist: $(VENV)/.installed  ## each extra of the wheel from the package index into an empty environment, and README's commands there
 	$(BIN)/python -m pytest -n 0 tests/release $(ARGS)
 
+spec: $(VENV)/.installed  ## the relay's protocol, by a model checker: docs/explanation/protocol.md; fetches 3 MB at first
+	$(BIN)/python tests/support/tlc.py
+
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute with operators, summed up in docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
 
@@ -129,7 +132,7 @@ docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a sit
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
 	find examples/recipes examples/jobs \( -name "*.py" -o -name "*.sql" \) -exec cp --parents {} build/docs/pages \;
 	cp docs/zensical.toml build/docs
-	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" \) -exec cp --parents {} build/docs/pages \;
+	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" -o -name "*.tla" -o -name "*.cfg" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
 
 dist: $(VENV)/.installed  ## wheel, sdist and bill of materials of the last commit, to dist; built twice and compared

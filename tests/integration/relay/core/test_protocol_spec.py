@@ -1,0 +1,43 @@
+"""The specification of the relay's protocol, docs/explanation/protocol.tla, in small bounds: see `make spec`.
+
+A specification that forgives a mistake proves nothing, so TLC has to refute some here too.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tlc
+
+_ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("config", ["at_most_once", "at_least_once", "exactly_once"])
+def test_the_promises_hold(config: str) -> None:
+    checked = tlc.check(config, Faults="1")
+    assert checked.states is not None, checked
+    assert checked.states > 1_000, "too few states: what is to be checked can't be reached"
+
+
+@pytest.mark.parametrize("config", [config for config in tlc.CONFIGS if tlc.expected(config)])
+def test_a_mistake_breaks_the_promise_that_is_named(config: str) -> None:
+    checked = tlc.check(config)
+    assert checked.broken == tlc.expected(config), checked
+
+
+def test_what_it_abstracts_is_in_the_code() -> None:
+    named = re.findall(r"\b([a-z_/]+\.py), (\w+(?:\.\w+)?)", "".join(module.read_text() for module in tlc.MODULES))
+    assert len(named) > 20
+    for path, name in named:
+        file = next((file for file in (_ROOT / path, _ROOT / "relay" / path) if file.is_file()), None)
+        assert file, f"the specification names {path}, which is no file"
+        last = name.rpartition(".")[2]
+        assert re.search(rf"\b{last}\b", file.read_text()), f"the specification names {name} of {path}, which has none"
+
+
+def test_each_configuration_is_on_the_page() -> None:
+    page = tlc.SPEC.with_suffix(".md").read_text()
+    missing = [config for config in tlc.CONFIGS if f"`{config}`" not in page]
+    assert not missing
