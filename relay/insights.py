@@ -74,9 +74,9 @@ _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
        {next_due} AS next_due_seconds"""
 
-VERIFIED: Final = """
-SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, differences
-  FROM {verified} ORDER BY topic"""
+_VERIFIED: Final = """
+SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, {differences} AS differences
+  FROM {verified} WHERE topic <> '' ORDER BY topic"""
 
 _PAUSES: Final = """
 SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
@@ -135,7 +135,7 @@ class Verified:
     verified_until   events that were written before are compared.
     other            differences that are neither ``missing`` nor ``repeated`` events.
     skipped          minutes of which nothing can be said: Kafka or the archive lacked what is needed.
-    differences      the newest ones.
+    differences      the newest ones, where they are wanted.
     """
 
     topic: str
@@ -272,6 +272,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
     """Read the outbox's state without the slot, in one snapshot. Raises Unavailable or SchemaError."""
     tables = names_of(schema)
     tables["next_due"] = next_due(tables)
+    tables["differences"] = sql.SQL("'[]'::jsonb")
     bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
 
     with unavailable_on_error("looking at the outbox"), connection.cursor(row_factory=dict_row) as cursor:
@@ -292,7 +293,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             verified: list[Verified] = []
             with visible.reading("verified"):
-                verified = [Verified(**row) for row in read(VERIFIED)]
+                verified = [Verified(**row) for row in read(_VERIFIED)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             figures = _counts(visible, read)
@@ -370,7 +371,8 @@ def read_rows(
 
 def read_verified(connection: psycopg.Connection[Any], schema: str) -> list[Verified]:
     """Return what `outbox audit --follow` has found. Raises Unavailable and SchemaError."""
-    return [Verified(**row) for row in read_rows(connection, "reading what was verified", VERIFIED, names_of(schema))]
+    names = names_of(schema) | {"differences": sql.SQL("differences")}
+    return [Verified(**row) for row in read_rows(connection, "reading what was verified", _VERIFIED, names)]
 
 
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:

@@ -86,7 +86,10 @@ class Comparison:
             self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
             self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
             common = self._minutes, self._key, _STATEMENT_SECONDS
-            self._tables = Tables(self._connection, settings.db_schema, self._router, scope.topics, *common)
+            self._tables = Tables(
+                *(self._connection, settings.db_schema, self._router, scope.topics, *common),
+                order_minutes=scope.order_minutes,
+            )
             self._groups: Groups | None = None
             if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
                 self._groups = Groups(self._sink, settings.consumer_schema, scope.group, *common)
@@ -146,7 +149,7 @@ class Comparison:
         self._one_by_one(found)
         self._order(misplaced, found)
         for one in found.values():
-            if one.state == EQUAL and self._under_way(one):
+            if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
                 one.state = OPEN
         self._audit.windows = [
             found[window]

@@ -73,7 +73,7 @@ class WindowAudit:
     @property
     def empty(self) -> bool:
         counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded)
-        return not any(counts) and not any(one.applied for one in self.groups.values())
+        return self.state != DIFFERENT and not any(counts) and not any(one.applied for one in self.groups.values())
 
 
 @dataclass(slots=True)
@@ -116,6 +116,7 @@ class Scope:
     topics        None for all topics to which this outbox's events go.
     group         the only consumer group to look at; None for all.
     partial       groups that leave events out on purpose: nothing is missing there.
+    order_minutes  how many minutes before ``since`` the order of keys is compared with.
     key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
     """
 
@@ -125,6 +126,7 @@ class Scope:
     group: str | None = None
     partial: Collection[str] = ()
     key: bytes | None = None
+    order_minutes: int = 0
 
 
 def parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:

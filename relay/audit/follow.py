@@ -1,13 +1,14 @@
 """`outbox audit --follow`: compare each minute once, when it is over, and keep the result in the table ``verified``.
 
-A topic is verified up to its first minute of which something is still under way. A minute is over when a few minutes
-have passed and every transaction that was open at its end has ended. If the process is killed, the next one goes on
-where the table says; a minute of which the result was not written yet is compared again.
+All topics move on together, from minute to minute. One that has a minute of which something is still under way stays
+there, and is compared by itself until it has caught up. A minute is over when a few minutes have passed and every
+transaction that was open at its end has ended. If the process is killed, the next one continues where the table says.
 
 | killed                                  | then                                                              |
 |-----------------------------------------|-------------------------------------------------------------------|
 | while it compares                       | nothing was written: the next process compares the same minutes   |
-| after a topic was written               | the next process begins there with the next minute                |
+| after a topic was written               | the topic is ahead of the others until they have caught up: its   |
+|                                         | minutes are not counted again                                     |
 | another process follows the same outbox | whoever writes a topic second changes nothing: it had moved       |
 """
 
@@ -33,12 +34,15 @@ from relay.audit.sums import minute_of, minute_start
 from relay.config import Settings
 from relay.core.ports import Unavailable
 from relay.database import Connector, unavailable_on_error
-from relay.insights import VERIFIED, Verified
+from relay.insights import Verified
 from relay.settle.statements import names_of
 
+_ALL: Final = ""
+"""In place of a topic: up to here all topics were looked for."""
 _LATE_MINUTES: Final = 5
 """How many minutes an event's transaction may take before its first write, and how far clocks may be apart."""
-_MOST_MINUTES: Final = 24 * 60
+_ORDER_MINUTES: Final = 10
+_MOST_MINUTES: Final = 60
 _EVERY_SECONDS: Final = 60.0
 # Most of the time the servers shall have for others.
 _REST: Final = 10.0
@@ -47,6 +51,9 @@ _MOST_KEPT: Final = 100
 # A transaction number of our own: transactions that have one by now have a lower one, or they began later.
 _BEGUN: Final = "SELECT clock_timestamp(), pg_current_xact_id()::text::bigint"
 _OLDEST: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+
+_READ: Final = """
+SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, differences FROM {verified}"""
 
 _SAVE: Final = """
 INSERT INTO {verified} AS v (topic, verified_until, missing, repeated, other, skipped, differences)
@@ -71,17 +78,18 @@ class _Progress:
 
 
 class Follower:
-    """Compares minute after minute. ``scope`` says what; it begins at ``scope.since`` where the table says nothing."""
+    """Compares minute after minute. ``scope`` says from when on, and which groups are partial."""
 
     def __init__(self, settings: Settings, scope: Scope) -> None:
         self._settings = settings
-        self._scope = scope
+        self._scope = replace(scope, order_minutes=_ORDER_MINUTES)
         self._names = names_of(settings.db_schema)
+        self._minutes = _MOST_MINUTES
         # Minutes that had begun, each with the number of a transaction then.
         self._begun: list[tuple[int, int]] = []
 
     def run(self, stop: threading.Event) -> None:
-        """Follow until ``stop`` is set. While a server is away it tries again.
+        """Follow until ``stop`` is set. While a server is away, or does not answer in time, it tries again.
 
         Raises SchemaError and ConfigurationError.
         """
@@ -89,32 +97,49 @@ class Follower:
             began = time.monotonic()
             try:
                 self.advance()
+                self._minutes = min(2 * self._minutes, _MOST_MINUTES)
             except (Unavailable, ConsumerUnavailable) as error:
+                self._minutes = max(self._minutes // 2, 1)
                 log.warning("the audit could not be made, and is tried again", error=str(error))
             stop.wait(max(_EVERY_SECONDS, _REST * (time.monotonic() - began)))
 
-    def advance(self) -> Audit | None:
-        """Compare the minutes that are over and were not compared, and keep the result. None if there are none.
+    def advance(self) -> list[Audit]:
+        """Compare the minutes that are over and were not compared, and keep the result. Returns what was compared.
 
         Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
         """
         with closing(Connector(self._settings.require_database(), "outbox audit")()) as connection:
             end = self._closed(connection)
             known = {one.topic: one for one in self._read(connection)}
-            since = min((minute_of(one.verified_until) for one in known.values()), default=minute_of(self._scope.since))
-            end = min(end, since + _MOST_MINUTES)
-            if since >= end:
-                return None
-            scope = replace(self._scope, since=minute_start(since), until=minute_start(end))
-            found = audit(self._settings, scope)
-            topics = {one.window.topic for one in found.windows} | known.keys()
-            for topic in sorted(topics):
-                begin = minute_of(known[topic].verified_until) if topic in known else since
-                self._save(connection, topic, known.get(topic), begin, _progress(found, topic, begin, end))
+            whole = known.pop(_ALL, None)
+            begin = minute_of(self._scope.since if whole is None else whole.verified_until)
+            done = []
+            if begin < end:
+                end = min(end, begin + self._minutes)
+                done.append(found := self._audit(begin, end))
+                together = {topic for topic, one in known.items() if minute_of(one.verified_until) == begin}
+                for topic in sorted(together | {one.window.topic for one in found.windows} - known.keys()):
+                    self._save(connection, topic, known.get(topic), begin, _progress(found, topic, begin, end))
+                self._save(connection, _ALL, whole, begin, _Progress(end))
+            else:
+                end = begin
+            for topic, one in known.items():
+                behind = minute_of(one.verified_until)
+                if behind < begin:
+                    upto = min(end, behind + self._minutes)
+                    done.append(found := self._audit(behind, upto, topic))
+                    self._save(connection, topic, one, behind, _progress(found, topic, behind, upto))
+            return done
+
+    def _audit(self, begin: int, end: int, topic: str | None = None) -> Audit:
+        since, until = minute_start(begin), minute_start(end)
+        topics = None if topic is None else [topic]
+        found = audit(self._settings, replace(self._scope, since=since, until=until, topics=topics))
         log.info(
             "audited",
-            since=scope.since.isoformat(),
-            until=scope.until.isoformat(),
+            topic=topic or "all",
+            since=since.isoformat(),
+            until=until.isoformat(),
             windows=len(found.windows),
             open=sum(one.state == OPEN for one in found.windows),
             notes=found.notes,
@@ -139,13 +164,13 @@ class Follower:
             unavailable_on_error("reading what was verified"),
             connection.cursor(row_factory=class_row(Verified)) as cursor,
         ):
-            rows = cursor.execute(sql.SQL(VERIFIED).format(**self._names)).fetchall()
-        topics = self._scope.topics
-        return [row for row in rows if topics is None or row.topic in topics]
+            return cursor.execute(sql.SQL(_READ).format(**self._names)).fetchall()
 
     def _save(
         self, connection: psycopg.Connection[Any], topic: str, known: Verified | None, begin: int, found: _Progress
     ) -> None:
+        if known is not None and found.until == begin:
+            return
         new = [_plain(one) for one in reversed(found.differences)]
         bound = {
             "topic": topic,
@@ -173,8 +198,9 @@ def _progress(found: Audit, topic: str, begin: int, end: int) -> _Progress:
         if one.window.topic != topic or one.window.minute < begin:
             continue
         counts = found.counts.get(one.window, Counter[str]())
-        # Different without a difference: it had no time to name them.
-        if one.state == OPEN or (one.state == DIFFERENT and not counts):
+        waits = one.waiting > 0 or any(group.waiting for group in one.groups.values())
+        # Different without a difference: there were too many to name them.
+        if waits or one.state == OPEN or (one.state == DIFFERENT and not counts):
             progress.until = one.window.minute
             break
         progress.counts += counts

@@ -147,6 +147,7 @@ class Tables:
     router  of the relays, for the topics of events that have not been published.
     topics  those that are audited; None for all.
     minutes the range of minutes.
+    order_minutes  so many minutes before it are compared with for the order of keys.
     """
 
     def __init__(
@@ -158,6 +159,8 @@ class Tables:
         minutes: range,
         key: bytes,
         seconds: float,
+        *,
+        order_minutes: int = 0,
     ) -> None:
         self._connection = connection
         self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
@@ -174,6 +177,8 @@ class Tables:
             "end_minute": minutes.stop,
         }
         self._minutes = minutes
+        first = minutes.start - order_minutes
+        self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first)}
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -254,9 +259,10 @@ class Tables:
     def misplaced(self) -> list[Misplaced]:
         """Return events that stand before one of their key with a lower id, or in another partition than that."""
         found = []
-        for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in self._rows(_ORDER):
+        rows = self._rows(_ORDER, None, **self._of_order)
+        for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
-            if window is not None:
+            if window is not None and minute in self._minutes:
                 found.append(
                     Misplaced(
                         *(window, key, str(event_id), Partition(topic, number), offset),

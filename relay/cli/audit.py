@@ -69,8 +69,8 @@ def audit(
     settings = load_with_sink(database_url, sink_url)
     scope = Scope(begin, end, topic or None, group, partial or ())
     if follow:
-        if until or certificate or as_json:
-            raise ConfigurationError("--follow goes without --until, --certificate and --json")
+        if until or certificate or as_json or topic or group:
+            raise ConfigurationError("--follow goes with --since and --partial only")
         _follow(settings, scope)
         return
     found = audit(settings, scope)
