@@ -55,6 +55,14 @@ _ADVICE: Final = {
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
 }
 """What to do, by SQLSTATE."""
+# The rights on the column alone, which go with it.
+_COLUMN_GRANTS: Final = """
+SELECT format('GRANT %s (lane) ON %s TO %s', g.privilege_type, a.attrelid::regclass,
+              CASE g.grantee WHEN 0 THEN 'PUBLIC' ELSE g.grantee::regrole::text END)
+       || CASE WHEN g.is_grantable THEN ' WITH GRANT OPTION' ELSE '' END
+  FROM pg_attribute AS a JOIN pg_class AS c ON c.oid = a.attrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ CROSS JOIN LATERAL aclexplode(a.attacl) AS g
+ WHERE n.nspname = :schema AND c.relname = 'events' AND a.attname = 'lane'"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +205,14 @@ def current(connection: sa.Connection, schema: str) -> tuple[str, ...] | None:
     return MigrationContext.configure(connection, opts={"version_table_schema": schema}).get_current_heads()
 
 
+def has_markers(url: str, schema: str = "outbox") -> bool:
+    """Return whether a lane has ever been published exactly-once. Raises SchemaError."""
+    check_name(schema)
+    table = _lanes(schema)
+    with connected(url) as connection:
+        return _count(connection, table, table.c.last_batch.is_not(None)) > 0
+
+
 def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
     """Change the number of lanes. No relay may hold one, and the last to hold each must have settled what it published.
 
@@ -233,12 +249,15 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         # Dropping and adding works on every version of Postgres.
         change = Operations(MigrationContext.configure(connection))
         name = _one_name(schema)
+        grants = connection.execute(sa.text(_COLUMN_GRANTS), {"schema": schema}).scalars().all()
         change.drop_column("events", "lane", schema=name)
         change.add_column(
             "events",
             sa.Column("lane", sa.SmallInteger, sa.Computed(expression, persisted=True), nullable=False),
             schema=name,
         )
+        for granted in grants:
+            connection.exec_driver_sql(granted.replace("%", "%%"))
         change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=name)
         for waiting in ("failures", "dead_letters"):
             moved = sa.table(waiting, sa.column("lane"), schema=schema)

@@ -114,7 +114,7 @@ class RelaySettings(Section):
     @field_validator("sink_url")
     @classmethod
     def _libpq(cls, value: str | None) -> str | None:
-        return _libpq(value)
+        return _libpq(value or None)
 
 
 class WalSettings(Section):

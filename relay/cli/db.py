@@ -120,13 +120,39 @@ def lanes(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
 ) -> None:
-    """Change the number of lanes. The relays must be stopped; writers may go on, and wait while it is done."""
+    """Change the number of lanes. Stop the relays first; writers may continue, and wait while it is done.
+
+    If relays have ever published exactly-once, the markers on Kafka are compared first, as by `outbox relay
+    reconcile`, so the relays' Kafka settings are needed.
+    """
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer=False)
     wanted = _number(number)
+    if db.has_markers(url, name):
+        _require_consistent(database_url, schema)
     db.change_lanes(url, wanted, name)
     typer.echo(f"schema {name} has {wanted} lanes")
+
+
+def _require_consistent(database_url: str | None, schema: str | None) -> None:
+    """Raise OperationRefused if Kafka has what the table does not know: its marker names events of the old lanes."""
+    from contextlib import closing
+
+    from outbox.errors import OperationRefused
+    from relay.cli.relay import build_reconciler
+    from relay.operations.reconcile import Reconciler
+
+    with closing(build_reconciler(Reconciler, database_url, schema)) as reconciler:
+        found = reconciler.look(search=False)
+    for one in found.lanes:
+        if one.problem is not None:
+            raise OperationRefused(f"lane {one.lane}: {one.problem}; repair it first: `outbox relay reconcile --apply`")
+        if one.marker_batch not in {None, one.last_batch}:
+            raise OperationRefused(
+                f"lane {one.lane}: Kafka has batch {one.marker_batch}, and the table knows of {one.last_batch}; start "
+                "a relay, wait until `outbox status` shows that it holds the lanes, and stop it with SIGTERM"
+            )
 
 
 @app.command()

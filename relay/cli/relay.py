@@ -149,7 +149,7 @@ def upgraded(
         say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
 
 
-def build_reconciler(kind: type[R], database_url: str | None) -> R:
+def build_reconciler(kind: type[R], database_url: str | None, schema: str | None = None) -> R:
     """Return a Reconciler, or one that can do more, for the relays with these settings."""
     from outbox._app.settings import client_options
     from relay import failpoints
@@ -159,7 +159,7 @@ def build_reconciler(kind: type[R], database_url: str | None) -> R:
     from relay.parts import build_router
     from relay.wal.replication import Replication
 
-    settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
+    settings = load(database_url=database_url, schema=schema, delivery=Delivery.EXACTLY_ONCE)
     failpoints.arm_from_environment()
     return kind(
         Connector(settings.require_database(), "outbox relay reconcile"),

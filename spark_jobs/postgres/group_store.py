@@ -31,10 +31,11 @@ _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHER
 _STORED: Final = """
 SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
   FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
-# A group with recorded losses is not new, even if its offsets were forgotten.
+# A group that has lost a topic is not new, even if its offsets were forgotten. Of what retention removed before the
+# group read anything it has a loss too, and may still begin elsewhere.
 _NEW: Final = """
 SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
-   AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
+   AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s AND (kind <> 'retention' OR first_offset > 0))"""
 _ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
 _NOTE_ADDED: Final = """
 UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
@@ -157,7 +158,7 @@ class PostgresGroupStore:
         return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows}
 
     def is_new(self) -> bool:
-        """Return whether the group has no offsets of any topic, and never had losses.
+        """Return whether the group has no offsets of any topic, and has lost nothing that it had.
 
         Another driver that adds offsets raises the generation, so ``add`` raises Fenced if this is no longer true.
         """

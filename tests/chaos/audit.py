@@ -35,6 +35,11 @@ def compare_with_audit(stage: Stage, verdict: Verdict, bound: RepeatBound, *, su
     allowed |= set() if sure else {"order", "partition"}
     now = dt.datetime.now(dt.UTC)
     found = audit(load(**_nested(stage.settings, stage.url)), Scope(now - _RUN, now + dt.timedelta(minutes=1)))
+    if any(one.committed is None for one in found.windows):
+        verdict.found("audit", "it does not know what was committed")
+    committed = sum(one.committed or 0 for one in found.windows)
+    if committed != verdict.committed:
+        verdict.found("audit", f"it knows of {committed} committed events, and there are {verdict.committed}")
     for one in found.differences:
         if one.kind not in allowed and not _SAME[one.kind] & verdict.counts.keys():
             verdict.found("audit", f"{one.kind}: {one.topic}, group {one.group}, {one.event_id}: {one.text}")

@@ -103,7 +103,7 @@ def _tests(tree: Path, tests: Iterable[str]) -> tuple[bool, str, float]:
         check=False,
     )
     summary = done.stdout.rpartition("short test summary info")[2].splitlines()
-    failed = [line.split()[1] for line in summary if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split()[1] for line in summary if line.startswith("FAILED ")]
     if done.returncode != 0 and (done.returncode != _FAILED or not failed):
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
     return done.returncode == 0, failed[0] if failed else "", time.monotonic() - began

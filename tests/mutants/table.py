@@ -116,6 +116,22 @@ MUTANTS: Final = (
         "",
         (f"{_RELAY}/audit/test_follow.py",),
     ),
+    Mutant(
+        "waiting_is_verified",
+        "a minute is verified when nothing of it is under way",
+        "relay/audit/follow.py",
+        "if waits or one.state == OPEN or",
+        "if",
+        (f"{_RELAY}/audit/test_follow.py",),
+    ),
+    Mutant(
+        "open_transactions_are_over",
+        "a minute is verified when nothing of it can come",
+        "relay/audit/follow.py",
+        "if number <= oldest]",
+        "if number]",
+        (f"{_RELAY}/audit/test_follow.py",),
+    ),
     # The core of the consumers
     Mutant(
         "fence_without_generation",

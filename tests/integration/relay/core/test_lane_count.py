@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 from migration_support import empty, rows, while_it_waits
-from rows_and_roles import put
+from rows_and_roles import login_role, put
 
 from outbox import Event, Outbox, SchemaError
 from outbox._app import migrate as db
@@ -47,6 +47,16 @@ def test_lanes_change_with_what_waits(empty):
             connection.execute("SELECT count(DISTINCT lane) FROM outbox.events GROUP BY aggregate_id").fetchall()
             == [(1,)] * 200
         )
+
+
+def test_rights_on_the_column_stay(empty):
+    db.upgrade(empty)
+    with psycopg.connect(empty, autocommit=True) as connection, login_role(connection, "monitor") as role:
+        connection.execute(f'GRANT SELECT (lane, id) ON outbox.events TO "{role}"')
+        db.change_lanes(empty, 6)
+        allowed = "SELECT has_column_privilege(%s, 'outbox.events', 'lane', 'SELECT')"
+        assert connection.execute(allowed, (role,)).fetchone() == (True,)
+        connection.execute(f'REVOKE ALL ON outbox.events FROM "{role}"')
 
 
 def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):

@@ -8,9 +8,11 @@ import signal
 import psycopg
 import pytest
 from support import Load, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
+from typer.testing import CliRunner
 
 from outbox import Event, SchemaError
 from outbox._app import migrate as db
+from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
 
@@ -54,6 +56,54 @@ def test_not_while_it_is_unknown_what_is_on_kafka(outbox_postgres, outbox_kafka,
         outbox_relay(**settings)
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "way_out"), [(5, "`outbox relay reconcile --apply`"), (500, "start a relay, wait until")]
+)
+def test_not_after_a_restore_that_has_lost_commits(outbox_postgres, outbox_kafka, outbox_relay, batch, way_out):
+    """All of a lane's events are in other lanes then, where no marker names them."""
+    url, kind, name = outbox_postgres.url, outbox_kafka.name("Order"), outbox_kafka.name("outbox")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = {"delivery": "exactly-once", "name": name, "relay__batch_size": batch}
+    columns = "id, event_id, aggregate_type, aggregate_id, event_type, payload"
+    relay = outbox_relay(**settings)
+    write(url, [Event(kind, f"k{n}", "T", {"n": 0}) for n in range(100)])
+    drained(url)
+    ends(relay)
+    write(url, [Event(kind, f"k{n}", "T", {"n": 1}) for n in range(100)])
+    with psycopg.connect(url) as connection:
+        connection.execute(f"CREATE TABLE saved AS SELECT {columns} FROM outbox.events")
+        connection.execute("CREATE TABLE saved_lanes AS SELECT lane, last_batch FROM outbox.lanes")
+    relay = outbox_relay(**settings)
+    drained(url)
+    ends(relay)
+    with psycopg.connect(url) as connection:
+        connection.execute(f"INSERT INTO outbox.events ({columns}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM saved")
+        connection.execute(
+            "UPDATE outbox.lanes AS l SET last_batch = s.last_batch FROM saved_lanes AS s WHERE s.lane = l.lane"
+        )
+    environment = {
+        "OUTBOX_DATABASE_URL": url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "OUTBOX_NAME": name,
+    }
+    done = CliRunner().invoke(app, ["db", "lanes", "7"], env=environment)
+    assert done.exit_code == 1
+    assert way_out in done.output
+    assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(4,)]
+    repaired = CliRunner().invoke(app, ["relay", "reconcile", "--apply", "--reason", "restored"], env=environment)
+    assert repaired.exit_code == 0, repaired.output
+    relay = outbox_relay(**settings)
+    drained(url)
+    relay.wait_for_log("lanes acquired")
+    ends(relay)
+    done = CliRunner().invoke(app, ["db", "lanes", "7"], env=environment)
+    assert done.exit_code == 0, done.output
+    outbox_relay(**settings)
+    drained(url)
+    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
+    assert (seen, repeats) == ({f"k{n}": [0, 1] for n in range(100)}, 0)
 
 
 def test_a_blocked_key_goes_along(outbox_postgres, outbox_kafka, outbox_relay):

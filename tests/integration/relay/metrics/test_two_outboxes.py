@@ -49,7 +49,10 @@ STATE: Samples = {
     "outbox_database_bytes": 20e9,
     "outbox_wal_kept_bytes": 1e7,
     'outbox_audit_verified_until_timestamp_seconds{topic="orders"}': NOW,
-    **{f'outbox_audit_{name}_total{{topic="orders"}}': 0.0 for name in ("missing", "repeated", "other_differences")},
+    **{
+        f'outbox_audit_{name}_total{{topic="orders"}}': 0.0
+        for name in ("missing", "repeated", "other_differences", "skipped_minutes")
+    },
     **{f'outbox_pauses{{scope="{kind}"}}': 0.0 for kind in ScopeKind},
 }
 # Groups of two outboxes may have the same name: each has a sink of its own.
@@ -110,6 +113,10 @@ FAILURES: dict[str, tuple[Shown, Shown]] = {
     "OutboxAuditMissing": ({'outbox_audit_missing_total{topic="orders"}': 1}, {}),
     "OutboxAuditRepeated": ({'outbox_audit_repeated_total{topic="orders"}': 1}, {}),
     "OutboxAuditDifferences": ({'outbox_audit_other_differences_total{topic="orders"}': 1}, {}),
+    "OutboxAuditSkips": (
+        {'outbox_audit_skipped_minutes_total{topic="orders"}': 2},
+        {'outbox_audit_skipped_minutes_total{topic="orders"}': 1},
+    ),
     "OutboxAuditBehind": ({'outbox_audit_verified_until_timestamp_seconds{topic="orders"}': NOW - 3_700}, {}),
     "ConsumerGone": (dict.fromkeys(CONSUMER), {}),
     "ConsumerServerAway": ({'outbox_consumer_postgres_up{group="g"}': 0}, {}),
