@@ -2,7 +2,9 @@
 
 | what                                                              | seconds | here |
 |-------------------------------------------------------------------|---------|------|
-| for a broker to write the markers of a transaction that has ended | 10      | 2    |
+| for a broker to write the markers of a transaction that has ended | 10      | 1    |
+| … of one that reconcile has aborted                               | 5       | 1    |
+| for a lane's row that another session has locked, in reconcile    | 10      | 1    |
 | between two looks for transactions that hang                      | 60      | 0.5  |
 | between two looks at the slot                                     | 10      | 0.5  |
 | between two looks at the topics' partitions                       | 60      | 0.5  |
@@ -13,6 +15,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 from relay import insights, reports, wiring
 from relay.cli import main
 from relay.kafka import open_transactions
@@ -22,15 +27,20 @@ if __name__ == "__main__":
     defaults = StateTopic.__init__.__kwdefaults__
     assert defaults is not None
     assert "decide_seconds" in defaults
-    defaults["decide_seconds"] = 2.0
-    for module, name, seconds in (
+    defaults["decide_seconds"] = 1.0
+    changed = [
         (wiring, "_TRANSACTIONS_SECONDS", 0.5),
         (wiring, "_WATCH_SECONDS", 0.5),
         (wiring, "_PARTITIONS_SECONDS", 0.5),
         (open_transactions, "_GRACE_SECONDS", 1.0),
         (reports, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),
-    ):
+    ]
+    if "reconcile" in sys.argv:
+        # No other command needs to import them.
+        of = {name: importlib.import_module(f"relay.operations.{name}") for name in ("hidden_events", "reconcile")}
+        changed += [(of["hidden_events"], "_DECIDE_SECONDS", 1.0), (of["reconcile"], "_LOCK_SECONDS", 1)]
+    for module, name, seconds in changed:
         assert hasattr(module, name)
         setattr(module, name, seconds)
     main()
