@@ -15,7 +15,7 @@ from support import IMPATIENT, wait_until
 from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
 from relay.kafka.offsets import Offsets
-from relay.operations import topic_scan
+from relay.operations import hidden_events, topic_scan
 from relay.operations.hidden_events import abort_hanging
 from relay.operations.lane_rows import _SETTLE_ROWS
 
@@ -272,8 +272,9 @@ def test_a_transaction_of_another_program_among_the_events_remains_and_is_no_suc
     assert hanging.reconcile().returncode == 0
 
 
-def test_what_hangs_is_ended_for_good(hanging):
+def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
     """Nothing of it comes back when the broker is asked for committed records; what follows it does."""
+    monkeypatch.setattr(hidden_events, "_DECIDE_SECONDS", 1.0)
     hanging.hang(state=False)
     hanging.publish(hanging.other)
     settings = load(
