@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any, Final
 
@@ -70,7 +71,10 @@ class RowMarks:
             "marks": array([marks[lease.lane][0] for lease in changed]),
             "mark_failures": [marks[lease.lane][1] for lease in changed],
         }
-        for (lane,) in self._execute(self._queries.keep_marks, values):
+        # Behind a pooler a statement alone is a pipeline with its settings, and would lock the rows until the Sync.
+        with self._session.connection.transaction() if self._session.pooled else nullcontext():
+            rows = self._execute(self._queries.keep_marks, values)
+        for (lane,) in rows:
             self._written[lane] = marks[lane]
 
     def _execute(self, query: Any, values: Mapping[str, Any]) -> list[Any]:

@@ -6,9 +6,10 @@ deleted, or archived. Its commit is synchronous, and so the flush barrier: rows 
 = off`` are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane
 whose lease does not match is not in the result: nothing of it was settled.
 
-It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost host) between a write to a
-lane's row and the commit would block the lane for as long as it sleeps. Its result is a few numbers for each lane, so a
-full socket can't delay the commit.
+It is one statement, and outside of pipelines, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost
+host) between a write to a lane's row and the commit would block the lane for as long as it sleeps: libpq sends a
+statement together with the Sync that commits it, a pipeline sends the Sync later. Its result is a few numbers for each
+lane, so a full socket can't delay the commit.
 
 | what happens                                | what follows                                                          |
 |---------------------------------------------|-----------------------------------------------------------------------|
@@ -330,16 +331,17 @@ class Settlement:
         """Read and settle these lanes in one session of the server, so that a crash in between is noticed.
 
         This connection is one. Behind a pooler it takes a transaction, with the planner's settings. It locks the lanes'
-        rows when it settles, just before its commit: both are sent together, and Postgres ends the session if it idles
-        in between for longer than the lease.
+        rows when it settles, just before its commit. Neither is sent in a pipeline: Postgres ends a session that idles
+        in a transaction for longer than the lease, but not one that waits for a pipeline's next message.
         """
         if self._prepared:
             yield
             return
         ttl_ms = min((int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes), default=0)
-        with self._connection.pipeline(), self._connection.transaction():
-            self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
-            self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+        with self._connection.transaction():
+            with self._connection.pipeline():
+                self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
+                self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
 
     def _writes(self, lane: SettledLane) -> bool:

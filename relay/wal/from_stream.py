@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from typing import Any, Final
 
 from psycopg.rows import tuple_row
@@ -88,8 +89,8 @@ class StreamReader:
         checked = [lane for lane in announced if lane not in set(settled)]
         named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
         going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
-        checking, sent = self._connection.cursor(), None
-        with self._connection.pipeline() as pipeline:
+        checking = self._connection.cursor()
+        with self._connection.pipeline() if named or checked else nullcontext():
             if named:
                 values = {
                     "lanes": array([each[0] for each in named]),
@@ -98,20 +99,16 @@ class StreamReader:
                     "max_bytes": max(self._turn_bytes // max(len(announced), 1), 1),
                 }
                 self._rows.execute(self._queries.by_ids, values)
-                pipeline.sync()
             if checked:
                 checking.execute(*self._settlement.still_held(checked))
-                pipeline.sync()
-            if settled:
-                failpoint("batch.settling")
-                sent = self._settlement.send(settled)
-                pipeline.sync()
         found = self._rows.fetchall() if named else []
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_of(checked, checking.fetchall())
-        if sent is not None:
-            failed |= self._settlement.answered(sent)
+        if settled:
+            # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
+            failpoint("batch.settling")
+            failed |= self._settlement.answered(self._settlement.send(settled))
             failpoint("batch.settled")
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}

@@ -2,7 +2,9 @@
 
 | what                                                              | seconds | here |
 |-------------------------------------------------------------------|---------|------|
-| for a broker to write the markers of a transaction that has ended | 10      | 2    |
+| for a broker to write the markers of a transaction that has ended | 10      | 1    |
+| … of one that reconcile has aborted                               | 5       | 1    |
+| for a lane's row that another session has locked, in reconcile    | 10      | 1    |
 | between two looks for transactions that hang                      | 60      | 0.5  |
 | between two looks at the slot                                     | 10      | 0.5  |
 | between two looks at the topics' partitions                       | 60      | 0.5  |
@@ -15,6 +17,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 from relay import insights, reports, wiring
 from relay.cli import main
 from relay.core import loop
@@ -25,8 +30,8 @@ if __name__ == "__main__":
     defaults = StateTopic.__init__.__kwdefaults__
     assert defaults is not None
     assert "decide_seconds" in defaults
-    defaults["decide_seconds"] = 2.0
-    for module, name, seconds in (
+    defaults["decide_seconds"] = 1.0
+    changed = [
         (wiring, "_TRANSACTIONS_SECONDS", 0.5),
         (wiring, "_WATCH_SECONDS", 0.5),
         (wiring, "_PARTITIONS_SECONDS", 0.5),
@@ -35,7 +40,12 @@ if __name__ == "__main__":
         (insights, "_STATEMENT_SECONDS", 1.0),
         (state_topic, "_READ_SECONDS", 3.0),
         (loop, "_ABSENT_SECONDS", 2.0),
-    ):
+    ]
+    if "reconcile" in sys.argv:
+        # No other command needs to import them.
+        of = {name: importlib.import_module(f"relay.operations.{name}") for name in ("hidden_events", "reconcile")}
+        changed += [(of["hidden_events"], "_DECIDE_SECONDS", 1.0), (of["reconcile"], "_LOCK_SECONDS", 1)]
+    for module, name, seconds in changed:
         assert hasattr(module, name)
         setattr(module, name, seconds)
     main()

@@ -16,6 +16,7 @@ from typing import Any, Final
 import confluent_kafka
 import psycopg
 import pytest
+from support import look_up
 from wal_support import to_wal
 
 from outbox import Event, Outbox
@@ -150,8 +151,7 @@ class Outboxed:
         self.write(1000, first=3000)
 
     def run(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            return connection.execute(query, values).fetchall()
+        return look_up(self.url, query, *values)
 
     def waits(self) -> int:
         """Return how many events are still in the outbox."""

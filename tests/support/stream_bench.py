@@ -40,6 +40,7 @@ from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.operations.wal_setup import Cdc
 from relay.settle.retries import FailurePolicy, Failures
+from relay.wal import session
 from relay.wal.replication import Replication
 from relay.wal.session import Stream
 from relay.wal.slot import SlotNames
@@ -256,8 +257,14 @@ class Outboxed:
         table = LaneTable(self.admin, "outbox", "me", "0", 600.0, "wal")
         leases = table.acquire_all()
         assert len(leases) == self.lanes
+        # Only what is written later moves a stream at rest, and lanes wait for that before they stream.
         self.stream = stream = Stream(
-            self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events=max_events
+            self.names,
+            lambda: Replication(self.url, "relay"),
+            connect,
+            leases,
+            max_events=max_events,
+            heartbeat_seconds=0.2,
         )
         failures = Failures("outbox", FailurePolicy(attempts, backoff, backoff), router)
 
@@ -314,11 +321,16 @@ class Outboxed:
             self.turn()
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Turn all lanes until it holds."""
+        """Turn all lanes until it holds, without a wait behind a turn that moved something."""
 
         def turned() -> Any:
-            self.turns()
-            return condition()
+            for _ in range(20):
+                moved = self.turn()
+                if found := condition():
+                    return found
+                if not moved:
+                    break
+            return None
 
         wait_until(turned, 60, what)
 
@@ -400,7 +412,9 @@ class Outboxed:
 
 
 @pytest.fixture
-def outboxed(outbox_postgres) -> Iterator[Callable[..., Outboxed]]:
+def outboxed(outbox_postgres, monkeypatch) -> Iterator[Callable[..., Outboxed]]:
+    # How often the server is told how far the stream is used.
+    monkeypatch.setattr(session, "_STATUS_SECONDS", 0.2)
     made: list[Outboxed] = []
 
     def make(lanes: int = 1) -> Outboxed:

@@ -54,22 +54,22 @@ def test_each_side_lists_and_shows_its_own(command):
         assert (status, stdout, unknown.split()[0] in stderr) == (1, "", True)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("list --group orders", "--group has no meaning with --side relay; give --side consumer"),
-        ("list --side consumer --aggregate-type Order", "--aggregate-type has no meaning with --side consumer"),
-        ("retry --side consumer --all --dry-run", "--dry-run has no meaning with --side consumer"),
-        ("show 17", "'17' is not an event id (a UUID); with --side consumer it is the number of a dead letter"),
-        (f"show --side consumer {IDS[0]}", "is not the number of a dead letter; with --side relay"),
-        ("retry x", "'x' is not an event id (a UUID)\n"),
-        ("retry", "say which: event ids, or --all"),
-        ("discard --all --reason", "requires an argument"),
-        ("discard --all", "--reason: say why they may be lost"),
-    ],
-)
-def test_what_does_not_fit_is_refused_and_changes_nothing(command, text, said):
-    status, stdout, stderr = command(f"dead-letters {text}")
-    assert (status, stdout) == (2, "")
-    assert said in " ".join(stderr.replace("│", " ").split()) + "\n"
-    assert len(numbers(command)) == 3
+REFUSED = {
+    "list --group orders": "--group has no meaning with --side relay; give --side consumer",
+    "list --side consumer --aggregate-type Order": "--aggregate-type has no meaning with --side consumer",
+    "retry --side consumer --all --dry-run": "--dry-run has no meaning with --side consumer",
+    "show 17": "'17' is not an event id (a UUID); with --side consumer it is the number of a dead letter",
+    f"show --side consumer {IDS[0]}": "is not the number of a dead letter; with --side relay",
+    "retry x": "'x' is not an event id (a UUID)\n",
+    "retry": "say which: event ids, or --all",
+    "discard --all --reason": "requires an argument",
+    "discard --all": "--reason: say why they may be lost",
+}
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(command):
+    for text, said in REFUSED.items():
+        status, stdout, stderr = command(f"dead-letters {text}")
+        assert (status, stdout) == (2, ""), text
+        assert said in " ".join(stderr.replace("│", " ").split()) + "\n", text
+        assert len(numbers(command)) == 3

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from psycopg import sql
+from rows_and_roles import put
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -22,103 +22,54 @@ RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2
 def hostile(outbox_postgres, outbox_kafka, monkeypatch) -> dict[str, str]:
     """Fill the tables of both sides; returns what stands for ids in commands."""
     admin = outbox_postgres.connect(autocommit=True)
-    event_id, message_id = uuid7(), uuid7()
     # Postgres has no NUL, Kafka's topics have few characters: the table takes any.
-    write(admin, "outbox.events", aggregate_type="Order", aggregate_id=HOSTILE, event_type=HOSTILE)
-    common = {"aggregate_type": HOSTILE[:200], "aggregate_id": HOSTILE, "last_error": HOSTILE, "attempts": 1}
-    now = {"first_failed_at": "2026-01-01", "event_id": event_id, "lane": 0, "id": 9}
-    write(admin, "outbox.dead_letters", **common, **now, event_type=HOSTILE, created_at="2026-01-01")
-    write(
-        admin,
-        "outbox.failures",
-        **common,
-        **now,
-        blocks=True,
-        last_failed_at="2026-01-01",
-        next_attempt_at="infinity",
+    put(admin, "outbox.events", aggregate_id=HOSTILE, event_type=HOSTILE)
+    named = {"aggregate_type": HOSTILE[:200], "aggregate_id": HOSTILE, "last_error": HOSTILE, "id": 9}
+    event_id = put(admin, "outbox.dead_letters", **named, event_type=HOSTILE)["event_id"]
+    put(admin, "outbox.failures", **named, event_id=event_id)
+    admin.execute(
+        "INSERT INTO outbox.relays (instance, version, alive_until) VALUES (%s, %s, 'infinity')", (HOSTILE, HOSTILE)
     )
-    write(admin, "outbox.relays", instance=HOSTILE, version=HOSTILE, alive_until="infinity")
     admin.execute("UPDATE outbox.lanes SET owner = %s, lease_until = 'infinity', last_batch = 1", (HOSTILE,))
-    write(admin, "consumer.groups", grp=HOSTILE, owner=HOSTILE)
-    place = {"grp": HOSTILE, "topic": HOSTILE, "topic_id": "T", "part": 0}
-    write(admin, "consumer.offsets", **place, next_offset=1, generation=1)
-    letter = {"message_id": message_id, "message_key": HOSTILE.encode(), "message_value": HOSTILE.encode()}
+    put(admin, "consumer.groups", grp=HOSTILE, owner=HOSTILE)
+    place = {"grp": HOSTILE, "topic": HOSTILE}
+    put(admin, "consumer.offsets", **place, next_offset=1)
+    message = {"message_key": HOSTILE.encode(), "message_value": HOSTILE.encode(), "error": HOSTILE}
     header = '[{"key": "name", "value": "eA=="}]'
-    write(
-        admin,
-        "consumer.dead_letters",
-        **place,
-        **letter,
-        message_offset=0,
-        message_headers=header,
-        message_time="2026-01-01",
-        reason="failed",
-        error=HOSTILE,
-    )
-    write(
-        admin,
-        "consumer.reservations",
-        grp=HOSTILE,
-        name=HOSTILE,
-        topic=HOSTILE,
-        part=0,
-        message_offset=0,
-        message_id=message_id,
-        state="stuck",
-        request="{}",
-        last_error=HOSTILE,
-        order_key=HOSTILE,
-    )
-    write(admin, "consumer.losses", **place, first_offset=0, end_offset=1, kind="retention", detail=HOSTILE)
+    letter = put(admin, "consumer.dead_letters", **place, **message, message_id=uuid7(), message_headers=header)
+    calls = {"name": HOSTILE, "last_error": HOSTILE, "order_key": HOSTILE}
+    put(admin, "consumer.reservations", **place, **calls, message_id=letter["message_id"])
+    put(admin, "consumer.losses", **place, detail=HOSTILE)
     monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
-    [(number,)] = admin.execute("SELECT id FROM consumer.dead_letters").fetchall()
-    return {"EVENT": str(event_id), "MESSAGE": str(message_id), "NUMBER": str(number)}
+    return {"EVENT": str(event_id), "MESSAGE": str(letter["message_id"]), "NUMBER": str(letter["id"])}
 
 
-def write(admin: Any, table: str, **columns: Any) -> None:
-    query = sql.SQL("INSERT INTO {} ({}) VALUES ({})").format(
-        sql.Identifier(*table.split(".")),
-        sql.SQL(", ").join(map(sql.Identifier, columns)),
-        sql.SQL(", ").join(sql.Placeholder() * len(columns)),
-    )
-    admin.execute(query, [*columns.values()])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "status",
-        "trace EVENT",
-        "trace MESSAGE",
-        "dead-letters list",
-        "dead-letters show EVENT",
-        "dead-letters list --side consumer",
-        "dead-letters show NUMBER --side consumer",
-        "consumers groups",
-        "offsets show",
-        "external list",
-        "doctor",
-        "relay reconcile",
-    ],
+COMMANDS = (
+    *("status", "trace EVENT", "trace MESSAGE", "dead-letters list", "dead-letters show EVENT"),
+    *("dead-letters list --side consumer", "dead-letters show NUMBER --side consumer", "consumers groups"),
+    *("offsets show", "external list", "doctor", "relay reconcile"),
 )
-def test_no_command_passes_it_on_to_the_terminal(hostile, command):
-    words = [hostile.get(word, word) for word in command.split()]
-    done = CliRunner().invoke(app, words)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.exit_code in {0, 1}, done.output
-    assert RAW.findall(done.output) == []
-    if command not in {"doctor", "relay reconcile"}:
-        # It is there, as it is written and not as markup.
-        assert "[bold]x[/]" in done.output.replace("\n", ""), done.output
 
 
-@pytest.mark.parametrize("command", ["status", "trace EVENT", "dead-letters list", "offsets show", "external list"])
-def test_json_has_the_same_text_escaped(hostile, command):
-    words = [hostile.get(word, word) for word in command.split()]
-    done = CliRunner().invoke(app, [*words, "--json"])
-    assert RAW.findall(done.stdout) == []
-    assert HOSTILE in texts(json.loads(done.stdout))
+def test_no_command_passes_it_on_to_the_terminal(hostile):
+    for command in COMMANDS:
+        words = [hostile.get(word, word) for word in command.split()]
+        done = CliRunner().invoke(app, words)
+        assert done.exception is None or isinstance(done.exception, SystemExit), (command, done.exception)
+        assert done.exit_code in {0, 1}, (command, done.output)
+        assert RAW.findall(done.output) == [], command
+        if command not in {"doctor", "relay reconcile"}:
+            # It is there, as it is written and not as markup.
+            assert "[bold]x[/]" in done.output.replace("\n", ""), (command, done.output)
+
+
+def test_json_has_the_same_text_escaped(hostile):
+    for command in ("status", "trace EVENT", "dead-letters list", "offsets show", "external list"):
+        words = [hostile.get(word, word) for word in command.split()]
+        done = CliRunner().invoke(app, [*words, "--json"])
+        assert RAW.findall(done.stdout) == [], command
+        assert HOSTILE in texts(json.loads(done.stdout)), command
 
 
 def texts(value: Any) -> set[str]:

@@ -59,7 +59,7 @@ def locked(url: str, table: str) -> Iterator[None]:
         other.rollback()
 
 
-def limit(monkeypatch, *, lock: int, statement: int) -> None:
+def limit(monkeypatch, *, lock: float, statement: int) -> None:
     monkeypatch.setattr(database, "_LOCK_SECONDS", lock)
     monkeypatch.setattr(database, "_STATEMENT_SECONDS", statement)
 
@@ -72,7 +72,7 @@ def add(url: str, lane: int) -> None:
 
 @pytest.mark.parametrize(
     ("url", "lock", "statement", "why"),
-    [("direct", 600, 1, "statement timeout"), ("pooled", 1, 600, "lock timeout")],
+    [("direct", 600, 1, "statement timeout"), ("pooled", 0.2, 600, "lock timeout")],
     indirect=["url"],
     ids=["statement", "lock"],
 )
@@ -96,7 +96,7 @@ def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeyp
 
 
 def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monkeypatch):
-    limit(monkeypatch, lock=1, statement=600)
+    limit(monkeypatch, lock=0.2, statement=600)
     with opened(url, lease) as source, locked(url, "lanes"), pytest.raises(DatabaseUnavailable, match="lock timeout"):
         source.source.store.lane_count()
     with opened(url, lease) as source:
@@ -104,7 +104,7 @@ def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monk
 
 
 def test_the_control_loops_statements_are_given_up(url, monkeypatch):
-    limit(monkeypatch, lock=1, statement=600)
+    limit(monkeypatch, lock=0.2, statement=600)
     connection = Connector(url, "test")()
     pooled = not begin_session(connection)
     table = LaneTable(connection, "outbox", "me", "0", 600.0, pooled=pooled)

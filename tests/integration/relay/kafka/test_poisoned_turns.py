@@ -37,8 +37,8 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source
 
         def dead() -> bool:
             # Others have events in nearly all turns in which they are tried again.
-            outboxed.write(256, first=4000 + len(written))
-            written.extend(range(256))
+            outboxed.write(64, first=4000 + len(written))
+            written.extend(range(64))
             return sorted(outboxed.dead()) == KEYS
 
         written: list[int] = []
@@ -98,7 +98,7 @@ def test_a_relay_that_takes_over_while_events_are_refused(outboxed, outbox_relay
         "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
         "relay__lease_seconds": 1.5,
         "failures": json.dumps(
-            {"on_failure": "skip", "max_attempts": 12, "min_backoff_seconds": 0.1, "max_backoff_seconds": 0.2}
+            {"on_failure": "skip", "max_attempts": 6, "min_backoff_seconds": 0.1, "max_backoff_seconds": 0.2}
         ),
     }
     if source == "wal":

@@ -18,7 +18,7 @@ from confluent_kafka import Producer
 from counting import Counting
 from inbox_support import Log
 from prometheus_client import CollectorRegistry
-from support import wait_until
+from support import IMPATIENT, wait_until
 from typer.testing import CliRunner
 
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -54,6 +54,7 @@ def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka
 
     def start(address: str) -> Any:
         return outbox_relay(
+            program=IMPATIENT,
             name="orders",
             kafka__bootstrap_servers=log.servers,
             relay__metrics_address=address,
@@ -94,6 +95,8 @@ class Watched:
     def __init__(self, database: Any, kafka: Any) -> None:
         self.url, self.options = database.url, {"bootstrap.servers": kafka.bootstrap_servers}
         self.topic = kafka.create_topic(kafka.name("orders"), 1)
+        # One: an idempotent producer waits half a second for its first answer.
+        self.producer = Producer({**self.options, "enable.idempotence": True})
         self.admin = psycopg.connect(database.url, autocommit=True)
         self.admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
         self.admin.execute(
@@ -111,10 +114,9 @@ class Watched:
         self.watch = GroupWatch(url or self.url, schema, kafka, shows, self.registry, **options)
 
     def send(self, count: int, *, seconds_ago: float = 0.0) -> None:
-        producer = Producer({**self.options, "enable.idempotence": True})
         for _ in range(count):
-            producer.produce(self.topic, b"x", partition=0, timestamp=int((time.time() - seconds_ago) * 1_000))
-        assert producer.flush(30) == 0
+            self.producer.produce(self.topic, b"x", partition=0, timestamp=int((time.time() - seconds_ago) * 1_000))
+        assert self.producer.flush(30) == 0
 
     def move(self, offset: int, *, seconds_ago: float) -> None:
         self.admin.execute(
@@ -257,7 +259,8 @@ def test_who_shows_nothing(watched):
         watched.watch.look()
 
 
-def test_servers_that_are_away(watched):
+def test_servers_that_are_away(watched, monkeypatch):
+    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 1.0)
     watched.start(url="postgresql://127.0.0.1:1/x")
     with pytest.raises(DatabaseUnavailable):
         watched.watch.look()

@@ -89,7 +89,7 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
     (port,) = free_ports(1)
     relay = outbox_relay(
         relay__metrics_address=f"127.0.0.1:{port}",
-        relay__lease_seconds=2,
+        relay__lease_seconds=1,
         delivery="exactly-once",
         name=outbox_kafka.name("outbox"),
         routes=json.dumps({"B": {"topic": "b"}, "A": {"topic": "a"}}),

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
-from support import wait_until
+from support import IMPATIENT, wait_until
 from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
 from outbox._app.prometheus import serve
@@ -153,7 +153,7 @@ def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_pos
 def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
     url, (port,) = outbox_postgres.url, free_ports(1)
     set_up(url, wal)
-    address = {"relay__metrics_address": f"127.0.0.1:{port}"}
+    address = {"program": IMPATIENT, "relay__metrics_address": f"127.0.0.1:{port}"}
 
     def shown():
         try:

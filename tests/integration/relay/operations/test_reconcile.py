@@ -10,12 +10,12 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
-from support import wait_until
+from support import IMPATIENT, wait_until
 
 from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
 from relay.kafka.offsets import Offsets
-from relay.operations import topic_scan
+from relay.operations import hidden_events, topic_scan
 from relay.operations.hidden_events import abort_hanging
 from relay.operations.lane_rows import _SETTLE_ROWS
 
@@ -45,10 +45,11 @@ def filled(outbox: Outbox, *large: int) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("place", "large"),
     [
-        # A lane settles its pages and then an empty one, so lanes 0 and 1 have four: this is the large one's second.
-        ("reconcile.settling=kill@6", (30_000, 10_000)),
-        ("reconcile.marking=kill", (3_000, 1_000)),
-        ("reconcile.marked=kill", (3_000, 1_000)),
+        # A lane settles its pages and then an empty one, so lanes 0 and 1 have four: this is the large one's second of
+        # three.
+        ("reconcile.settling=kill@6", (26_000, 100)),
+        ("reconcile.marking=kill", (300, 100)),
+        ("reconcile.marked=kill", (300, 100)),
     ],
 )
 def test_six_of_eight_lanes_with_many_rows_in_one_and_a_kill(outbox, place, large):
@@ -94,7 +95,7 @@ def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
     """In this process, to see how often the topics are read."""
     from relay.cli.relay import reconcile as command
 
-    published = filled(outbox, 3_000, 1_000)
+    published = filled(outbox, 300, 100)
     before = {lane: outbox.lane(lane) for lane in range(8) if lane != 3}
     read: list[list[str]] = []
 
@@ -114,7 +115,7 @@ def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
     read.clear()
     command(lane=None, apply=True, reason="all", database_url=outbox.url, as_json=True)
     assert read == [sorted(outbox.topics)]
-    assert sum(len(outbox.rows(lane)) for lane in range(6)) == 4_350 - sum(published.values())
+    assert sum(len(outbox.rows(lane)) for lane in range(6)) == 750 - sum(published.values())
 
 
 def test_what_is_settled_goes_into_the_archive(outbox):
@@ -144,6 +145,7 @@ def test_another_event_under_the_id_of_one_that_is_on_kafka_is_published(outbox)
 
 def test_a_row_that_another_session_has_locked_is_named(outbox):
     outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    outbox.program = IMPATIENT
     with psycopg.connect(outbox.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
         done = outbox.reconcile("--apply", "--reason", "locked")
@@ -270,8 +272,9 @@ def test_a_transaction_of_another_program_among_the_events_remains_and_is_no_suc
     assert hanging.reconcile().returncode == 0
 
 
-def test_what_hangs_is_ended_for_good(hanging):
+def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
     """Nothing of it comes back when the broker is asked for committed records; what follows it does."""
+    monkeypatch.setattr(hidden_events, "_DECIDE_SECONDS", 1.0)
     hanging.hang(state=False)
     hanging.publish(hanging.other)
     settings = load(

@@ -25,6 +25,7 @@ from page_access import (
     through_proxy,
 )
 from page_support import Answer, PageRun
+from rows_and_roles import put
 
 from relay.page.page import NAVIGATION
 
@@ -52,14 +53,13 @@ def letters(environment) -> str:
     """A dead letter of each side. Returns the id of the event."""
     event_id = failure(environment)
     with psycopg.connect(environment) as connection:
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('sums', 'me')")
-        connection.execute("INSERT INTO consumer.offsets VALUES ('sums', 'orders', 0, 'id', 1, 1)")
-        connection.execute(
-            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_key, "
-            "message_value, message_headers, message_time, reason, error) VALUES ('sums', 'orders', 'id', 0, 7, %s, "
-            "%s, %s, '[{\"key\": \"h\", \"value\": null}]', now(), 'undecodable', 'no')",
-            (event_id, SECRET.encode(), b"\xff" + SECRET.encode()),
-        )
+        place = {"grp": "sums", "topic": "orders"}
+        put(connection, "consumer.groups", grp="sums", owner="me")
+        put(connection, "consumer.offsets", **place, next_offset=1)
+        texts = {"message_key": SECRET.encode(), "message_value": b"\xff" + SECRET.encode(), "reason": "undecodable"}
+        headers = '[{"key": "h", "value": null}]'
+        where = {"message_offset": 7, "message_id": event_id, "message_headers": headers}
+        put(connection, "consumer.dead_letters", **place, **where, **texts)
     return event_id
 
 

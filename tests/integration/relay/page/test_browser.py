@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from page_access import environment, failure, failures, serve
 from page_support import DESKTOP, PHONE, Seen, browser
+from rows_and_roles import put
 from support import write
 
 from outbox import Event
@@ -32,24 +33,28 @@ def letters(environment) -> str:
     """Seven dead letters of the relay, three of a group."""
     failures(environment, "Order", ERROR, 7)
     with psycopg.connect(environment) as connection:
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('sums', 'me')")
-        connection.execute("INSERT INTO consumer.offsets VALUES ('sums', 'orders', 0, 'id', 1, 1)")
-        connection.execute(
-            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_value, "
-            "message_headers, message_time, reason, error) SELECT 'sums', 'orders', 'id', 0, g, gen_random_uuid(), "
-            "'{}', '[]', now(), 'undecodable', 'field ' || g || ' is not a text' FROM generate_series(1, 3) AS g"
-        )
+        place = {"grp": "sums", "topic": "orders"}
+        put(connection, "consumer.groups", grp="sums", owner="me")
+        put(connection, "consumer.offsets", **place, next_offset=1)
+        for offset in (1, 2, 3):
+            error = {"reason": "undecodable", "error": f"field {offset} is not a text"}
+            put(connection, "consumer.dead_letters", **place, **error, message_offset=offset, message_value=b"{}")
     return environment
 
 
-@pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desk", "phone"])
-def test_every_view_is_accessible_and_fits(screen, chromium, serve, letters):
+def test_every_view_is_accessible_and_fits(chromium, serve, letters):
+    """On a desk, and where the window is then as narrow as a phone."""
     event_id = failure(letters)
-    seen = Seen(chromium, serve().sign_in(), viewport=screen)
+    seen = Seen(chromium, serve().sign_in())
     for path in (*VIEWS, f"/events/{event_id}", f"/dead-letters/relay/{event_id}", "/dead-letters/consumer/1"):
-        seen.open(path)
-        current = seen.tab.locator("header nav [aria-current]").bounding_box()
-        assert 0 <= current["x"] <= current["x"] + current["width"] <= screen["width"], path
+        for screen in (DESKTOP, PHONE):
+            seen.tab.set_viewport_size(screen)
+            if screen is DESKTOP:
+                seen.open(path)
+            else:
+                seen.check()
+            current = seen.tab.locator("header nav [aria-current]").bounding_box()
+            assert 0 <= current["x"] <= current["x"] + current["width"] <= screen["width"], path
     seen.close()
 
 
