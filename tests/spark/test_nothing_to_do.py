@@ -102,7 +102,8 @@ def test_spark_is_started_only_for_what_is_there(bench: Bench, consumer: Consume
     assert java.was_started()
 
     read = "order-totals: read 2, applied 1, duplicates 0, dead letters 1 in "
-    assert once(0, '"messages": 2, "partitions": 1', read)
+    look = "see outbox dead-letters list --side consumer --group order-totals"
+    assert once(0, '"messages": 2, "partitions": 1', read, look)
     assert bench.totals() == expected("a", 1)
 
     assert not once(0, '"messages": 0', "order-totals: read 0, applied 0, duplicates 0 in ")
