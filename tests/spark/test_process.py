@@ -37,7 +37,8 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench: Bench, con
     shown = Shown(free_ports(1)[0])
     settings = {"OUTBOX_CONSUMER__METRICS_ADDRESS": shown.address, "OUTBOX_CONSUMER__READY_SECONDS": "5"}
     settings |= {"PYTHONPROFILEIMPORTTIME": "1", "OUTBOX_CONSUMER__DRIVER_RECORDS": "0"}
-    consumer.start("--continuous", "--max-records", "10", **settings)
+    # One core: a worker less to start.
+    consumer.start("--continuous", "--max-records", "10", "--master", "local[1,4]", **settings)
     consumer.until(lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
     lines = shown.checks()[1]
     assert re.fullmatch(r"\[\+\]rounds ok: the last one ended \d s ago", lines[0])
