@@ -55,7 +55,7 @@ KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "test
 sys.dont_write_bytecode = False
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
+_scripts = {"class_archives", "impatient", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in SUPPORT.glob("*.py")} - _scripts))
 
 # Other examples in every run, drawn from the run's seed; a failure prints them. `fixed`: always the same examples.

@@ -20,6 +20,8 @@ def spark() -> Iterator[Any]:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon.
 
     A shuffle has four partitions, two for each core: all 16 that the consumer sets would be a task and a worker each.
+    Spark makes no Java of its plans: each test has plans of its own, and to compile them takes a fifth of this JVM's
+    time. It does in the processes of test_cluster.py and test_streaming_state.py, and in those of tests/acceptance.
     """
     from spark_jobs.spark import session
 
@@ -27,7 +29,13 @@ def spark() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
         jars = ",".join(map(str, connector.fetch()))
-        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
+        conf = {
+            "spark.jars": jars,
+            "spark.python.daemon.module": "warm_daemon",
+            "spark.sql.shuffle.partitions": "4",
+            "spark.sql.codegen.wholeStage": "false",
+            "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+        }
         started = session.start("tests", conf=conf)
     yield started
     started.stop()

@@ -75,16 +75,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
 
 
-def waiting_for_locks(bench: Bench, application: str) -> int:
-    """How many sessions of this application wait for a lock."""
-    query = (
-        "SELECT count(*) FROM pg_stat_activity "
-        "WHERE datname = current_database() AND wait_event_type = 'Lock' AND starts_with(application_name, %s)"
-    )
-    with psycopg.connect(bench.database.url) as connection:
-        return connection.execute(query, (application,)).fetchone()[0]
-
-
 def signal_all(tree: list[psutil.Process], number: signal.Signals) -> None:
     for member in tree:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -170,7 +160,7 @@ def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, dri
     older = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE))
     wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
     younger = drive(bench.runner(patience=PATIENCE), once=True)
-    wait_until(lambda: waiting_for_locks(bench, "outbox driver") == 1, PATIENCE, "the take-over to wait")
+    wait_until(lambda: bench.waits_for_a_lock("outbox driver order-totals"), PATIENCE, "the take-over to wait")
     told = wait_until(
         lambda: [figures for text, figures in bench.reports if text == "waiting for a lock"], PATIENCE, "a report"
     )

@@ -1,14 +1,17 @@
-"""`outbox consume` as operators see it: its last lines, its metrics, and a dead letter from end to end."""
+"""`outbox consume` as operators see it: its metrics, a dead letter from end to end, and its end after two signals."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from alerting import scraped
+from bench import Consumer
 from support import wait_until
 
 from outbox.sandbox._ports import free_ports
@@ -38,16 +41,9 @@ class Desk:
 
     def __init__(self, bench: Any, folder: Path) -> None:
         self.bench = bench
-        self.folder = folder
         self.address = f"127.0.0.1:{free_ports(1)[0]}"
         (folder / "desk_job.py").write_text(JOB)
-
-    def start(self, *arguments: str, stdout: Any) -> subprocess.Popen[bytes]:
-        more = {"OUTBOX_CONSUMER__METRICS_ADDRESS": self.address}
-        return self.bench.consume(self.folder, *arguments, job="desk_job:job", stdout=stdout, **more)
-
-    def log(self) -> str:
-        return (self.folder / "consume.log").read_text()
+        self.consumer = Consumer(bench, folder, job="desk_job:job", OUTBOX_CONSUMER__METRICS_ADDRESS=self.address)
 
     def command(self, *arguments: str) -> Any:
         return json.loads(self.bench.command("dead-letters", *arguments, "--side", "consumer", "--json"))
@@ -69,9 +65,16 @@ class Desk:
         return wait_until(lambda: [found for found in [self.metric(name)] if found is not None], 60, name)[0]
 
 
+@pytest.fixture
+def desk(bench, tmp_path) -> Iterator[Desk]:
+    made = Desk(bench, tmp_path)
+    yield made
+    made.consumer.kill()
+
+
 @pytest.mark.timeout(600)
-def test_from_a_bad_message_to_its_effect(bench, tmp_path):
-    desk = Desk(bench, tmp_path)
+def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
+    """One test, because a driver takes seconds to start. A single signal: test_process.py."""
     bench.run(JOB.split("'''")[1])
     bench.run(SANE)
     bench.send("a", 1)
@@ -79,13 +82,10 @@ def test_from_a_bad_message_to_its_effect(bench, tmp_path):
     bench.send("a", 3)
     bench.send("b", 1)
 
-    process = desk.start("--once", stdout=subprocess.PIPE)
-    shown = process.communicate(timeout=240)[0].decode()
-    assert process.returncode == 0, desk.log() + shown
-    assert "desk: read 4, applied 2, duplicates 0, dead letters 2 in " in shown
-    assert "outbox dead-letters list --side consumer --group desk" in shown
+    consumer = desk.consumer
+    consumer.start("--continuous")
+    consumer.until(lambda: desk.metric("dead_letters_waiting") == 2, "two dead letters")
     assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
-
     bad, behind = desk.command("list")["dead_letters"]
     assert [(row["reason"], row["state"], row["key"]) for row in (bad, behind)] == [
         ("failed", "dead", "a"),
@@ -97,32 +97,34 @@ def test_from_a_bad_message_to_its_effect(bench, tmp_path):
     assert [header["key"] for header in shown["headers"]] == ["ce_id"]
     assert shown["headers"][0]["value"] == shown["message_id"]
 
-    process = desk.start("--continuous", stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: desk.metric("generation") == 2, 120, "the second consumer")
-        assert desk.figure("dead_letters_waiting") == 2
-        # As it was: it fails again, and nothing overtakes it.
-        desk.command("retry", str(bad["id"]))
-        attempts = "SELECT attempts, state FROM consumer.dead_letters ORDER BY message_offset"
-        wait_until(lambda: bench.rows(attempts)[0] == (2, "dead"), 60, "a second attempt")
-        wait_until(lambda: [state for *_, state in desk.dead()] == ["dead", "dead"], 60, "both to be dead again")
-        assert desk.seen("a") == [1]
-        # The one behind is asked for; both are tried, in their order.
-        bench.run(INSANE)
-        assert desk.command("retry", str(behind["id"])) == {"retried": [bad["id"], behind["id"]]}
-        wait_until(lambda: desk.dead() == [], 60, "the dead letters to be applied")
-        assert desk.seen("a") == [1, 2, 3]
-        wait_until(lambda: desk.metric("dead_letters_waiting") == 0, 60, "the metrics to tell")
-        assert (desk.figure("messages_applied_total"), desk.figure("messages_dead_total")) == (4, 2)
-        assert (desk.figure("lag_messages"), desk.figure("uncommitted_messages")) == (0, 0)
-        assert desk.figure("next_offset") == desk.figure("log_end_offset") == 4
-        wait_until(lambda: desk.metric("kafka_up") == 1, 60, "Kafka to answer in time")
-        wait_until(lambda: (desk.metric("round_seconds_count") or 0) > 0, 60, "the round to be counted")
+    # As it was: it fails again, and nothing overtakes it.
+    desk.command("retry", str(bad["id"]))
+    attempts = "SELECT attempts, state FROM consumer.dead_letters ORDER BY message_offset"
+    consumer.until(lambda: bench.rows(attempts)[0] == (2, "dead"), "a second attempt")
+    consumer.until(lambda: [state for *_, state in desk.dead()] == ["dead", "dead"], "both to be dead again")
+    assert desk.seen("a") == [1]
+    # The one behind is asked for; both are tried, in their order.
+    bench.run(INSANE)
+    assert desk.command("retry", str(behind["id"])) == {"retried": [bad["id"], behind["id"]]}
+    consumer.until(lambda: desk.dead() == [], "the dead letters to be applied")
+    assert (desk.seen("a"), desk.seen("b")) == ([1, 2, 3], [1])
+    consumer.until(lambda: desk.metric("dead_letters_waiting") == 0, "the metrics to tell")
+    assert (desk.figure("messages_applied_total"), desk.figure("messages_dead_total")) == (4, 2)
+    assert (desk.figure("lag_messages"), desk.figure("uncommitted_messages")) == (0, 0)
+    assert desk.figure("next_offset") == desk.figure("log_end_offset") == 4
+    consumer.until(lambda: desk.metric("kafka_up") == 1, "Kafka to answer in time")
+    consumer.until(lambda: (desk.metric("round_seconds_count") or 0) > 0, "the round to be counted")
 
-        process.terminate()
-        assert process.wait(60) == 0, desk.log()
-    finally:
-        process.kill()
-        process.wait()
-    assert "Traceback" not in desk.log()
-    assert desk.seen("b") == [1]
+    # The second signal ends it in the middle of its round.
+    positions, jvm = bench.positions(), consumer.jvm()
+    with psycopg.connect(bench.database.url) as connection:
+        connection.execute("LOCK TABLE seen IN SHARE MODE")
+        bench.send("c", 1)
+        consumer.until(lambda: bench.waits_for_a_lock("outbox driver desk"), "the driver's round to wait")
+        consumer.signal(signal.SIGTERM)
+        consumer.until(lambda: "stopping" in consumer.log(), "the first signal to be heard")
+        assert bench.waits_for_a_lock("outbox driver desk")
+        consumer.signal(signal.SIGINT)
+        consumer.ended(1, "outbox: ended in the middle of a round, after two signals")
+    wait_until(lambda: bench.has_no_session() and not jvm.is_running(), 60, "its sessions and its JVM to be gone")
+    assert (bench.positions(), desk.seen("c")) == (positions, [])

@@ -29,12 +29,6 @@ def applied(bench: Bench) -> int:
         return 0
 
 
-def waits(bench: Bench) -> bool:
-    """Return whether a task waits for a lock."""
-    waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
-    return bool(bench.rows(f"{waiting} AND application_name = 'outbox consumer order-totals'"))
-
-
 def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench: Bench, consumer: Consumer, tmp_path: Path):
     """By an empty poll alone, and again after a round; and not while another driver holds its sink's rows.
 
@@ -43,7 +37,8 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench: Bench, con
     shown = Shown(free_ports(1)[0])
     settings = {"OUTBOX_CONSUMER__METRICS_ADDRESS": shown.address, "OUTBOX_CONSUMER__READY_SECONDS": "5"}
     settings |= {"PYTHONPROFILEIMPORTTIME": "1", "OUTBOX_CONSUMER__DRIVER_RECORDS": "0"}
-    consumer.start("--continuous", "--max-records", "10", **settings)
+    # One core: a worker less to start.
+    consumer.start("--continuous", "--max-records", "10", "--master", "local[1,4]", **settings)
     consumer.until(lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
     lines = shown.checks()[1]
     assert re.fullmatch(r"\[\+\]rounds ok: the last one ended \d s ago", lines[0])
@@ -57,7 +52,7 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench: Bench, con
     with psycopg.connect(bench.database.url) as other:
         other.execute("LOCK TABLE order_totals IN SHARE MODE")
         bench.orders(ORDERS, [1])
-        consumer.until(lambda: waits(bench), "a task to wait")
+        consumer.until(lambda: bench.waits_for_a_lock("outbox consumer order-totals"), "a task to wait")
         consumer.signal(signal.SIGINT)
         consumer.until(lambda: "stopping" in consumer.log(), "the signal to be heard")
     consumer.ended(0)
@@ -101,8 +96,9 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
 
         consumer.until(shown, "the position to be shown")
         consumer.until(lambda: "one more round" in bench.totals(), "its effect")
-        consumer.signal(signal.SIGTERM)
-        assert consumer.process.wait(240) == 0
+        # Of its own JVM it needs nothing now, and would notice late that this is gone.
+        consumer.jvm().kill()
+        consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
     finally:
         consumer.kill()
     totals = bench.totals()

@@ -23,7 +23,7 @@ CONF = {
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
     "spark.sql.streaming.stateStore.checkpointFormatVersion": "2",
-    "spark.sql.shuffle.partitions": "3",
+    "spark.sql.shuffle.partitions": "2",
 }
 SETUP = "CREATE TABLE IF NOT EXISTS told (k bigint, number bigint)"
 EFFECT = "INSERT INTO told SELECT k, number FROM batch"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import psutil
 import psycopg
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
@@ -212,19 +213,17 @@ class Bench:
         *arguments: str,
         job: str = "spark_jobs.order_totals:job",
         topic: str | None = None,
-        program: Sequence[str] = ("-m", "relay.cli"),
-        stdout: Any = None,
         **variables: str,
     ) -> subprocess.Popen[bytes]:
         """Start ``outbox consume`` with the topic, in a folder that its job may be in, with consume.log there."""
         environment = os.environ | self.environment | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
         with (folder / "consume.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, *program, "consume", job, "--topic", topic or self.topic, *arguments],
+                [sys.executable, "-m", "relay.cli", "consume", job, "--topic", topic or self.topic, *arguments],
                 env=environment | variables,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=log if stdout is None else stdout,
+                stdout=log,
                 stderr=log,
             )
 
@@ -245,6 +244,16 @@ class Bench:
         """order: (total_cents, events_applied, last_seq, out_of_order, status)"""
         query = "SELECT order_id, total_cents, events_applied, last_seq, out_of_order, status FROM order_totals"
         return {row[0]: row[1:] for row in self.rows(query)}
+
+    def waits_for_a_lock(self, name: str) -> bool:
+        """Return whether a session of this name waits for a lock."""
+        waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
+        return bool(self.rows(f"{waiting} AND application_name = '{name}'"))
+
+    def has_no_session(self) -> bool:
+        """Return whether no session of a consumer is left, so that nothing more can be applied."""
+        sessions = "SELECT FROM pg_stat_activity WHERE datname = current_database()"
+        return not self.rows(f"{sessions} AND application_name LIKE 'outbox %'")
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets"))
@@ -277,6 +286,11 @@ class Consumer:
     def signal(self, number: int) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+
+    def jvm(self) -> psutil.Process:
+        assert self.process is not None
+        [found] = [child for child in psutil.Process(self.process.pid).children() if "java" in child.name()]
+        return found
 
     def until(self, condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
         """Wait for a condition, as long as it runs."""
