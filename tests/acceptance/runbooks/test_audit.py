@@ -1,0 +1,109 @@
+"""The runbooks of `outbox audit --follow`: what causes its alerts, and what ends them. See test_relays.py."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from alerting import Samples, collected, firing
+from audit_support import Pipeline
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from runbook_support import every_step_was_taken, of
+from spans import relay
+from support import order
+
+from relay.audit.findings import Scope
+from relay.audit.follow import Follower
+from relay.config import load
+from relay.insights import look_at_tables
+from relay.metrics.outbox import outbox_metrics
+
+__all__ = ["order"]
+
+
+class Audited(Pipeline):
+    """A pipeline with an archive, and the metrics that its relay shows. Its events are of minutes that are over."""
+
+    def sent(self, count: int) -> list[str]:
+        ids = self.add(count, ago=600)
+        self.published()
+        return ids
+
+    def follow(self) -> None:
+        now = dt.datetime.now(dt.UTC)
+        settings = load(
+            database_url=self.database.url,
+            kafka={"bootstrap_servers": self.kafka.bootstrap_servers},
+            relay={"archive_days": 1},
+        )
+        Follower(settings, Scope(now - dt.timedelta(hours=1), now)).advance()
+
+    def shown(self) -> Samples:
+        with psycopg.connect(self.database.url) as connection:
+            state = look_at_tables(connection, "outbox")
+
+        class State:
+            def collect(self) -> Iterator[Metric]:
+                return outbox_metrics(state, {}, 1)
+
+        registry = CollectorRegistry()
+        registry.register(State())
+        return collected(registry)
+
+
+@pytest.fixture
+def audited(operator, outbox_postgres, outbox_kafka, order) -> Iterator[Audited]:
+    operator.settings |= {"relay__archive_days": 1, "name": "outbox"}
+    pipeline = Audited(outbox_postgres, outbox_kafka, *order)
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        pipeline.kept_before()
+        yield pipeline
+
+
+def alerts(audited: Audited, before: Samples | None = None) -> set[str]:
+    return {alert for alert in firing(audited.shown(), before) if alert.startswith("OutboxAudit")}
+
+
+@of("The audit finds differences")
+def test_a_record_stands_twice(operator, audited):
+    ids = audited.sent(5)
+    audited.follow()
+    assert alerts(audited) == set()
+    audited.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
+    record: Any = audited.record(ids[0])
+    audited.produce(key=record.key(), value=record.value(), headers=record.headers(), partition=record.partition())
+    audited.follow()
+    assert alerts(audited) == {"OutboxAuditRepeated"}
+    assert f"repeated: event {ids[0]}" in operator.act("outbox audit", status=1)
+    assert ids[0] in operator.act("outbox trace EVENT_ID", EVENT_ID=ids[0])
+
+
+@of("The audit finds differences")
+def test_an_event_is_gone(operator, audited):
+    ids = audited.sent(5)
+    audited.run(f"UPDATE outbox.published SET event_id = gen_random_uuid() WHERE event_id = '{ids[0]}'")
+    audited.follow()
+    assert alerts(audited) >= {"OutboxAuditDifferences"}
+    assert f"unknown: event {ids[0]}" in operator.act("outbox audit", status=1)
+
+
+@of("The audit is behind")
+def test_nobody_audits(operator, audited):
+    audited.sent(5)
+    audited.follow()
+    before = audited.shown()
+    audited.run("UPDATE outbox.verified SET verified_until = verified_until - interval '2 hours'")
+    assert alerts(audited) == {"OutboxAuditBehind"}
+    for _ in range(3):
+        audited.follow()
+    assert alerts(audited) == set()
+    audited.run("UPDATE outbox.verified SET skipped = 2")
+    assert alerts(audited, before) == {"OutboxAuditSkips"}
+
+
+def test_every_step_was_taken(request):
+    every_step_was_taken(request)
