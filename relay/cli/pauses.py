@@ -115,6 +115,7 @@ def drain(
     scopes = scopes_of(lane or (), topic or ())
     changes: Sequence[PauseChange] = ()
     missing: Sequence[str] = ()
+    confirm_seconds = 0.0
     with _opened(database_url) as (connection, schema, router):
         deadline = time.monotonic() + timeout
         pauses.require_scopes(connection, schema, scopes, router.may_write)
@@ -122,7 +123,8 @@ def drain(
         if not left:
             changes = pauses.pause(connection, schema, scopes, reason, may_write=router.may_write, what="drain")
             _print_changes(changes, as_json=as_json)
-            missing = _unconfirmed(connection, schema, changes, max(deadline - time.monotonic(), 5.0))
+            confirm_seconds = max(round(deadline - time.monotonic(), 1), 5.0)
+            missing = _unconfirmed(connection, schema, changes, confirm_seconds)
     if as_json:
         shown = [{"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in left.items()]
         print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
@@ -132,7 +134,7 @@ def drain(
         say(f"outbox: {scope} not drained after {timeout:g} s, and not paused: {one}", err=True)
     if left:
         raise typer.Exit(1)
-    _fail_unconfirmed(missing, timeout)
+    _fail_unconfirmed(missing, confirm_seconds)
 
 
 @failing_clearly

@@ -164,7 +164,7 @@ class WorkerLoop:
         fine = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
             self._note_settled(fine - set(fetched.settling))
-        self._give_up(fetched.failed)
+        self._handle_failed(fetched.failed)
         if not fetched.batches:
             if fetched.known:
                 self._succeeded(fine)
@@ -188,7 +188,7 @@ class WorkerLoop:
         retried = set(fetched.retried) if self._retries_apart else set()
         self._retries_apart = True
         for again in (False, True):
-            # The first half may have given lanes up.
+            # Lanes may have failed or been lost in the first half.
             batches = {
                 number: batch
                 for number, batch in fetched.batches.items()
@@ -226,7 +226,7 @@ class WorkerLoop:
                 # Lanes that are still ours are read again.
                 if publisher_unusable:
                     self._close_publisher()
-                self._give_up(lanes)
+                self._handle_failed(lanes)
             case Failed(DatabaseUnavailable() as error):
                 # Nothing is published. Settling would wait for the statement that has taken too long.
                 raise error
@@ -291,7 +291,7 @@ class WorkerLoop:
         for lease in due:
             if lease.lane not in failed:
                 self._lanes[lease.lane].joined = True
-        self._give_up(failed)
+        self._handle_failed(failed)
 
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
         """Settle what is pending of lanes that are paused from now on, and make the source read nothing of them.
@@ -306,7 +306,7 @@ class WorkerLoop:
         failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
         for number, lane in self._lanes.items():
             lane.paused = number in lanes and number not in failed
-        self._give_up(failed)
+        self._handle_failed(failed)
         return [number for number in lanes if number not in failed]
 
     def _new_backoff(self) -> Backoff:
@@ -324,7 +324,7 @@ class WorkerLoop:
             if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
         ]
 
-    def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
+    def _handle_failed(self, failed: Mapping[int, OutboxError]) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
@@ -361,7 +361,7 @@ class WorkerLoop:
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._note_settled(sent.receipts.keys() - failed.keys())
             self._close_publisher()
-        self._give_up(failed)
+        self._handle_failed(failed)
         return failed
 
     def _report(self, receipts: Mapping[int, Receipt]) -> None:
@@ -442,7 +442,7 @@ class WorkerLoop:
                 failed = {number: type(error)(text)}
             if failed:
                 lane.unsettled = left
-                self._give_up(failed)
+                self._handle_failed(failed)
                 return
             left = left.part(size)
         lane.unsettled = NOTHING

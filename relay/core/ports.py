@@ -131,7 +131,10 @@ Confirm = Callable[[float], Mapping[int, OutboxError]]
 
 
 class Unavailable(OutboxError):
-    """A server is unavailable, slow or has no leader. No event is at fault: wait, reconnect, read again."""
+    """The turn can't be completed now: a server is unavailable, slow or has no leader, or refuses the batch.
+
+    Read again; wait first, except after BatchRefused.
+    """
 
 
 class BrokerUnavailable(Unavailable):
@@ -359,7 +362,7 @@ class Publisher(Protocol):
     """Publishes the events of a worker's lanes.
 
     Contract: ``publish`` sends each lane's claims in order and waits until Kafka has acknowledged or failed each. If an
-    event is refused or fails, no later event of the same key is Published; a refused one delays no other key.
+    event is refused or fails, no later event of the same key is published; a refused one delays no other key.
     (At-most-once, where nothing is read again, the key goes on after a refused one.)
     """
 

@@ -108,9 +108,9 @@ class _NotConfirmed(Exception):
 class TransactionalPublisher:
     """A worker's transactional producers. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows; ``lanes`` is
-    the number of partitions that the state topic needs. The constructor fences this worker's former publisher. Raises
-    Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
+    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows;
+    ``lane_count`` is the number of partitions that the state topic needs. The constructor fences this worker's former
+    publisher. Raises Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TransactionalPublisher:
         *,
         base_id: str,
         takeover: Takeover,
-        lanes: int,
+        lane_count: int,
         state: StateTopic,
         headers: HeaderSet = HeaderSet.BOTH,
         record_offsets: bool = False,
@@ -133,7 +133,7 @@ class TransactionalPublisher:
         self._clean_seconds = backoff_ms / 1000 * _CLEAN_PART
         self._base_id = base_id
         self._takeover = takeover
-        self._lanes = lanes
+        self._lane_count = lane_count
         self._topics = topics
         self._state = state
         self._joined: dict[int, Marker] = {}
@@ -167,7 +167,7 @@ class TransactionalPublisher:
         """Take over lanes; write the first marker of those that never had one."""
         taken = self._takeover.take_over(leases)
         failed = dict(taken.failed)
-        self._state.require(self._lanes)
+        self._state.require(self._lane_count)
         by_lane = {lease.lane: lease for lease in leases}
         new: dict[int, Marker] = {}
         for lane, (marker, identity) in taken.markers.items():
@@ -385,7 +385,7 @@ class TransactionalPublisher:
         topics = sender.forbidden_topics()
         if not topics:
             return None
-        return TopicUnusable(f"the relay may not write to {topics}; grant WRITE and DESCRIBE")
+        return TopicUnusable(f"the relay may not write to {', '.join(map(repr, topics))}: grant it WRITE and DESCRIBE")
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()

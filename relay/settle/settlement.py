@@ -420,8 +420,13 @@ class Settlement:
                 reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
+            changed = (
+                f"transactional id {named!r} instead of {known.own_id!r}"
+                if known.expected in {None, last_batch}
+                else f"batch {last_batch} instead of {known.expected}"
+            )
             reasons[lane] = DatabaseUnavailable(
-                f"lane {lane}: its row has changed (batch {last_batch}, {self.lanes[lane].expected} was expected): "
+                f"lane {lane}: its row has changed ({changed}): "
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
             )
         return reasons

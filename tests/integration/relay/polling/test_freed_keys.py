@@ -201,7 +201,7 @@ def test_the_guard_makes_the_difference(workers, monkeypatch):
     relay = Relay(worker, lambda: worker.source(attempts=2), once=False)
     relay.blocked()
     settled_by_its_marker(relay)
-    # The next look is a second away.
+    # No look within the next minute.
     relay.source.reader._looked_at = time.monotonic() + 60
     relay.write(WAITING + 1, WAITING + 1)
     wait_until(relay.turn)
