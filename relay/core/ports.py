@@ -127,7 +127,7 @@ Batches = Mapping[int, Sequence[Claim]]
 """The events of one turn by lane, each lane's in the order of publishing."""
 
 Confirm = Callable[[float], Mapping[int, OutboxError]]
-"""Source.confirm."""
+"""Source.confirm: takes a deadline, returns the lanes that must not be published."""
 
 
 class Unavailable(OutboxError):
@@ -221,8 +221,8 @@ class Fetched:
 class Receipt:
     """The result of sending one lane's batch.
 
-    An event that is neither published nor refused may or may not have reached Kafka, and must be read and sent again.
-    Both are in the order of sending. ``left_out``: events were not sent because their topic can't be written to.
+    ``published`` and ``refused`` are in the order of sending. An event in neither may or may not have reached Kafka,
+    and is read and sent again. ``left_out``: events were not sent because their topic can't be written to.
     """
 
     published: UnsettledBatch = NOTHING

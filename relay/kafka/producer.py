@@ -96,6 +96,7 @@ class BatchProducer:
         self._at_most_once = at_most_once
         self._transactional = "transactional.id" in options
         self._records: dict[int, RecordMetadata] | None = {} if record_offsets else None
+        # Never reset: a producer with a failure is discarded.
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
@@ -254,8 +255,8 @@ class BatchProducer:
         return {lane: [r for r in refused if r[0].key not in failed] for lane, refused in self.refused.items()}
 
     def refused_alone(self) -> dict[int, list[Refusal]]:
-        """Return the events that the broker refuses for sure, by lane: no other event of their partition was refused,
-        and all events of a request get the same answer. Without those behind another sent event of their key.
+        """Return the events that the broker is proven to refuse, by lane: no other event of their partition was
+        refused, and all events of a request get the same answer. Without those behind another sent event of their key.
 
         Of an aborted transaction: no event that was sent is published.
         """

@@ -197,7 +197,7 @@ class TransactionalPublisher:
             self.close()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
-            failure, blamed, aborted = self._given_up(sender, error)
+            failure, blamed, aborted = self._abort_after(sender, error)
         except Unavailable as error:
             failure, blamed = error, ()
             if sender.broken_off:
@@ -213,13 +213,13 @@ class TransactionalPublisher:
             self._abort(sender)
             self.close()
             raise
-        # With a commit under way, only the markers would tell what is published.
+        # Only if no EndTxn was sent in this turn: otherwise only the markers tell what is published.
         goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
             self.close()
-        return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
+        return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
         return frozenset().union(*(sender.paused() for sender in self._senders))
@@ -346,7 +346,7 @@ class TransactionalPublisher:
         sender.producer.commit_transaction(max(deadline - started, 0.1))
         sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds
 
-    def _aborted(
+    def _failed_turn(
         self,
         sender: _TransactionalProducer,
         failure: Unavailable,
@@ -361,7 +361,7 @@ class TransactionalPublisher:
         receipts = {lane: Receipt(refused=each) for lane, each in refused.items() if each}
         return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
-    def _given_up(
+    def _abort_after(
         self, sender: _TransactionalProducer, error: KafkaException
     ) -> tuple[Unavailable, Collection[int], bool]:
         """Abort. Returns the failure, the lanes to blame, and whether the transaction is aborted."""
