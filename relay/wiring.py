@@ -230,7 +230,7 @@ def _source(
 ) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = build_failures(settings)
-    once = settings.delivery is Delivery.AT_MOST_ONCE
+    at_most_once = settings.delivery is Delivery.AT_MOST_ONCE
     options: dict[str, Any] = {
         "archive": settings.relay.archive_days > 0,
         "renew_part": renew_part,
@@ -248,7 +248,7 @@ def _source(
         return False
 
     def new_source(reports: LoopReports) -> Source:
-        source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if once else PollingSource
+        source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if at_most_once else PollingSource
         return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
     return new_source
@@ -276,7 +276,7 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
             seconds,
             base_id=base_id,
             takeover=Takeover(store, state, fencing, base_id, abandoned=abandoned),
-            lanes=store.lane_count(),
+            lane_count=store.lane_count(),
             state=state,
             headers=settings.headers,
             record_offsets=archive,
@@ -293,7 +293,7 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
                 takeover=Takeover(store, state, fencing, None),
                 headers=settings.headers,
                 record_offsets=archive,
-                once=settings.delivery is Delivery.AT_MOST_ONCE,
+                at_most_once=settings.delivery is Delivery.AT_MOST_ONCE,
             )
         try:
             return transactional(store)

@@ -39,7 +39,7 @@ from outbox.errors import SchemaError
 KEEP_DAYS: Final = 14
 """The default, in whole days besides today."""
 
-# Of these tables alone: another sink in the same database has a schema of its own.
+# The lock's name contains the schema: another sink in this database must not wait for this one.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
 _TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
 _AHEAD: Final = 3
@@ -276,8 +276,8 @@ class IdRetention:
     def _drop(self, name: str, high: dt.date) -> bool:
         """Drop one partition unless one of its rows was seen lately. Tasks of other days wait only for the DROP."""
         partition = self._partition(name)
-        with self._alone() as connection:
-            if not self._locked(connection):
+        with self._giving_way() as connection:
+            if not self._try_lock(connection):
                 return False
             [(there,)] = connection.execute("SELECT to_regclass(%s)", (partition.as_string(connection),))
             if there is None:
@@ -292,18 +292,18 @@ class IdRetention:
 
     def _delete_stray(self, horizon: dt.date) -> int:
         values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
-        with self._alone() as connection:
-            if not self._locked(connection):
+        with self._giving_way() as connection:
+            if not self._try_lock(connection):
                 return 0
             return int(self._value(connection, _FORGET_STRAY, values, stray=statement(self._schema, STRAY)))
 
     @contextmanager
-    def _alone(self) -> Iterator[psycopg.Connection[Any]]:
+    def _giving_way(self) -> Iterator[psycopg.Connection[Any]]:
         with self._transaction() as connection:
             connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
             yield connection
 
-    def _locked(self, connection: psycopg.Connection[Any]) -> bool:
+    def _try_lock(self, connection: psycopg.Connection[Any]) -> bool:
         [(locked,)] = connection.execute(_TRY_LOCK, (self._schema,))
         return bool(locked)
 

@@ -138,7 +138,7 @@ class Applier:
             case MessageFailed() as failed:
                 return self._failed(part, failed)
             case error:
-                # Deferred constraints and triggers.
+                # COMMIT failed (a deferred constraint or trigger), which names no message: try each alone.
                 if len(batch) > 1:
                     part.alone_until = batch[-1].offset()
                     return True
@@ -236,7 +236,8 @@ class Applier:
             found = cause = error
         else:
             return _Outcome.COMMITTED
-        if not confirmed or (self._session.passes(cause) and not strikes.too_many(cause)):
+        # Counts a strike: an interruption that keeps coming is taken for the message's fault.
+        if not confirmed or (self._session.passes(cause) and not strikes.strike(cause)):
             wait(part, cause or found)
             return _Outcome.WAIT
         return found
@@ -331,10 +332,9 @@ class Applier:
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
             self._watch.failed([part.partition], f"offset {message.offset()} failed: {text}")
             return False
-        part.deaths += 1
-        too_many = self._settings.bury and part.deaths > self._settings.most_dead
+        too_many = self._settings.bury and part.deaths >= self._settings.most_dead
         if too_many or not self._settings.bury:
-            why = f"as the {part.deaths - 1} before it: " if too_many else ""
+            why = f"as the {part.deaths} before it: " if too_many else ""
             raise HandlerFailed(*part.partition, message.offset(), part.attempts, why + text) from failed.__cause__
         _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
         return self._bury(part, message, failed.why)
@@ -357,16 +357,15 @@ class Applier:
 
         match self._attempt(part, part.strikes, step, self._wait):
             case _Outcome.COMMITTED:
+                part.deaths += 1
                 if (key := message.key()) is not None:
                     part.dead_keys.add(key)
                 part.moved(message.offset() + 1)
                 return True
             case _Outcome.WAIT:
-                part.deaths -= 1
                 return False
             case error:
-                part.deaths -= 1
-                if part.strikes.too_many(error):
+                if part.strikes.strike(error):
                     text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
                     raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
                 self._wait(part, error)

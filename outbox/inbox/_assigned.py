@@ -25,7 +25,7 @@ class Strikes:
 
     count: int = 0
 
-    def too_many(self, error: BaseException | None) -> bool:
+    def strike(self, error: BaseException | None) -> bool:
         """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
         if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
             return False

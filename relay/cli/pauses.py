@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS: Final = 0.2
 _PROGRESS_SECONDS: Final = 5.0
-_LOOKING: Final = 1 / 5
-"""The maximum share of the time that the queries take: for a topic they read all events."""
+_REST: Final = 4
+"""How many times as long as its queries took it rests: for a topic they read all events."""
 
 _Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")]
 _Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")]
@@ -115,6 +115,7 @@ def drain(
     scopes = scopes_of(lane or (), topic or ())
     changes: Sequence[PauseChange] = ()
     missing: Sequence[str] = ()
+    confirm_seconds = 0.0
     with _opened(database_url) as (connection, schema, router):
         deadline = time.monotonic() + timeout
         pauses.require_scopes(connection, schema, scopes, router.may_write)
@@ -122,17 +123,18 @@ def drain(
         if not left:
             changes = pauses.pause(connection, schema, scopes, reason, may_write=router.may_write, what="drain")
             _print_changes(changes, as_json=as_json)
-            missing = _unconfirmed(connection, schema, changes, max(deadline - time.monotonic(), 5.0))
+            confirm_seconds = max(round(deadline - time.monotonic(), 1), 5.0)
+            missing = _unconfirmed(connection, schema, changes, confirm_seconds)
     if as_json:
         shown = [{"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in left.items()]
         print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
     elif not left and not missing:
-        say("Drained: nothing is published any more.")
+        say("Drained and paused: nothing more is published.")
     for scope, one in left.items():
         say(f"outbox: {scope} not drained after {timeout:g} s, and not paused: {one}", err=True)
     if left:
         raise typer.Exit(1)
-    _fail_unconfirmed(missing, timeout)
+    _fail_unconfirmed(missing, confirm_seconds)
 
 
 @failing_clearly
@@ -149,8 +151,8 @@ def wait(
         left = _await_drained(drain, [ALL], time.monotonic() + seconds, quiet=True)
     for one in left.values():
         say(
-            f"not everything is published after {seconds:g} s: {one}. See `outbox status` for relays and pauses, "
-            "`outbox dead-letters list` for failed events, `outbox doctor` for Kafka, and the relay's log",
+            f"outbox: not everything is published after {seconds:g} s: {one}. See `outbox status` for relays and "
+            "pauses, `outbox dead-letters list` for failed events, `outbox doctor` for Kafka, and the relay's log",
             err=True,
         )
         raise typer.Exit(1)
@@ -173,7 +175,7 @@ def _await_drained(
             if text != printed:
                 say(text, err=True)
             printed_at, printed = now, text
-        time.sleep(min(max(_LOOK_SECONDS, (now - began) * (1 / _LOOKING - 1)), max(deadline - now, 0.0)))
+        time.sleep(min(max(_LOOK_SECONDS, (now - began) * _REST), max(deadline - now, 0.0)))
 
 
 def _unconfirmed(
@@ -193,8 +195,8 @@ def _print_changes(changes: Sequence[PauseChange], *, as_json: bool) -> None:
 def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
     if missing:
         say(
-            f"outbox: {', '.join(missing)} did not confirm within {seconds:g} s and may still publish: is it "
-            "suspended, cut off from Postgres, or of a version without pauses?",
+            f"outbox: {', '.join(missing)} did not confirm within {seconds:g} s and may still publish: a relay "
+            "may be suspended, cut off from Postgres, or of a version without pauses",
             err=True,
         )
         raise typer.Exit(1)

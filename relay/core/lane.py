@@ -59,7 +59,8 @@ class Backoff:
 class Lane:
     """One lane. A new lease begins a new record.
 
-    ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled.
+    ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled. The source has
+    the same as ``SettledLane.pending``; this copy survives a source that is closed after a failure.
 
     For turn_sizes.py: ``taken`` is the number of its events in the last turn; ``suspected``: so many of its next events
     were refused, or may be what was; ``limit``: the size of its next turn while there are some.

@@ -161,21 +161,21 @@ class WorkerLoop:
         fetched = source.fetch(limits)
         read_seconds = time.monotonic() - began
         self._sizes.note_taken(limits.keys(), fetched.batches)
-        fine = limits.keys() - fetched.failed.keys()
+        healthy = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
-            self._note_settled(fine - set(fetched.settling))
-        self._give_up(fetched.failed)
+            self._note_settled(healthy - set(fetched.settling))
+        self._handle_failed(fetched.failed)
         if not fetched.batches:
             if fetched.known:
-                self._succeeded(fine)
+                self._succeeded(healthy)
             return False
         began = time.monotonic()
-        publish_seconds = self._publish(self._publisher, source, fetched, fine)
+        publish_seconds = self._publish(self._publisher, source, fetched, healthy)
         count = sum(map(len, fetched.batches.values()))
         self._observer.turn(count, read_seconds, publish_seconds, time.monotonic() - began - publish_seconds)
         return True
 
-    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> float:
+    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, healthy: set[int]) -> float:
         """Publish what was read, and settle it. Returns how long publishing took.
 
         Events that were refused before come last, so that they fail no others, and only if the others are published:
@@ -188,7 +188,7 @@ class WorkerLoop:
         retried = set(fetched.retried) if self._retries_apart else set()
         self._retries_apart = True
         for again in (False, True):
-            # The first half may have given lanes up.
+            # Lanes may have failed or been lost in the first half.
             batches = {
                 number: batch
                 for number, batch in fetched.batches.items()
@@ -204,10 +204,11 @@ class WorkerLoop:
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
             self._acknowledged_at = time.monotonic()
             seconds += self._acknowledged_at - began
-            late = isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
-            self._retries_apart = not (again and late)
-            self._conclude(sent, source, batches, fine, settling)
-            fine, settling = set(), set()
+            late = again and isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
+            self._retries_apart = not late
+            # A timeout of retried events alone does not halve the turns of the others.
+            self._conclude(sent, source, batches, healthy, settling, narrow=not late)
+            healthy, settling = set(), set()
             if publisher is not self._publisher or not isinstance(sent, Completed):
                 break
         return seconds
@@ -219,26 +220,26 @@ class WorkerLoop:
         return left_seconds > self._settings.delivery_seconds
 
     def _conclude(
-        self, sent: Sent, source: Source, batches: Batches, fine: Collection[int], settling: Collection[int]
+        self, sent: Sent, source: Source, batches: Batches, healthy: set[int], settling: set[int], *, narrow: bool
     ) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
                 # Lanes that are still ours are read again.
                 if publisher_unusable:
                     self._close_publisher()
-                self._give_up(lanes)
+                self._handle_failed(lanes)
             case Failed(DatabaseUnavailable() as error):
                 # Nothing is published. Settling would wait for the statement that has taken too long.
                 raise error
             case Failed(error):
-                self._settle(source, self._sizes.narrowed(batches, sent) if self._retries_apart else sent, settling)
+                self._settle(source, self._sizes.narrowed(batches, sent) if narrow else sent, settling)
                 # What was refused is narrowed down by the next turns, without waiting.
                 if not isinstance(error, BatchRefused):
                     raise error
             case Completed(receipts):
                 failed = self._settle(source, sent, settling)
                 self._sizes.completed(receipts.keys())
-                self._succeeded([number for number in fine if number not in failed])
+                self._succeeded([number for number in healthy if number not in failed])
             case _:
                 assert_never(sent)
 
@@ -291,7 +292,7 @@ class WorkerLoop:
         for lease in due:
             if lease.lane not in failed:
                 self._lanes[lease.lane].joined = True
-        self._give_up(failed)
+        self._handle_failed(failed)
 
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
         """Settle what is pending of lanes that are paused from now on, and make the source read nothing of them.
@@ -306,7 +307,7 @@ class WorkerLoop:
         failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
         for number, lane in self._lanes.items():
             lane.paused = number in lanes and number not in failed
-        self._give_up(failed)
+        self._handle_failed(failed)
         return [number for number in lanes if number not in failed]
 
     def _new_backoff(self) -> Backoff:
@@ -324,7 +325,7 @@ class WorkerLoop:
             if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
         ]
 
-    def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
+    def _handle_failed(self, failed: Mapping[int, OutboxError]) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
@@ -361,7 +362,7 @@ class WorkerLoop:
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._note_settled(sent.receipts.keys() - failed.keys())
             self._close_publisher()
-        self._give_up(failed)
+        self._handle_failed(failed)
         return failed
 
     def _report(self, receipts: Mapping[int, Receipt]) -> None:
@@ -371,10 +372,10 @@ class WorkerLoop:
         if published := [receipt.published.rows for receipt in receipts.values() if receipt.published.rows]:
             self._observer.published(published, self._acknowledged_at)
 
-    def _succeeded(self, fine: Collection[int]) -> None:
+    def _succeeded(self, healthy: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
-        back = [number for number in fine if number in self._lanes and self._lanes[number].backoff.succeeded()]
+        back = [number for number in healthy if number in self._lanes and self._lanes[number].backoff.succeeded()]
         if self._backoff.succeeded():
             back = [number for number, lane in self._lanes.items() if not lane.backoff.failures]
         if back:
@@ -442,7 +443,7 @@ class WorkerLoop:
                 failed = {number: type(error)(text)}
             if failed:
                 lane.unsettled = left
-                self._give_up(failed)
+                self._handle_failed(failed)
                 return
             left = left.part(size)
         lane.unsettled = NOTHING

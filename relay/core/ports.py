@@ -127,11 +127,14 @@ Batches = Mapping[int, Sequence[Claim]]
 """The events of one turn by lane, each lane's in the order of publishing."""
 
 Confirm = Callable[[float], Mapping[int, OutboxError]]
-"""Source.confirm."""
+"""Source.confirm: takes a deadline, returns the lanes that must not be published."""
 
 
 class Unavailable(OutboxError):
-    """A server is unavailable, slow or has no leader. No event is at fault: wait, reconnect, read again."""
+    """The turn can't be completed now: a server is unavailable, slow or has no leader, or refuses the batch.
+
+    Read again; wait first, except after BatchRefused.
+    """
 
 
 class BrokerUnavailable(Unavailable):
@@ -218,8 +221,8 @@ class Fetched:
 class Receipt:
     """The result of sending one lane's batch.
 
-    An event that is neither published nor refused may or may not have reached Kafka, and must be read and sent again.
-    Both are in the order of sending. ``left_out``: events were not sent because their topic can't be written to.
+    ``published`` and ``refused`` are in the order of sending. An event in neither may or may not have reached Kafka,
+    and is read and sent again. ``left_out``: events were not sent because their topic can't be written to.
     """
 
     published: UnsettledBatch = NOTHING
@@ -359,7 +362,7 @@ class Publisher(Protocol):
     """Publishes the events of a worker's lanes.
 
     Contract: ``publish`` sends each lane's claims in order and waits until Kafka has acknowledged or failed each. If an
-    event is refused or fails, no later event of the same key is Published; a refused one delays no other key.
+    event is refused or fails, no later event of the same key is published; a refused one delays no other key.
     (At-most-once, where nothing is read again, the key goes on after a refused one.)
     """
 

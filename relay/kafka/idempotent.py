@@ -40,10 +40,10 @@ class IdempotentPublisher:
     """A worker's producer. See ports.Publisher for the contract.
 
     options are librdkafka's, from config.producer_options; delivery_seconds is how long a turn may take; with
-    ``record_offsets`` the results have the topic, partition and offset of each event. ``once`` is for at-most-once,
-    with options that never repeat a request: refused events are not searched for in smaller batches, but all are
-    Refused, and nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent what
-    comes after it: such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
+    ``record_offsets`` the results have the topic, partition and offset of each event. ``at_most_once`` needs options
+    that never repeat a request. Refused events are then not searched for in smaller batches: all events of the request
+    are refused. And nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent
+    what comes after it: such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(
@@ -57,15 +57,21 @@ class IdempotentPublisher:
         takeover: Takeover | None = None,
         headers: HeaderSet = HeaderSet.BOTH,
         record_offsets: bool = False,
-        once: bool = False,
+        at_most_once: bool = False,
     ) -> None:
         self._delivery_seconds = delivery_seconds
         self._takeover = takeover
-        self._once = once
+        self._at_most_once = at_most_once
         self._leases: dict[int, Lease] = {}
         self._cut: set[int] = set()
         self._sender: BatchProducer | None = BatchProducer(
-            options, router, topics, ce_source, headers=headers, record_offsets=record_offsets, once=once
+            options,
+            router,
+            topics,
+            ce_source,
+            headers=headers,
+            record_offsets=record_offsets,
+            at_most_once=at_most_once,
         )
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
@@ -88,7 +94,7 @@ class IdempotentPublisher:
         blamed: Sequence[int] = ()
         self._cut.clear()
         try:
-            if self._once:
+            if self._at_most_once:
                 sender.send(batches, deadline, self._in_time)
             else:
                 sender.send(batches, deadline)
@@ -102,8 +108,8 @@ class IdempotentPublisher:
         else:
             sender.note_written()
         refused = sender.refused_first()
-        by_broker = sender.refused_by_broker() if self._once else {}
-        if self._once and isinstance(failure, BatchRefused):
+        by_broker = sender.refused_by_broker() if self._at_most_once else {}
+        if self._at_most_once and isinstance(failure, BatchRefused):
             failure, blamed = BrokerUnavailable(str(failure)), ()
         if failure is None and self._cut:
             failure = self._unsent(batches, sender)

@@ -41,7 +41,7 @@ from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
 # Errors caused by the event: sending it again unchanged would fail again.
 REFUSALS: Final = {
     KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
-    "(and message.max.bytes here), or remove the event",
+    "(and OUTBOX_KAFKA__MESSAGE_MAX_BYTES), or remove the event",
     KafkaError.INVALID_RECORD: "the broker calls the record invalid; a compacted topic takes no event without a key",
     KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
 }
@@ -74,8 +74,8 @@ class BatchProducer:
     """One producer and its current turn.
 
     options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, not only for
-    failed ones; ``once``: events are not read again, so an event whose topic can't be written to is refused, or it
-    would be lost. Raises ConfigurationError when librdkafka refuses the options.
+    failed ones; ``at_most_once``: events are not read again, so an event whose topic can't be written to is refused, or
+    it would be lost. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(
@@ -87,15 +87,16 @@ class BatchProducer:
         *,
         headers: HeaderSet = HeaderSet.BOTH,
         record_offsets: bool = False,
-        once: bool = False,
+        at_most_once: bool = False,
     ) -> None:
         self._router = router
         self._topics = topics
         self._ce_source = ce_source
         self._headers = headers
-        self._once = once
+        self._at_most_once = at_most_once
         self._transactional = "transactional.id" in options
         self._records: dict[int, RecordMetadata] | None = {} if record_offsets else None
+        # Never reset: a producer with a failure is discarded.
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
@@ -151,9 +152,9 @@ class BatchProducer:
         """Queue events in order, filling ``sent``, ``refused`` and ``left_out``. Raises Unavailable.
 
         Events of the same key behind a refused one are in neither list. Neither are events whose topic can't be written
-        to: their lanes are in ``left_out``. With ``once`` each event is in one of the lists: an event that is not sent
-        now never is, and its key goes on. ``may_send`` is asked before each event: once it returns False for a lane,
-        the rest of the lane's events are in neither list.
+        to: their lanes are in ``left_out``. With ``at_most_once`` each event is in one of the lists: an event that is
+        not sent now never is, and its key goes on. ``may_send`` is asked before each event: once it returns False for a
+        lane, the rest of the lane's events are in neither list.
         """
         self.sent, self.refused, self.left_out = {}, {}, set()
         self._used = set()
@@ -177,7 +178,7 @@ class BatchProducer:
                     if count == half:
                         failpoint("batch.half_sent")
                     continue
-                if self._once:
+                if self._at_most_once:
                     refused.append((claim, str(outcome)))
                     continue
                 waiting.add(claim.key)
@@ -244,18 +245,18 @@ class BatchProducer:
     def refused_first(self, *, aborted: bool = False) -> dict[int, list[Refusal]]:
         """Return the refused events, except those with a failed event of the same key before them, which comes first.
 
-        If the transaction was ``aborted``, all sent events have failed. With ``once`` failed events do not come again,
-        so all refused ones are returned.
+        If the transaction was ``aborted``, all sent events have failed. With ``at_most_once`` failed events do not come
+        again, so all refused ones are returned.
         """
-        if self._once:
+        if self._at_most_once:
             return dict(self.refused)
         sent = (claim for claims in self.sent.values() for claim in claims)
         failed = {claim.key for claim in (sent if aborted else (claim for claim, _ in self._failed.values()))}
         return {lane: [r for r in refused if r[0].key not in failed] for lane, refused in self.refused.items()}
 
     def refused_alone(self) -> dict[int, list[Refusal]]:
-        """Return the events that the broker refuses for sure, by lane: no other event of their partition was refused,
-        and all events of a request get the same answer. Without those behind another sent event of their key.
+        """Return the events that the broker is proven to refuse, by lane: no other event of their partition was
+        refused, and all events of a request get the same answer. Without those behind another sent event of their key.
 
         Of an aborted transaction: no event that was sent is published.
         """

@@ -108,9 +108,9 @@ class _NotConfirmed(Exception):
 class TransactionalPublisher:
     """A worker's transactional producers. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows; ``lanes`` is
-    the number of partitions that the state topic needs. The constructor fences this worker's former publisher. Raises
-    Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
+    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows;
+    ``lane_count`` is the number of partitions that the state topic needs. The constructor fences this worker's former
+    publisher. Raises Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class TransactionalPublisher:
         *,
         base_id: str,
         takeover: Takeover,
-        lanes: int,
+        lane_count: int,
         state: StateTopic,
         headers: HeaderSet = HeaderSet.BOTH,
         record_offsets: bool = False,
@@ -133,7 +133,7 @@ class TransactionalPublisher:
         self._clean_seconds = backoff_ms / 1000 * _CLEAN_PART
         self._base_id = base_id
         self._takeover = takeover
-        self._lanes = lanes
+        self._lane_count = lane_count
         self._topics = topics
         self._state = state
         self._joined: dict[int, Marker] = {}
@@ -167,7 +167,7 @@ class TransactionalPublisher:
         """Take over lanes; write the first marker of those that never had one."""
         taken = self._takeover.take_over(leases)
         failed = dict(taken.failed)
-        self._state.require(self._lanes)
+        self._state.require(self._lane_count)
         by_lane = {lease.lane: lease for lease in leases}
         new: dict[int, Marker] = {}
         for lane, (marker, identity) in taken.markers.items():
@@ -197,7 +197,7 @@ class TransactionalPublisher:
             self.close()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
-            failure, blamed, aborted = self._given_up(sender, error)
+            failure, blamed, aborted = self._abort_after(sender, error)
         except Unavailable as error:
             failure, blamed = error, ()
             if sender.broken_off:
@@ -213,13 +213,13 @@ class TransactionalPublisher:
             self._abort(sender)
             self.close()
             raise
-        # With a commit under way, only the markers would tell what is published.
+        # Only if no EndTxn was sent in this turn: otherwise only the markers tell what is published.
         goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
             self.close()
-        return self._aborted(sender, failure, blamed, publisher_unusable=not goes_on)
+        return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
         return frozenset().union(*(sender.paused() for sender in self._senders))
@@ -346,7 +346,7 @@ class TransactionalPublisher:
         sender.producer.commit_transaction(max(deadline - started, 0.1))
         sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds
 
-    def _aborted(
+    def _failed_turn(
         self,
         sender: _TransactionalProducer,
         failure: Unavailable,
@@ -361,7 +361,7 @@ class TransactionalPublisher:
         receipts = {lane: Receipt(refused=each) for lane, each in refused.items() if each}
         return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
-    def _given_up(
+    def _abort_after(
         self, sender: _TransactionalProducer, error: KafkaException
     ) -> tuple[Unavailable, Collection[int], bool]:
         """Abort. Returns the failure, the lanes to blame, and whether the transaction is aborted."""
@@ -385,7 +385,7 @@ class TransactionalPublisher:
         topics = sender.forbidden_topics()
         if not topics:
             return None
-        return TopicUnusable(f"the relay may not write to {topics}; grant WRITE and DESCRIBE")
+        return TopicUnusable(f"the relay may not write to {', '.join(map(repr, topics))}: grant it WRITE and DESCRIBE")
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()

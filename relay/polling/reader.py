@@ -42,6 +42,10 @@ from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0
 _LANE_BYTES: Final = 1 << 20
+# Unless events are huge, a lane may take a turn's bytes divided by this: few lanes have much at a time.
+_FEW_LANES: Final = 4
+# Rows below this size are limited by their number alone.
+_SMALL_ROW_BYTES: Final = 4096
 # If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
 # Up to this many events in hand, a prepared plan is as fast as a custom one; see Read.
@@ -170,7 +174,7 @@ class LaneReader:
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
         pending = array([claim.position for claims in in_hand.values() for claim in claims])
         many = sum(map(len, in_hand.values())) > _MANY
-        share = max(self._turn_bytes // max(len(lanes) if self._crowded else 4, 1), 1)
+        share = max(self._turn_bytes // max(len(lanes) if self._crowded else _FEW_LANES, 1), 1)
         some = bool(self.left_out)
         common: dict[str, Any] = {
             "pending": pending,
@@ -202,7 +206,9 @@ class LaneReader:
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
-            values["limit"] = self._rows(lane, max(limits[lane] - (lane in self._mixed), 1), share)
+            # A due event goes with the others of a lane in _mixed: together they are at most a batch.
+            room = max(limits[lane] - (lane in self._mixed), 1)
+            values["limit"] = self._rows(lane, room, share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
                 reads.append(Read(due, values, [lane], marks, due=lane, many=many))
@@ -235,14 +241,13 @@ class LaneReader:
     def _rows(self, lane: int, limit: int, share: int) -> int:
         """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
         size = self._lanes[lane].row_bytes
-        return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
+        return limit if size < _SMALL_ROW_BYTES else max(min(limit, int(2 * share / size)), 1)
 
     def _worth_reading_ahead(self, batches: Batches, limits: Mapping[int, int]) -> bool:
         """Return whether there is a backlog, and no lane that has failures, or may have some."""
         states = [self._lanes[lane] for lane in limits]
         return any(
-            2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
-            for lane, batch in batches.items()
+            2 * len(batch) > limits[lane] or batch[0].size * len(batch) > _LANE_BYTES for lane, batch in batches.items()
         ) and all(state.known and not state.failures and not state.unsure for state in states)
 
     # What the results say

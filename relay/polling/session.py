@@ -28,8 +28,8 @@ from relay.settle.statements import KEEP_TO_THE_INDEX
 
 @dataclass(slots=True)
 class Read:
-    """One reading statement. ``due`` is the lane whose due events it reads, if it does; ``late`` that of events which a
-    sweep has found, and ``last``: if it finds none, none is left.
+    """One reading statement. ``due``: the lane whose due events it reads. ``late``: the lane whose events, found by a
+    sweep, it reads; with ``last``, an empty result means that none is left.
 
     ``many``: the list of events in hand is long. Only a custom plan looks up rows in the list by hash; a generic plan
     compares each row with the whole list.
@@ -147,7 +147,7 @@ class Session:
         """
         settlement = self.settlement
         with self.transaction(settlement.lanes[lane].lease, doing):
-            sent = settlement.send([lane], in_transaction=True)
+            sent = settlement.send([lane], by_number=True)
             if sent.cursor.rowcount:
                 more()
         # Not before the commit: a rollback would not renew the lease.

@@ -54,6 +54,7 @@ from relay.settle.retries import Failures
 from relay.settle.settlement import RENEW_PART, Settlement, Settling, lanes_text
 
 _WAIT_SECONDS: Final = 0.2
+_MAX_WAIT_SECONDS: Final = 1.0
 _CLIENT_STEP_SECONDS: Final = 0.002
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
 # memory.
@@ -99,7 +100,6 @@ class PollingSource:
             self.session, self._queries, turn_bytes, sweep=Sweep(connect, self._queries), kept=kept
         )
         self.store = RowTakeover(self.session, self._queries, failures, on_adopted)
-        self._settles_with_read = True
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
         self._overlaps = overlap and not self.session.pooled
         self._step = _CLIENT_STEP_SECONDS
@@ -207,7 +207,7 @@ class PollingSource:
             stop.wait(min(self._step, seconds))
             self._step = min(self._step * 2, seconds)
             return True
-        seconds = max(seconds, _WAIT_SECONDS) if seconds <= 1.0 else 1.0
+        seconds = min(max(seconds, _WAIT_SECONDS), _MAX_WAIT_SECONDS)
         began = time.monotonic()
         with unavailable_on_error(f"waiting for events of {lanes_text(lanes)}"):
             watch = self._queries.watch(self._connection, self.reader.above(lanes), seconds, self._watch_seconds)
@@ -221,6 +221,10 @@ class PollingSource:
         self.session.close()
 
     # One turn
+
+    @property
+    def _settles_with_read(self) -> bool:
+        return True
 
     def _plan(self, limits: Mapping[int, int]) -> TurnPlan:
         """Return what was read ahead, if it is the next turn of these lanes, or else what to read now."""
@@ -257,8 +261,9 @@ class PollingSource:
                 return turn
             failpoint("batch.settling")
             with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
-                sent = self.settlement.send(turn.settled, in_transaction=self.session.pooled)
+                sent = self.settlement.send(turn.settled, by_number=self.session.pooled)
         with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
+            # After the commit: a rollback would not renew the leases.
             failed = self.settlement.answered(sent)
         failpoint("batch.settled")
         # Behind a pooler, a transaction that has locked nothing proves nothing by its commit: these are read again.

@@ -128,6 +128,9 @@ class Settlement:
     KEEP_TO_THE_INDEX. Otherwise each statement sets that for itself. ``renew_part`` must leave a turn enough of the
     lease to publish in. ``on_settled`` is called with a lane and what was settled there. Raises Unavailable or
     SchemaError; then nothing is settled.
+
+    ``settle``: in the foreground. ``begin``, then ``finish``/``take_failed``: in the background. ``send`` in the
+    caller's transaction, and ``answered`` after its commit.
     """
 
     def __init__(
@@ -173,6 +176,7 @@ class Settlement:
         rows = [claim for part in pending for claim in part.rows]
         row_lanes = [lane for lane, part in zip(sent.lanes, pending, strict=True) for _ in part.rows]
         values: dict[str, Any] = {
+            # All leases of a worker have the same ttl and owner.
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
             **lease_values([lane.lease for lane in held]),
             "expected": array([lane.expected for lane in held]),
@@ -189,12 +193,13 @@ class Settlement:
             values |= _places(rows, [each for part in pending for each in part.records or [None] * len(part.rows)])
         return values
 
-    def send(self, lanes: Collection[int], *, in_transaction: bool = False) -> RunningStatement:
+    def send(self, lanes: Collection[int], *, by_number: bool = False) -> RunningStatement:
         """Execute the statement, whose result ``answered`` takes.
 
-        ``in_transaction``: more depends on this transaction for lanes that are held, so this must find them at once.
+        ``by_number``: look up the lanes' rows by number. For callers that do more in the same transaction: a lookup by
+        version misses a row that has moved, and is repeated only after the commit.
         """
-        sent = self._new(lanes, in_transaction=in_transaction)
+        sent = self._new(lanes, by_number=by_number)
         sent.cursor.execute(*self._statement(sent), prepare=self._prepared)
         return sent
 
@@ -278,7 +283,10 @@ class Settlement:
         return missing
 
     def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
-        """Return the lanes that another relay has taken; None if Postgres may lose what was read before this."""
+        """Return the lanes that another relay has taken, {} if none.
+
+        None: it is not known that what was read is durable; settle first.
+        """
         with self._connection.pipeline():
             written = self._connection.execute(_WRITTEN)
             holding = self._connection.execute(*self.still_held(lanes))
@@ -348,11 +356,9 @@ class Settlement:
         pending = lane.pending
         return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
-    def _new(
-        self, lanes: Collection[int], *, in_transaction: bool = False, missing: Sequence[int] = ()
-    ) -> RunningStatement:
+    def _new(self, lanes: Collection[int], *, by_number: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
         written = {lane for lane in lanes if self._writes(self.lanes[lane])}
-        by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
+        by_version = not by_number and all(self.lanes[lane].version is not None for lane in lanes)
         return RunningStatement(self._connection.cursor(), lanes, time.monotonic(), written, by_version, missing)
 
     def _statement(self, sent: RunningStatement) -> tuple[sql.Composed, dict[str, Any]]:
@@ -422,8 +428,13 @@ class Settlement:
                 reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
+            changed = (
+                f"transactional id {named!r} instead of {known.own_id!r}"
+                if known.expected in {None, last_batch}
+                else f"batch {last_batch} instead of {known.expected}"
+            )
             reasons[lane] = DatabaseUnavailable(
-                f"lane {lane}: its row has changed (batch {last_batch}, {self.lanes[lane].expected} was expected): "
+                f"lane {lane}: its row has changed ({changed}): "
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
             )
         return reasons

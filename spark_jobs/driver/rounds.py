@@ -239,8 +239,7 @@ class Rounds:
                     raise error
         if rejected and self._job.on_bad == "halt":
             first = min(rejected, key=lambda record: record.place)
-            topic, part, offset = first.place
-            raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
+            raise BadMessage(f"{_text(first.place)}: {first.error}")
 
     def _count(self, state: RoundState, partition: Partition, one: TaskResult) -> None:
         state.counts.read += one.read + one.behind
@@ -278,7 +277,7 @@ class Rounds:
         """Read the rejected messages in full and, with keep_order, the later messages of their keys."""
         for record in rejected:
             if record.place in state.dead:
-                raise EffectFailed(f"{record.place} was named again after it had been taken out: {record.error}")
+                raise EffectFailed(f"{_text(record.place)} was named again after it had been taken out: {record.error}")
         self._check_number(state, len(rejected), rejected[0].error)
         letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters
@@ -334,14 +333,18 @@ class Rounds:
                     found |= {letter.record.place: letter for letter in letters}
         missing = rejected.keys() - found.keys()
         if missing:
-            raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
+            raise EffectFailed(
+                f"{_text(min(missing))} is no longer in Kafka: retention or compaction removed it during the round; "
+                "run the job again"
+            )
         return found
 
     def _check_number(self, state: RoundState, more: int, error: str) -> None:
         if len(state.dead) + state.behind + more > self._job.max_dead:
             raise EffectFailed(
-                f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
-                "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
+                f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), for example: "
+                f"{error}. Nothing of their partitions was applied; if these messages are to become dead letters, "
+                "raise max_dead"
             )
 
 
@@ -362,6 +365,11 @@ def _behind_in(
         parts = pa.array([part] * len(found), pa.int32())
         offsets = pa.array(found, pa.int64())
         yield pa.RecordBatch.from_pydict({"topic": [topic] * len(found), "partition": parts, "offset": offsets})
+
+
+def _text(place: MessageRef) -> str:
+    topic, part, offset = place
+    return f"{topic}-{part} offset {offset}"
 
 
 def _not_deterministic() -> EffectFailed:

@@ -72,7 +72,7 @@ def by_publisher(database_url: str, options: dict[str, str], topic: str) -> None
         SECONDS,
         base_id=topic,
         takeover=cast("Takeover", None),
-        lanes=1,
+        lane_count=1,
         state=StateTopic(options, topic),
     )
 

@@ -133,7 +133,7 @@ class Worker:
                 *shared,
                 base_id=self.base_id,
                 takeover=takeover,
-                lanes=LANES,
+                lane_count=LANES,
                 state=self.place.state,
             )
             if not self.place.slow_commits_count:

@@ -71,7 +71,7 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     """Its rows are deleted, and Kafka is well: nothing else would say that its events are lost."""
     kind = outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
-    sender = publisher(outbox_kafka, seconds=10.0, once=True)
+    sender = publisher(outbox_kafka, seconds=10.0, at_most_once=True)
     assert sender.join([Lease(0, 1, 600.0, time.monotonic()), Lease(7, 1, 9.0, time.monotonic())]) == {}
     sent = sender.publish({0: [claim(1, kind)], 7: [claim(2, kind, lane=7), claim(3, kind, lane=7)]})
     assert isinstance(sent, Failed)

@@ -29,7 +29,7 @@ def test_the_command_pauses_when_all_is_published(outbox_postgres, url):
     add(outbox_postgres, *(f"k{number}" for number in range(40)))
     with Rig(url) as rig:
         code, text = outbox(url, "drain", "--reason", "ledger")
-        assert (code, "Drained: nothing is published any more." in text) == (0, True)
+        assert (code, "Drained and paused: nothing more is published." in text) == (0, True)
         assert len(rig.broker.log) == 40
         assert read(url)[ALL].unconfirmed == ()
         add(outbox_postgres, "later")

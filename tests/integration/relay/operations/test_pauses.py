@@ -54,7 +54,8 @@ def test_who_waits_for_what_is_paused_is_sent_to_where_it_is_shown(url):
     done = CliRunner().invoke(app, ["relay", "wait", "--seconds", "0", "--database-url", url])
     assert done.exit_code == 1
     assert (
-        "not everything is published after 0 s: 1 events left; no relay is running; all lanes are paused" in done.output
+        "outbox: not everything is published after 0 s: 1 events left; no relay is running; all lanes are paused"
+        in done.output
     )
 
 

@@ -99,7 +99,7 @@ class Relay:
         (read,) = self.worker.admin.execute(query).fetchone()
         return int(read)
 
-    def blocked(self) -> None:
+    def block(self) -> None:
         """Refuse the first event of key-1, write many behind it, and turn until the mark has risen above these."""
         self.write(1, 1)
         self.bad = {"key-1/1"}
@@ -179,12 +179,13 @@ def until_all_are_published(relay: Relay, *, without: int) -> int:
     indirect=["relay"],
 )
 def test_new_events_of_a_freed_key_do_not_overtake_those_that_waited(relay, free):
-    relay.blocked()
+    relay.block()
     if free is discarded:
         # A dead letter; otherwise it is still to be tried.
         relay.bad = {"key-1/1"}
         relay.worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp()")
-        wait_until(lambda: not relay.turn() and relay.worker.admin.execute("TABLE outbox.dead_letters").fetchall())
+        dead = "TABLE outbox.dead_letters"
+        wait_until(lambda: not relay.turn() and relay.worker.admin.execute(dead).fetchall(), what="the dead letter")
         relay.bad = set()
     free(relay)
     last = until_all_are_published(relay, without=free is not retried)
@@ -199,19 +200,19 @@ def test_the_guard_makes_the_difference(workers, monkeypatch):
     monkeypatch.setattr(LaneReader, "_freed", lambda *_: set())
     worker = workers()
     relay = Relay(worker, lambda: worker.source(attempts=2), once=False)
-    relay.blocked()
+    relay.block()
     settled_by_its_marker(relay)
-    # The next look is a second away.
+    # No look within the next minute.
     relay.source.reader._looked_at = time.monotonic() + 60
     relay.write(WAITING + 1, WAITING + 1)
-    wait_until(relay.turn)
+    wait_until(relay.turn, what="the new event")
     assert relay.sent["key-1"] == [WAITING + 1]
 
 
 @pytest.mark.parametrize("relay", ["check", "pooled"], indirect=True)
 def test_a_key_that_is_freed_while_its_lane_is_taken_over_keeps_its_order(relay):
     """The next holder knows the failure from its first look; its reads begin at the lowest id."""
-    relay.blocked()
+    relay.block()
     relay.source.flush(list(relay.worker.limits()))
     relay.source.close()
     relay.start()
@@ -270,6 +271,6 @@ def test_a_neighbour_of_the_same_id_and_another_type_is_not_held_up(workers):
     for _ in range(3):
         worker.admin.execute(insert, ("Order",))
         worker.admin.execute(insert, ("Cart",))
-        (((lane, batch)),) = source.fetch(worker.limits()).batches.items()
+        ((lane, batch),) = source.fetch(worker.limits()).batches.items()
         assert [claim.aggregate_type for claim in batch] == ["Cart"]
         source.settle({lane: Receipt(UnsettledBatch(batch))})

@@ -100,6 +100,24 @@ def test_the_row_names_our_id_with_the_settling_and_not_before(lane):
     assert lane.ids() == {0: "second"}
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("transactional_id = 'other'", r"\(transactional id 'other' instead of 'me'\)"),
+        ("transactional_id = NULL", r"\(transactional id None instead of 'me'\)"),
+        ("last_batch = 7", r"\(batch 7 instead of 1\)"),
+    ],
+)
+def test_a_row_that_has_changed_is_reported_by_what_differs(lane, change, said):
+    source = lane.take()
+    adopt(source, marker(source, 1))
+    lane.add("a")
+    lane.run(f"UPDATE outbox.lanes SET {change}")
+    with pytest.raises(Unavailable, match=said):
+        source.fetch(10)
+    assert lane.left() == ["a"]
+
+
 @pytest.mark.parametrize(("settled", "found"), [(3, None), (3, 2), (1, 3)])
 def test_table_and_marker_that_contradict_each_other_stop_the_lane(lane, settled, found):
     source = lane.take()
