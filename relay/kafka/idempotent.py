@@ -122,7 +122,7 @@ class IdempotentPublisher:
             for lane in batches
         }
         if failure is None:
-            return Completed(receipts)
+            return Completed(receipts, publisher_unusable=sender.purged)
         return Failed(failure, receipts, blamed, sender.likeliest() if sender.failed else {})
 
     def _in_time(self, lane: int) -> bool:

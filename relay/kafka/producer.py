@@ -145,6 +145,13 @@ class BatchProducer:
         )
 
     @property
+    def purged(self) -> bool:
+        """Return whether what was left at a deadline was purged. Then the producer must not be used again, even if all
+        had been acknowledged: librdkafka purges in its own threads, and may drop messages that are sent later.
+        """
+        return self._late
+
+    @property
     def anything_sent(self) -> bool:
         return any(self.sent.values())
 

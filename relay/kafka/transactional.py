@@ -274,7 +274,7 @@ class TransactionalPublisher:
             )
             for lane in batches
         }
-        return Completed(receipts, publisher_unusable=sender.suspicious)
+        return Completed(receipts, publisher_unusable=sender.suspicious or sender.purged)
 
     def _unfit(self) -> Sent | None:
         """Return the result of a turn that can't begin: this is closed, or an earlier commit was not clean."""

@@ -60,6 +60,23 @@ def test_the_results_say_where_each_event_stands_if_asked(outbox_kafka):
     assert sent.receipts[5].published.records == [RecordMetadata(topic, 0, 2)]
 
 
+def test_after_a_turn_whose_acknowledgements_were_read_late_comes_another_producer(outbox_kafka, monkeypatch):
+    """As when the process has slept: all is on Kafka, but what is sent next may be purged with what was left."""
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
+    for number in range(1, 30):
+        sender = publisher(outbox_kafka, record_offsets=True, seconds=0.001)
+        with monkeypatch.context() as patched:
+            patched.setattr("relay.kafka.producer.failpoint", lambda _, at=number: outbox_kafka.consume(topic, at))
+            sent = sender.publish({0: [claim(number, kind)]})
+        sender.close()
+        # The answer may still be on its way to the client, and then it is no success.
+        if isinstance(sent, Completed):
+            break
+    assert published(sent.receipts[0]) == [number]
+    assert sent.publisher_unusable
+
+
 def test_a_missing_topic_is_created_as_asked(outbox_kafka):
     kind = outbox_kafka.name("Order")
     sender = publisher(outbox_kafka)
