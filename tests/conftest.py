@@ -309,7 +309,11 @@ def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy
     """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
     cluster, proxy = of_group.once(_mortal)
     yield cluster, proxy
+    # As they were, whatever a test that failed has left.
+    cluster.resume_broker(0)
     cluster.start()
+    proxy.clear()
+    proxy.heal()
     proxy.start()
 
 

@@ -17,6 +17,7 @@ from outbox.inbox._session import Session
 _RETRIED_AT_ONCE: Final = 100
 _PART_OF_TIME: Final = 0.01
 """How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
+_PART_WHILE_RETRYING: Final = 0.1
 
 
 class WaitingLetters:
@@ -33,7 +34,7 @@ class WaitingLetters:
         self._applier = applier
         # Of each topic, one set for all partitions.
         self.keys: dict[str, set[bytes]] = {}
-        self._read_at = 0.0
+        self._read_at = self._retried_at = 0.0
 
     def read(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[str, set[bytes]]:
         """Read all keys of topics, in the transaction of a claim. The result is for ``know``."""
@@ -41,6 +42,7 @@ class WaitingLetters:
         found = {topic: self._letters.keys(connection, topic) for topic in topics}
         ended = time.monotonic()
         self._read_at = ended + (ended - began) / _PART_OF_TIME
+        self._retried_at = ended + (ended - began) / _PART_WHILE_RETRYING
         return found
 
     def know(self, keys: Mapping[str, set[bytes]]) -> None:
@@ -68,7 +70,7 @@ class WaitingLetters:
             left = _RETRIED_AT_ONCE
             while left and part.position is not None and self._applier.retry(part):
                 left -= 1
-        if waiting or time.monotonic() >= self._read_at:
+        if time.monotonic() >= (self._retried_at if waiting else self._read_at):
             with self._session.transaction() as connection:
                 keys = self.read(connection, self.keys)
             self.know(keys)

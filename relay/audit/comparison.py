@@ -326,8 +326,13 @@ class Comparison:
                 known |= records.keys() | late[window].keys()
             # Without an archive, what is between the outbox and its readers may be under way.
             whole = self._archived(window) or not (one.waiting or window.topic in hidden)
-            if window.minute >= self._ledger_from and whole:
-                self._compare_ledger(one, written.get(window, NOTHING), known)
+            if window.minute >= self._ledger_from:
+                in_ledger = written.get(window, NOTHING)
+                if whole:
+                    self._compare_ledger(one, in_ledger, known)
+                elif in_ledger != Sum(len(known), self._sum(known)):
+                    # The rest may be what waits, or what an open transaction hides.
+                    one.state = OPEN
         for group, applied, excused in taken:
             self._compare_group(found, windows, group, applied, excused, on_kafka, late)
 
@@ -461,9 +466,9 @@ class Comparison:
         been: dict[tuple[str, str], set[int]] = {}
         for pair in misplaced:
             one = found.get(pair.window)
-            if one is None or one.state == EXPIRED:
-                continue
-            if pair.place == pair.before:
+            if one is not None and one.state == EXPIRED:
+                one = None
+            if pair.place == pair.before and one is not None:
                 self._differ(
                     one,
                     "order",
@@ -473,10 +478,13 @@ class Comparison:
                     "broken, or two transactions wrote the key at the same time (see lock_key)",
                 )
                 continue
-            # Where partitions are added, a key may change its partition, and does not come back.
+            if pair.place == pair.before:
+                continue
+            # Where partitions are added, a key may change its partition, and does not come back. It may have left it
+            # before the range.
             seen = been.setdefault((pair.place.topic, pair.key), set())
             seen.add(pair.before.number)
-            if pair.place.number in seen:
+            if pair.place.number in seen and one is not None:
                 self._differ(
                     one,
                     "partition",

@@ -17,7 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from outbox.consumer.errors import ConsumerUnavailable
+from outbox.errors import OutboxError
 from relay.audit.comparison import audit
 from relay.audit.findings import DIFFERENT, EXPIRED, OPEN, Audit, Difference, Scope, WindowAudit
 from relay.audit.sums import minute_of, minute_start
@@ -84,7 +86,9 @@ class Follower:
         self._settings = settings
         self._scope = replace(scope, order_minutes=_ORDER_MINUTES)
         self._names = names_of(settings.db_schema)
-        self._minutes = _MOST_MINUTES
+        # By topic: how many minutes to compare at once, and until when to rest.
+        self._minutes: dict[str, int] = {}
+        self._not_before: dict[str, float] = {}
         # Minutes that had begun, each with the number of a transaction then.
         self._begun: list[tuple[int, int]] = []
 
@@ -94,46 +98,67 @@ class Follower:
         Raises SchemaError and ConfigurationError.
         """
         while not stop.is_set():
-            began = time.monotonic()
-            try:
+            with suppress(Unavailable, ConsumerUnavailable):
                 self.advance()
-                self._minutes = min(2 * self._minutes, _MOST_MINUTES)
-            except (Unavailable, ConsumerUnavailable) as error:
-                self._minutes = max(self._minutes // 2, 1)
-                log.warning("the audit could not be made, and is tried again", error=str(error))
-            stop.wait(max(_EVERY_SECONDS, _REST * (time.monotonic() - began)))
+            stop.wait(max(_EVERY_SECONDS, self._not_before.get(_ALL, 0.0) - time.monotonic()))
 
     def advance(self) -> list[Audit]:
         """Compare the minutes that are over and were not compared, and keep the result. Returns what was compared.
 
-        Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
+        A topic that is behind the others neither delays them nor another one. Raises Unavailable, ConsumerUnavailable,
+        SchemaError and ConfigurationError: after all topics, if it was one of them.
         """
         with closing(Connector(self._settings.require_database(), "outbox audit")()) as connection:
             end = self._closed(connection)
             known = {one.topic: one for one in self._read(connection)}
             whole = known.pop(_ALL, None)
             begin = minute_of(self._scope.since if whole is None else whole.verified_until)
-            done = []
+            done: list[Audit] = []
+            failed: OutboxError | None = None
+
+            def follow(topic: str, since: int) -> None:
+                nonlocal failed
+                began = time.monotonic()
+                if topic != _ALL and began < self._not_before.get(topic, 0.0):
+                    return
+                minutes = self._minutes.get(topic, _MOST_MINUTES)
+                try:
+                    done.append(self._follow(connection, topic, since, min(end, since + minutes), known))
+                    self._minutes[topic] = min(2 * minutes, _MOST_MINUTES)
+                except (Unavailable, ConsumerUnavailable) as error:
+                    log.warning(
+                        "the audit could not be made, and is tried again", topic=topic or "all", error=str(error)
+                    )
+                    self._minutes[topic] = max(minutes // 2, 1)
+                    failed = error
+                self._not_before[topic] = time.monotonic() + (_REST - 1) * (time.monotonic() - began)
+
             if begin < end:
-                end = min(end, begin + self._minutes)
-                done.append(found := self._audit(begin, end))
-                together = {topic for topic, one in known.items() if minute_of(one.verified_until) == begin}
-                for topic in sorted(together | {one.window.topic for one in found.windows} - known.keys()):
-                    self._save(connection, topic, known.get(topic), begin, _progress(found, topic, begin, end))
-                self._save(connection, _ALL, whole, begin, _Progress(end))
-            else:
-                end = begin
-            for topic, one in known.items():
-                behind = minute_of(one.verified_until)
-                if behind < begin:
-                    upto = min(end, behind + self._minutes)
-                    done.append(found := self._audit(behind, upto, topic))
-                    self._save(connection, topic, one, behind, _progress(found, topic, behind, upto))
+                follow(_ALL, begin)
+            for topic, one in sorted(known.items()):
+                if (behind := minute_of(one.verified_until)) < begin:
+                    follow(topic, behind)
+            if failed is not None:
+                raise failed
             return done
 
-    def _audit(self, begin: int, end: int, topic: str | None = None) -> Audit:
+    def _follow(
+        self, connection: psycopg.Connection[Any], topic: str, begin: int, end: int, known: Mapping[str, Verified]
+    ) -> Audit:
+        """Compare the minutes of a topic, or of all that are not behind, and keep the result."""
+        found = self._audit(begin, end, topic)
+        if topic != _ALL:
+            self._save(connection, topic, known[topic], begin, _progress(found, topic, begin, end))
+            return found
+        together = {name for name, one in known.items() if minute_of(one.verified_until) == begin}
+        for name in sorted(together | {one.window.topic for one in found.windows} - known.keys()):
+            self._save(connection, name, known.get(name), begin, _progress(found, name, begin, end))
+        self._save(connection, _ALL, None, begin, _Progress(end))
+        return found
+
+    def _audit(self, begin: int, end: int, topic: str) -> Audit:
         since, until = minute_start(begin), minute_start(end)
-        topics = None if topic is None else [topic]
+        topics = None if topic == _ALL else [topic]
         found = audit(self._settings, replace(self._scope, since=since, until=until, topics=topics))
         log.info(
             "audited",

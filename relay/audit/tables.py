@@ -95,7 +95,7 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
           FROM {archived} AS e WHERE topic IS NOT NULL
         WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id ORDER BY id)) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
- ORDER BY partition <> before_partition, minute, id LIMIT 20000"""
+ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
 
 _NOW: Final = "SELECT clock_timestamp()"
 
@@ -262,14 +262,15 @@ class Tables:
         rows = self._rows(_ORDER, None, **self._of_order)
         for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
-            if window is not None and minute in self._minutes:
+            if window is not None:
                 found.append(
                     Misplaced(
                         *(window, key, str(event_id), Partition(topic, number), offset),
                         *(str(before_id), Partition(topic, before), before_offset),
                     )
                 )
-        return found
+        # Those before the range say where a key has been.
+        return sorted(found, key=lambda pair: pair.window.minute)
 
     def _summed(self, query: LiteralString, table: str | None = None) -> dict[Window, Sum]:
         found: dict[Window, Sum] = defaultdict(Sum)

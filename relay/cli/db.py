@@ -141,14 +141,18 @@ def _require_consistent(database_url: str | None, schema: str | None) -> None:
 
     from outbox.errors import OperationRefused
     from relay.cli.relay import build_reconciler
+    from relay.core.marker import RECREATED
     from relay.operations.reconcile import Reconciler
 
     with closing(build_reconciler(Reconciler, database_url, schema)) as reconciler:
         found = reconciler.look(search=False)
     for one in found.lanes:
         if one.problem is not None:
-            raise OperationRefused(f"lane {one.lane}: {one.problem}; repair it first: `outbox relay reconcile --apply`")
-        if one.marker_batch not in {None, one.last_batch}:
+            raise OperationRefused(
+                f"lane {one.lane}: {one.problem}; if OUTBOX_NAME is the relays', repair it first: `outbox relay "
+                "reconcile --apply`"
+            )
+        if one.marker_batch is not None and one.last_batch not in {RECREATED, one.marker_batch}:
             raise OperationRefused(
                 f"lane {one.lane}: Kafka has batch {one.marker_batch}, and the table knows of {one.last_batch}; start "
                 "a relay, wait until `outbox status` shows that it holds the lanes, and stop it with SIGTERM"

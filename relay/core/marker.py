@@ -13,7 +13,7 @@ one before it; anything else is an error:
 | NULL        | above 2            | Postgres is from before exactly-once      | stop: what is on Kafka already may  |
 |             |                    | began (a restore), or was created anew    | be in the table                     |
 | 0           | none               | `outbox db lanes` has recreated the lanes | write an empty marker, batch 1      |
-|             |                    | of a drained outbox                       |                                     |
+|             |                    | when all that was published was settled   |                                     |
 | 0           | k                  | the same, and a lane had this number      | settle k's events, go on with k + 1 |
 | k           | k                  | batch k is settled                        | go on with k + 1                    |
 | k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
@@ -44,7 +44,7 @@ _FIRST_EVENTS: Final = 2
 _SEE: Final = "Nothing was published. Run `outbox relay reconcile`"
 
 RECREATED: Final = 0
-"""``lanes.last_batch`` of a lane that `outbox db lanes` has made: the outbox was drained, so any marker is settled."""
+"""``lanes.last_batch`` of a lane that `outbox db lanes` has made: all that was published was settled by then."""
 
 
 class StateLost(OutboxError):

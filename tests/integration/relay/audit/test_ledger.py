@@ -7,6 +7,7 @@ import re
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
+from confluent_kafka import Producer
 from spans import relay
 from support import order
 from typer.testing import CliRunner
@@ -169,3 +170,21 @@ def test_a_type_that_a_writer_plants_is_not_used(ledger):
         )
         assert connection.execute("SELECT * FROM public.called").fetchall() == []
     assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1,)]
+
+
+def test_while_a_transaction_hides_a_part_a_minute_that_differs_is_open(ledger):
+    """Without an archive, what is missing may stand behind it."""
+    ledger.run("DELETE FROM outbox.published")
+    ids = written(ledger)
+    ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{ids[1]}'")
+    with relay(ledger.database, ledger.kafka):
+        ledger.published()
+    producer = Producer({"bootstrap.servers": ledger.kafka.bootstrap_servers, "transactional.id": ledger.topic})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(ledger.topic, b"of somebody else")
+    assert producer.flush(30) == 0
+    status, found = ledger.audit("--topic", ledger.topic)
+    assert (status, found["differences"], {one["state"] for one in found["windows"]}) == (0, [], {"open"})
+    producer.abort_transaction(30)
+    assert ledger.differences("--topic", ledger.topic) == [("missing", None)]

@@ -183,7 +183,9 @@ def test_an_operator_who_may_see_groups_audits(roles, outbox_kafka, order):
     put(roles.admin, "outbox.dead_letters", event_id=ten_minutes_ago, aggregate_type=kind, headers="{}")
     settings = load(database_url=url, kafka={"bootstrap_servers": outbox_kafka.bootstrap_servers})
     Follower(settings, Scope(now - dt.timedelta(hours=1), now)).advance()
-    assert roles.admin.execute("SELECT topic, missing FROM outbox.verified WHERE topic <> ''").fetchall() == [(topic, 0)]
+    assert roles.admin.execute("SELECT topic, missing FROM outbox.verified WHERE topic <> ''").fetchall() == [
+        (topic, 0)
+    ]
 
 
 def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, outbox_kafka):
