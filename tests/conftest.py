@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import hashlib
 import os
+import pickle
 import random
 import secrets
 import shutil
@@ -107,6 +110,29 @@ _broker._NODE_SETTINGS = (
     "transaction.abort.timed.out.transaction.cleanup.interval.ms",
     "transaction.partition.verification.enable",
 )
+if "TEST_FORMATTED" not in os.environ:
+    os.environ["TEST_FORMATTED"] = tempfile.mkdtemp(prefix="outbox-formatted-")
+    atexit.register(shutil.rmtree, os.environ["TEST_FORMATTED"], ignore_errors=True)
+
+
+class Formatted(dict[object, dict[str, bytes]]):
+    """Formatted storage, which all processes of a run share: files named by a hash of the settings."""
+
+    def get(self, key: object, default: object = None) -> dict[str, bytes] | None:
+        file = self._file(key)
+        return pickle.loads(file.read_bytes()) if file.exists() else None
+
+    def __setitem__(self, key: object, files: dict[str, bytes]) -> None:
+        new = self._file(f"{key}, by {os.getpid()}")
+        new.write_bytes(pickle.dumps(files))
+        new.rename(self._file(key))
+
+    @staticmethod
+    def _file(key: object) -> Path:
+        return Path(os.environ["TEST_FORMATTED"]) / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+_broker._formatted = Formatted()
 # A line for each topic and each producer of each test is a good part of what a broker does.
 _broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 
