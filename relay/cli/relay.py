@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -83,10 +84,15 @@ def run(
 def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: float) -> None:
     """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
 
+    def end() -> None:
+        # Where each thread stands: the only trace of what hung.
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(1)
+
     def end_in(seconds: float) -> None:
         # Even if the main thread hangs in a statement that no server answers: batches in flight are then as after a
         # kill, which loses nothing.
-        timer = threading.Timer(seconds, os._exit, (1,))
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
 
