@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from typing import NoReturn
 
+from outbox._clients.stopping import Stopping
 
-def obey_signals(stop: threading.Event, *, first: str, second: str) -> None:
+
+def obey_signals(stop: Stopping, *, first: str, second: str) -> None:
     """Make the first SIGTERM or SIGINT set ``stop``, and the second one end the process at once.
 
     first, second  written to stderr then.

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import psycopg
 
+from outbox._clients.stopping import Stopping
 from outbox.consumer import connections
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.stalled import StalledPartition, Watch
@@ -97,7 +98,7 @@ class Consumer:
             dedup=dedup,
             at_end=start == "latest",
         )
-        self._stopping = threading.Event()
+        self._stopping = Stopping()
         self._watch = Watch()
 
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:

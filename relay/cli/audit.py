@@ -86,14 +86,13 @@ def audit(
 
 
 def _follow(settings: Settings, scope: Scope) -> None:
-    import threading
-
     from outbox._app import logs
     from outbox._app.ending import obey_signals
+    from outbox._clients.stopping import Stopping
     from relay.audit.follow import Follower
 
     logs.configure(settings.log_level, settings.log_format, settings.given_name)
-    stop = threading.Event()
+    stop = Stopping()
     obey_signals(stop, first="stopping after this comparison; another signal ends it at once", second="ended")
     Follower(settings, scope).run(stop)
 

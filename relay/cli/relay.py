@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
+from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError
 from relay.cli import pauses
 from relay.cli.session import outbox_session
@@ -63,7 +64,7 @@ def run(
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
         raise typer.Exit(run_workers(workers, os.environ | more))
     tracing.configure("outbox-relay")
-    stop, abandon = threading.Event(), threading.Event()
+    stop, abandon = Stopping(), Stopping()
     if worker is not None:
         be_worker(worker, settings, stop)
     if failpoints.arm_from_environment():
@@ -81,7 +82,7 @@ def run(
         os._exit(1)
 
 
-def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: float) -> None:
+def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
     """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
 
     def end() -> None:

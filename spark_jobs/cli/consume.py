@@ -14,6 +14,7 @@ import typer
 from outbox._app.console import SinkUrl, failing_clearly, print_json, say
 from outbox._app.ending import die, obey_signals
 from outbox._app.settings import Settings, client_options, load
+from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _run(
     options = options_of(settings, settings.require_database(), max_records)
     health = ConsumerHealth(settings.consumer.ready_seconds)
     metrics = _metrics(settings, job, health)
-    stop = threading.Event()
+    stop = Stopping()
 
     def obey() -> None:
         obey_signals(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
 from outbox._app.ending import obey_signals
 from outbox._app.settings import Settings, load
+from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError, NotFound
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(
     external = _external(spec, settings)
     url = settings.require_database()
     log = structlog.get_logger("external").bind(external=external.name)
-    stop = threading.Event()
+    stop = Stopping()
     obey_signals(
         stop,
         first="stopping after the calls under way; another signal ends it at once",

@@ -8,6 +8,7 @@ import sys
 
 HANGS = """
 import threading
+from outbox._clients.stopping import Stopping
 from relay.cli.relay import _stop_on_signals
 
 def a_statement_without_an_answer():
@@ -16,7 +17,7 @@ def a_statement_without_an_answer():
     print("ready", flush=True)
     lock.acquire()
 
-_stop_on_signals(threading.Event(), threading.Event(), 0.1)
+_stop_on_signals(Stopping(), Stopping(), 0.1)
 a_statement_without_an_answer()
 """
 
