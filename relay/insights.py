@@ -74,9 +74,12 @@ _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
        {next_due} AS next_due_seconds"""
 
+ALL_TOPICS: Final = ""
+"""In place of a topic in ``verified``: up to here `outbox audit --follow` has looked for topics."""
+
 _VERIFIED: Final = """
 SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, {differences} AS differences
-  FROM {verified} WHERE topic <> '' ORDER BY topic"""
+  FROM {verified} ORDER BY topic"""
 
 _PAUSES: Final = """
 SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
@@ -293,7 +296,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             verified: list[Verified] = []
             with visible.reading("verified"):
-                verified = [Verified(**row) for row in read(_VERIFIED)]
+                verified = [Verified(**row) for row in read(_VERIFIED) if row["topic"] != ALL_TOPICS]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             figures = _counts(visible, read)
@@ -370,7 +373,7 @@ def read_rows(
 
 
 def read_verified(connection: psycopg.Connection[Any], schema: str) -> list[Verified]:
-    """Return what `outbox audit --follow` has found. Raises Unavailable and SchemaError."""
+    """Return what `outbox audit --follow` has found, of ALL_TOPICS too. Raises Unavailable and SchemaError."""
     names = names_of(schema) | {"differences": sql.SQL("differences")}
     return [Verified(**row) for row in read_rows(connection, "reading what was verified", _VERIFIED, names)]
 

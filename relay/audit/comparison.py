@@ -465,33 +465,28 @@ class Comparison:
         """Name events that stand before an earlier one of their key, or outside of the partition of their key."""
         been: dict[tuple[str, str], set[int]] = {}
         for pair in misplaced:
-            one = found.get(pair.window)
-            if one is not None and one.state == EXPIRED:
-                one = None
-            if pair.place == pair.before and one is not None:
-                self._differ(
-                    one,
-                    "order",
-                    pair.event_id,
+            if pair.place == pair.before:
+                kind, event_id = "order", pair.event_id
+                text = (
                     f"offset {pair.offset} of partition {pair.place.number} comes before {pair.before_id} at "
                     f"{pair.before_offset}, an event of its key {pair.key} with a lower number. Either the order was "
-                    "broken, or two transactions wrote the key at the same time (see lock_key)",
+                    "broken, or two transactions wrote the key at the same time (see lock_key)"
                 )
-                continue
-            if pair.place == pair.before:
-                continue
-            # Where partitions are added, a key may change its partition, and does not come back. It may have left it
-            # before the range.
-            seen = been.setdefault((pair.place.topic, pair.key), set())
-            seen.add(pair.before.number)
-            if pair.place.number in seen and one is not None:
-                self._differ(
-                    one,
-                    "partition",
-                    pair.before_id,
+            else:
+                # Where partitions are added, a key may change its partition, and does not come back. It may have left
+                # it before the range.
+                seen = been.setdefault((pair.place.topic, pair.key), set())
+                seen.add(pair.before.number)
+                if pair.place.number not in seen:
+                    continue
+                kind, event_id = "partition", pair.before_id
+                text = (
                     f"stands in partition {pair.before.number}, and events of its key {pair.key} before and after it "
-                    f"in partition {pair.place.number}",
+                    f"in partition {pair.place.number}"
                 )
+            one = found.get(pair.window)
+            if one is not None and one.state != EXPIRED:
+                self._differ(one, kind, event_id, text)
 
     def _differ(
         self, one: WindowAudit, kind: str, event_id: bytes | str | None, text: str, group: str | None = None

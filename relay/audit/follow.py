@@ -25,7 +25,6 @@ from typing import Any, Final
 import psycopg
 import structlog
 from psycopg import sql
-from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
 from outbox.consumer.errors import ConsumerUnavailable
@@ -36,11 +35,9 @@ from relay.audit.sums import minute_of, minute_start
 from relay.config import Settings
 from relay.core.ports import Unavailable
 from relay.database import Connector, unavailable_on_error
-from relay.insights import Verified
+from relay.insights import ALL_TOPICS, Verified, read_verified
 from relay.settle.statements import names_of
 
-_ALL: Final = ""
-"""In place of a topic: up to here all topics were looked for."""
 _LATE_MINUTES: Final = 5
 """How many minutes an event's transaction may take before its first write, and how far clocks may be apart."""
 _ORDER_MINUTES: Final = 10
@@ -53,9 +50,6 @@ _MOST_KEPT: Final = 100
 # A transaction number of our own: transactions that have one by now have a lower one, or they began later.
 _BEGUN: Final = "SELECT clock_timestamp(), pg_current_xact_id()::text::bigint"
 _OLDEST: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
-
-_READ: Final = """
-SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, differences FROM {verified}"""
 
 _SAVE: Final = """
 INSERT INTO {verified} AS v (topic, verified_until, missing, repeated, other, skipped, differences)
@@ -100,7 +94,7 @@ class Follower:
         while not stop.is_set():
             with suppress(Unavailable, ConsumerUnavailable):
                 self.advance()
-            stop.wait(max(_EVERY_SECONDS, self._not_before.get(_ALL, 0.0) - time.monotonic()))
+            stop.wait(max(_EVERY_SECONDS, self._not_before.get(ALL_TOPICS, 0.0) - time.monotonic()))
 
     def advance(self) -> list[Audit]:
         """Compare the minutes that are over and were not compared, and keep the result. Returns what was compared.
@@ -110,8 +104,8 @@ class Follower:
         """
         with closing(Connector(self._settings.require_database(), "outbox audit")()) as connection:
             end = self._closed(connection)
-            known = {one.topic: one for one in self._read(connection)}
-            whole = known.pop(_ALL, None)
+            known = {one.topic: one for one in read_verified(connection, self._settings.db_schema)}
+            whole = known.pop(ALL_TOPICS, None)
             begin = minute_of(self._scope.since if whole is None else whole.verified_until)
             done: list[Audit] = []
             failed: OutboxError | None = None
@@ -119,7 +113,7 @@ class Follower:
             def follow(topic: str, since: int) -> None:
                 nonlocal failed
                 began = time.monotonic()
-                if topic != _ALL and began < self._not_before.get(topic, 0.0):
+                if topic != ALL_TOPICS and began < self._not_before.get(topic, 0.0):
                     return
                 minutes = self._minutes.get(topic, _MOST_MINUTES)
                 try:
@@ -134,7 +128,7 @@ class Follower:
                 self._not_before[topic] = time.monotonic() + (_REST - 1) * (time.monotonic() - began)
 
             if begin < end:
-                follow(_ALL, begin)
+                follow(ALL_TOPICS, begin)
             for topic, one in sorted(known.items()):
                 if (behind := minute_of(one.verified_until)) < begin:
                     follow(topic, behind)
@@ -147,18 +141,18 @@ class Follower:
     ) -> Audit:
         """Compare the minutes of a topic, or of all that are not behind, and keep the result."""
         found = self._audit(begin, end, topic)
-        if topic != _ALL:
+        if topic != ALL_TOPICS:
             self._save(connection, topic, known[topic], begin, _progress(found, topic, begin, end))
             return found
         together = {name for name, one in known.items() if minute_of(one.verified_until) == begin}
         for name in sorted(together | {one.window.topic for one in found.windows} - known.keys()):
             self._save(connection, name, known.get(name), begin, _progress(found, name, begin, end))
-        self._save(connection, _ALL, None, begin, _Progress(end))
+        self._save(connection, ALL_TOPICS, None, begin, _Progress(end))
         return found
 
     def _audit(self, begin: int, end: int, topic: str) -> Audit:
         since, until = minute_start(begin), minute_start(end)
-        topics = None if topic == _ALL else [topic]
+        topics = None if topic == ALL_TOPICS else [topic]
         found = audit(self._settings, replace(self._scope, since=since, until=until, topics=topics))
         log.info(
             "audited",
@@ -183,13 +177,6 @@ class Follower:
             return 0
         self._begun = [one for one in self._begun if one[0] >= ended[-1]]
         return ended[-1] - _LATE_MINUTES
-
-    def _read(self, connection: psycopg.Connection[Any]) -> list[Verified]:
-        with (
-            unavailable_on_error("reading what was verified"),
-            connection.cursor(row_factory=class_row(Verified)) as cursor,
-        ):
-            return cursor.execute(sql.SQL(_READ).format(**self._names)).fetchall()
 
     def _save(
         self, connection: psycopg.Connection[Any], topic: str, known: Verified | None, begin: int, found: _Progress

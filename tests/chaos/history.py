@@ -195,7 +195,7 @@ class Sightings:
 
 
 class Effect(NamedTuple):
-    """What the group has applied: an event (None: of somebody else), where it stood, and at which offset."""
+    """What the group has applied: an event (None: of another program), where it stood, and at which offset."""
 
     event: int | None
     place: Place

@@ -413,7 +413,7 @@ class Outboxed:
 
 @pytest.fixture
 def outboxed(outbox_postgres, monkeypatch) -> Iterator[Callable[..., Outboxed]]:
-    # How often the server is told how far the stream is used.
+    # How often feedback says how far the stream is used.
     monkeypatch.setattr(session, "_STATUS_SECONDS", 0.2)
     made: list[Outboxed] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from relay.insights import read_verified
+from relay.insights import ALL_TOPICS, read_verified
 from relay.operations.audit import read
 from relay.page.api import View
 from relay.page.page import Page, number_of
@@ -21,7 +21,7 @@ def routes(page: Page) -> list[View]:
         side = request.query_params.get("side")
         if side == "events":
             with page.outbox() as connection:
-                verified = read_verified(connection, page.schema)
+                verified = [one for one in read_verified(connection, page.schema) if one.topic != ALL_TOPICS]
             return page.render(request, "verified.html", side=side, topics=verified)
         side = "consumer" if side == "consumer" else "relay"
         before = number_of(request.query_params.get("before"))

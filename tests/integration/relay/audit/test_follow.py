@@ -51,7 +51,7 @@ class Followed(Pipeline):
 
     def verified(self) -> insights.Verified:
         with psycopg.connect(self.database.url) as connection:
-            (found,) = insights.read_verified(connection, "outbox")
+            _, found = insights.read_verified(connection, "outbox")
         return found
 
     def counts(self) -> tuple[int, int, int, int]:

@@ -182,7 +182,7 @@ def test_while_a_transaction_hides_a_part_a_minute_that_differs_is_open(ledger):
     producer = Producer({"bootstrap.servers": ledger.kafka.bootstrap_servers, "transactional.id": ledger.topic})
     producer.init_transactions(30)
     producer.begin_transaction()
-    producer.produce(ledger.topic, b"of somebody else")
+    producer.produce(ledger.topic, b"of another program")
     assert producer.flush(30) == 0
     status, found = ledger.audit("--topic", ledger.topic)
     assert (status, found["differences"], {one["state"] for one in found["windows"]}) == (0, [], {"open"})
