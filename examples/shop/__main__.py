@@ -19,6 +19,8 @@ from service import pay_order, place_order
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import Session
 
+from outbox.stopping import Stopping
+
 TILLS = 3
 ARTICLES = {"tea": 450, "bread": 320, "cheese": 780, "apples": 260, "wine": 1190, "honey": 640}
 
@@ -43,7 +45,7 @@ class Tills:
         self._reached_at = self._started
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self.stop = threading.Event()
+        self.stop = Stopping()
         self.events = 0
         self.orders = 0
         self.rolled_back = 0

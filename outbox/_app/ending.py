@@ -6,7 +6,7 @@ import os
 import signal
 from typing import NoReturn
 
-from outbox._clients.stopping import Stopping
+from outbox.stopping import Stopping
 
 
 def obey_signals(stop: Stopping, *, first: str, second: str) -> None:

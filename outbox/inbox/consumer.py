@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import psycopg
 
-from outbox._clients.stopping import Stopping
 from outbox.consumer import connections
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.stalled import StalledPartition, Watch
@@ -22,6 +21,7 @@ from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
 from outbox.inbox._once import check_name
+from outbox.stopping import Stopping
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]

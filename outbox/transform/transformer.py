@@ -11,6 +11,7 @@ from confluent_kafka import KafkaException
 
 from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
+from outbox.stopping import Stopping
 from outbox.transform._plan import Plan, Progress, client_options
 from outbox.transform._session import Session, is_refused, pause
 from outbox.transform.errors import KafkaRefused
@@ -91,7 +92,7 @@ class Transformer:
         Raises TransformFailed, InputLost or KafkaRefused; nothing of the transaction under way is committed then. And
         ConfigurationError for an option that librdkafka does not take.
         """
-        stop = stop or threading.Event()
+        stop = stop or Stopping()
         failures = 0
         while not stop.is_set():
             before = self.committed

@@ -88,7 +88,7 @@ def audit(
 def _follow(settings: Settings, scope: Scope) -> None:
     from outbox._app import logs
     from outbox._app.ending import obey_signals
-    from outbox._clients.stopping import Stopping
+    from outbox.stopping import Stopping
     from relay.audit.follow import Follower
 
     logs.configure(settings.log_level, settings.log_format, settings.given_name)

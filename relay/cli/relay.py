@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
-from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError
+from outbox.stopping import Stopping
 from relay.cli import pauses
 from relay.cli.session import outbox_session
 from relay.config import SourceKind, load

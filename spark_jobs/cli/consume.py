@@ -14,8 +14,8 @@ import typer
 from outbox._app.console import SinkUrl, failing_clearly, print_json, say
 from outbox._app.ending import die, obey_signals
 from outbox._app.settings import Settings, client_options, load
-from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError
+from outbox.stopping import Stopping
 
 if TYPE_CHECKING:
     import subprocess

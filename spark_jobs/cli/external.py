@@ -14,8 +14,8 @@ import typer
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
 from outbox._app.ending import obey_signals
 from outbox._app.settings import Settings, load
-from outbox._clients.stopping import Stopping
 from outbox.errors import ConfigurationError, NotFound
+from outbox.stopping import Stopping
 
 if TYPE_CHECKING:
     import psycopg

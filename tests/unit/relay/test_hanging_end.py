@@ -8,7 +8,7 @@ import sys
 
 HANGS = """
 import threading
-from outbox._clients.stopping import Stopping
+from outbox.stopping import Stopping
 from relay.cli.relay import _stop_on_signals
 
 def a_statement_without_an_answer():

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from outbox._clients.stopping import Stopping
+from outbox.stopping import Stopping
 
 INTERRUPTED = """
 import signal, threading
-from outbox._clients.stopping import Stopping
+from outbox.stopping import Stopping
 from outbox.inbox import Consumer
 
 stop = EVENT
