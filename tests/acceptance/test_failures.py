@@ -19,7 +19,7 @@ from failing_relays import (
     url,
     wait_for_dead,
 )
-from psycopg import sql
+from rows_and_roles import login_role
 from support import Crashes, backlog, drained, ends, look_up, wait_until
 
 from relay.operations.roles import RoleKind, grants
@@ -181,16 +181,14 @@ def test_at_least_once_each_kill_repeats_what_was_sent_and_not_settled_and_nothi
 @pytest.fixture
 def relay_role(url):
     """A role with exactly the rights that `outbox db roles` gives to a relay; gives the URL to connect as it."""
-    base = url.rpartition("/")[2]
-    roles = {kind: f"outbox_{kind}_{base}" for kind in (RoleKind.WRITER, RoleKind.RELAY)}
-    with psycopg.connect(url, autocommit=True) as admin:
-        for name in roles.values():
-            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-        for statement in grants(list(roles.items()), "outbox", "consumer", wal=False):
+    with (
+        psycopg.connect(url, autocommit=True) as admin,
+        login_role(admin, "writer") as writer,
+        login_role(admin, "relay") as relay,
+    ):
+        for statement in grants([(RoleKind.WRITER, writer), (RoleKind.RELAY, relay)], "outbox", "consumer", wal=False):
             admin.execute(statement.encode())
-        yield f"{url}?user={roles[RoleKind.RELAY]}"
-        for name in roles.values():
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+        yield f"{url}?user={relay}"
 
 
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-most-once"], indirect=True)

@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from recipes_support import RECIPES
+from rows_and_roles import drop_role
 from support import look_up, numbers_by_key, wait_until
 from typer.testing import CliRunner
 
@@ -48,7 +49,7 @@ class Shop:
 
     def drop_roles(self) -> None:
         for role in (self.support, self.owner):
-            self._admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+            drop_role(self._admin, role)
 
 
 @pytest.fixture

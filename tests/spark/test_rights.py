@@ -16,6 +16,7 @@ from bench import Bench, ided
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
+from rows_and_roles import drop_role
 from support import close_connections, wait_until
 from uuid_utils.compat import uuid7
 
@@ -60,8 +61,8 @@ def desk(bench: Bench) -> Iterator[Desk]:
     # Its sessions first: they belong to the database, which goes later.
     close_connections()
     connections.close_all()
-    with psycopg.connect(url) as connection:
-        connection.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+    with psycopg.connect(url, autocommit=True) as connection:
+        drop_role(connection, role)
 
 
 def test_a_whole_job_with_the_rights_of_its_role(bench: Bench, desk: Desk):

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import psycopg
 from psycopg import sql
+from support import wait_until
 
 NOW = dt.datetime.now(dt.UTC)
 _OF_LANE = {"lane": 0, "id": 1}
@@ -75,10 +76,21 @@ def execute(url: str, statement: str, *values: Any) -> None:
 def login_role(admin: psycopg.Connection[Any], name: str, *options: str) -> Iterator[str]:
     """A role that may log in, of a name that no other database's role has; it goes with all that it owns."""
     role = f"{name}_{uuid4().hex[:8]}"
-    named = sql.Identifier(role)
-    admin.execute(sql.SQL("CREATE ROLE {} LOGIN {}").format(named, sql.SQL(" ".join(options))))
+    admin.execute(sql.SQL("CREATE ROLE {} LOGIN {}").format(sql.Identifier(role), sql.SQL(" ".join(options))))
     try:
         yield role
     finally:
-        drop = "REASSIGN OWNED BY {0} TO CURRENT_USER; DROP OWNED BY {0}; DROP ROLE {0}"
-        admin.execute(sql.SQL(drop).format(named))
+        drop_role(admin, role)
+
+
+def drop_role(admin: psycopg.Connection[Any], role: str) -> None:
+    """Drop a role, and what it may do; what it owns belongs to who asks.
+
+    A session that was closed drops its temporary tables a moment later, maybe while DROP OWNED opens them.
+
+    admin   a connection with autocommit: within one transaction, pg_stat_activity does not change.
+    """
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE usename = %s"
+    wait_until(lambda: admin.execute(sessions, [role]).fetchone() == (0,), what=f"the sessions of {role} to end")
+    drop = "REASSIGN OWNED BY {0} TO CURRENT_USER; DROP OWNED BY {0}; DROP ROLE {0}"
+    admin.execute(sql.SQL(drop).format(sql.Identifier(role)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from psycopg import sql
+from rows_and_roles import drop_role
 from runbook_support import TYPED, Orders, change
 from runbooks import Operator
 from support import IMPATIENT
@@ -36,7 +37,7 @@ def role(outbox_postgres) -> Iterator[Callable[..., str]]:
     with outbox_postgres.connect(autocommit=True) as admin:
         yield make
         for name in made:
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+            drop_role(admin, name)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from docs_support import Block, blocks
 from psycopg import sql
+from rows_and_roles import drop_role
 
 ROLES = ("outbox_writer", "outbox_relay", "outbox_operator", "outbox_consumer")
 """Those that pages give rights to; whoever follows a page has them."""
@@ -72,7 +73,7 @@ def test_sql_runs(page, outbox_postgres):
             )
             for role in [*ours.values(), connector]:
                 if admin.execute("SELECT FROM pg_roles WHERE rolname = %s", (role,)).fetchone():
-                    admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+                    drop_role(admin, role)
 
 
 def run(connection: psycopg.Connection[tuple[object, ...]], statement: str, where: str) -> None:

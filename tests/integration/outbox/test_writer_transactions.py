@@ -16,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
+from rows_and_roles import drop_role
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 from support import look_up
@@ -212,7 +213,7 @@ def test_missing_rights_name_the_command(outbox_postgres, name):
         with outbox_postgres.connect(autocommit=True) as admin:
             admin.execute("SET ROLE NONE")
             admin.execute(sql.SQL("ALTER DATABASE {} RESET role").format(sql.Identifier(outbox_postgres.name)))
-            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+            drop_role(admin, role)
 
 
 def test_other_errors_and_the_callers_own_have_no_note(outbox_postgres):
