@@ -83,8 +83,7 @@ gone AS (
          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
                               WHERE e.lane = p.row_lane AND e.id = p.row_id AND e.event_id = p.row_event_id
                               LIMIT 1) AS e
-         WHERE (p.row_lane IN (SELECT lane FROM held)) IS TRUE))
-    RETURNING *)"""
+         WHERE (p.row_lane IN (SELECT lane FROM held)) IS TRUE)){gone})"""
 
 # The place of each row is looked up by bisection: in a plan for any values, a join of the two lists would compare each
 # row with each place, which takes seconds for thousands.
@@ -162,7 +161,9 @@ class SettlingStatements:
         names = names_of(schema)
 
         def query(text: LiteralString, *, by_version: bool = False) -> sql.Composed:
-            return sql.SQL(text).format(**names, by_version=sql.SQL(_BY_VERSION if by_version else ""))
+            # What is not archived is not computed: it takes a sixth of the statement's time.
+            gone = sql.SQL(" RETURNING *" if archive else "")
+            return sql.SQL(text).format(**names, by_version=sql.SQL(_BY_VERSION if by_version else ""), gone=gone)
 
         settling: LiteralString = _SETTLING + (_ARCHIVED if archive else "")
         self.settle = query(settling + _HELD)

@@ -87,10 +87,15 @@ def drop_role(admin: psycopg.Connection[Any], role: str) -> None:
     """Drop a role, and what it may do; what it owns belongs to who asks.
 
     A session that was closed drops its temporary tables a moment later, maybe while DROP OWNED opens them.
-
-    admin   a connection with autocommit: within one transaction, pg_stat_activity does not change.
     """
-    sessions = "SELECT count(*) FROM pg_stat_activity WHERE usename = %s"
-    wait_until(lambda: admin.execute(sessions, [role]).fetchone() == (0,), what=f"the sessions of {role} to end")
-    drop = "REASSIGN OWNED BY {0} TO CURRENT_USER; DROP OWNED BY {0}; DROP ROLE {0}"
-    admin.execute(sql.SQL(drop).format(sql.Identifier(role)))
+    drop = sql.SQL("REASSIGN OWNED BY {0} TO CURRENT_USER; DROP OWNED BY {0}; DROP ROLE {0}")
+
+    def dropped() -> bool:
+        try:
+            admin.execute(drop.format(sql.Identifier(role)))
+        except psycopg.errors.InternalError_:
+            admin.rollback()
+            return False
+        return True
+
+    wait_until(dropped, what=f"{role} to be dropped")
