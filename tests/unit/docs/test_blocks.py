@@ -407,9 +407,10 @@ def test_output_is_what_is_printed():
     (figures,) = [block for block in blocks("text") if block.page == "README.md"]
     committed, repeated, *rest = map(int, re.findall(r"\d+", figures.text))
     assert figures.text == Reconciliation(committed, committed + repeated, repeated, *rest, 0, 0).line() + "\n"
-    # An event's way, and what /readyz?verbose answers, are below.
+    # An event's way, and what /readyz?verbose answers, are below; a log: tests/integration/docs/test_kafka_log.py.
     assert {block.page for block in blocks("text")} == {
         "README.md",
+        "docs/explanation/kafka.md",
         "docs/operations/relay.md",
         "docs/operations/scheduling.md",
     }
