@@ -26,10 +26,11 @@ import pytest
 import sqlalchemy as sa
 import typer
 from alembic.runtime.environment import EnvironmentContext
-from docs_support import ROOT, Block, blocks, generator, inline
+from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
 from examples.demo.ledger import Reconciliation
+from outbox._app.choices import Delivery
 from outbox._app.prometheus import Check
 from outbox._app.settings import Settings, WebSettings
 from outbox.consumer.admin.trace import GroupTrace
@@ -395,6 +396,24 @@ def test_pictures(block: Block):
         assert first == "flowchart LR"
         node = r'\w+(?:\[\[?\(?"[^"]+"\)?\]\]?|\[\("[^"]+"\)\])?'
         assert [line for line in lines if not re.fullmatch(rf'{node} --(?: "?[^">]+"? --)?> {node}', line)] == []
+
+
+def test_what_is_recommended_for_a_sink_gives_exactly_once():
+    """Each leaf with a strategy is a pair that docs/explanation/guarantees.md promises exactly-once for."""
+    (tree,) = [block for block in blocks("mermaid") if block.page == "docs/explanation/choosing.md"]
+    leaves = re.findall(r"\[\[\"(\S+?)(?:<br/>|\")(?:strategy=(\w+))?", tree.text)
+    assert {delivery for delivery, _ in leaves} == set(Delivery)
+    promised = {
+        (delivery, strategy)
+        for row in re.findall(r"^\| (`.+) \|", (DOCS / "explanation" / "guarantees.md").read_text(), re.MULTILINE)
+        for deliveries, strategies, promise in [row.split(" | ")[:3]]
+        if promise.startswith("exactly-once")
+        for delivery in re.findall(r"`([\w-]+)`", deliveries)
+        for strategy in re.findall(r"`(\w+)`", strategies)
+    }
+    chosen = {pair for pair in leaves if pair[1]}
+    assert len(chosen) > 3
+    assert chosen - promised == set()
 
 
 def test_a_proxy_sends_what_the_page_reads():
