@@ -92,7 +92,7 @@ def test_the_log_that_is_shown_is_what_relays_write(outbox_postgres, outbox_rela
     topics.await_transactions(both)
     written = [
         shown(dump(kafka, "order-events-0", "--print-data-log")),
-        shown(dump(kafka, "outbox.relay.state-0", "--print-data-log")),
+        [line for line in shown(dump(kafka, "outbox.relay.state-0", "--print-data-log")) if line.startswith("|")],
         statuses(kafka)["1"],
     ]
     assert [block.text.splitlines() for block in blocks("text") if block.page == PAGE] == written
