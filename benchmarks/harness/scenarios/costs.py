@@ -7,13 +7,21 @@ from dataclasses import replace
 from typing import Final
 
 from benchmarks.harness.costs import COSTS, costs
-from benchmarks.harness.relays import Ours, ours
+from benchmarks.harness.relays import Ours
 from benchmarks.harness.results import P50, P99, RATE, Results, Run, Target, beside
 from benchmarks.harness.runs import Latency, latency
-from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, WAL_ONCE, Scenario, Variant
+from benchmarks.harness.scenarios.base import (
+    AT_MOST_ONCE,
+    OURS,
+    POLLING,
+    POLLING_ONCE,
+    WAL,
+    WAL_ONCE,
+    Scenario,
+    Variant,
+)
 from benchmarks.harness.servers import Servers
 
-AT_MOST_ONCE: Final = ours("polling", "at-most-once")
 _TURNS: Final = (1, 10, 100, 500, 2_000)
 _BURSTS: Final = 4
 _LONG_LEASE: Final = ("relay__lease_seconds", 120)
