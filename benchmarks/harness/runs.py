@@ -114,13 +114,14 @@ def watch(
 
 @dataclass(frozen=True)
 class Latency:
-    """A steady load to be measured, after a warm-up; strict: see check_offered."""
+    """A steady load to be measured, after a warm-up; strict: see check_offered. ``together`` are committed at once."""
 
     rate: float
     seconds: float
     warm: int
     lanes: int = LANES
     strict: bool = True
+    together: int = 1
 
 
 def check_offered(run: Run, committed: Sequence[int], rate: float, *, strict: bool) -> None:
@@ -146,7 +147,7 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
             return
         with publishing(way, servers, site) as publisher:
             warm_up(way, publisher, Ends(site), Backlog(what.warm))
-            _steady(servers, publisher, site, run, what, Steady(what.rate, count, what.warm))
+            _steady(servers, publisher, site, run, what, Steady(what.rate, count, what.warm, what.together))
 
 
 def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady) -> None:

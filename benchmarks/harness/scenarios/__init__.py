@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from benchmarks.harness.scenarios.base import Scenario, Sizes
+from benchmarks.harness.scenarios.costs import Costs, Turns
 from benchmarks.harness.scenarios.drains import DrainUsual, HotKey
 from benchmarks.harness.scenarios.guarantees import Guarantees
 from benchmarks.harness.scenarios.held import Held
@@ -22,6 +23,8 @@ ALL: Final[tuple[type[Scenario], ...]] = (
     Held,
     Writers,
     Guarantees,
+    Costs,
+    Turns,
 )
 
 __all__ = ["ALL", "Scenario", "Sizes"]

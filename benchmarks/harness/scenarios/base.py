@@ -13,6 +13,7 @@ from benchmarks.harness.relays import Ours, ours
 from benchmarks.harness.results import Metric, Results, Run, Target
 from benchmarks.harness.servers import Servers
 
+AT_MOST_ONCE: Final = ours("polling", "at-most-once")
 POLLING: Final = ours("polling", "at-least-once")
 POLLING_ONCE: Final = ours("polling", "exactly-once")
 WAL: Final = ours("wal", "at-least-once")

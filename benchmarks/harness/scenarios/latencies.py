@@ -8,7 +8,7 @@ from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.results import CPU, P50, P99, Metric, Results, Run, Target, at_most
 from benchmarks.harness.runs import KAFKA_ONLY, Latency, latency
-from benchmarks.harness.scenarios.base import OURS, Scenario
+from benchmarks.harness.scenarios.base import AT_MOST_ONCE, OURS, Scenario
 from benchmarks.harness.servers import Servers
 
 _MAX = Metric("max", "ms", 1)
@@ -28,7 +28,7 @@ class Steady600(Scenario):
 
     @property
     def ways(self) -> Sequence[Way]:
-        return (*OURS, DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE, KAFKA_ONLY)
+        return (AT_MOST_ONCE, *OURS, DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE, KAFKA_ONLY)
 
     def run(self, servers: Servers, way: Way, run: Run) -> None:
         latency(servers, way, run, Latency(600, self.sizes.steady_seconds, self.warm(way), strict=not self.quick))

@@ -16,6 +16,8 @@ sys.path.append(str(Path(__file__).parents[3]))
 from benchmarks.consuming import partitions, stage
 from benchmarks.harness import report
 from benchmarks.harness.choice import choose
+from benchmarks.harness.costs import COSTS, Counters
+from benchmarks.harness.measure import Cpu
 from benchmarks.harness.results import Results, Run, at_least, at_most
 from benchmarks.harness.scenarios.base import Sizes
 from benchmarks.harness.scenarios.drains import DrainUsual
@@ -166,6 +168,14 @@ def test_the_report():
     assert "3 of 4 events are missing <b>" in text
     for shown in ("ours, polling, at-least-once", "(1,000–2,000)", "NOT reached"):
         assert shown in text
+
+
+def test_costs_are_those_of_an_event():
+    before = Counters(Cpu(1.0, 2.0, 3.0, 10.0), 1_000, 500, 70)
+    after = Counters(Cpu(1.5, 2.25, 4.0, 99.0), 5_000, 2_500, 1_070)
+    each = after.each_since(before, 1_000)
+    assert each == {"relay": 500, "postgres": 250, "broker": 1_000, "to_broker": 4, "on_its_disk": 2, "wal": 1}
+    assert list(each) == [metric.name for metric in COSTS]
 
 
 def test_memory_grows_from_the_second_quarter_to_the_last():

@@ -26,10 +26,11 @@ import pytest
 import sqlalchemy as sa
 import typer
 from alembic.runtime.environment import EnvironmentContext
-from docs_support import ROOT, Block, blocks, generator, inline
+from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
 from examples.demo.ledger import Reconciliation
+from outbox._app.choices import Delivery
 from outbox._app.prometheus import Check
 from outbox._app.settings import Settings, WebSettings
 from outbox.consumer.admin.trace import GroupTrace
@@ -397,6 +398,24 @@ def test_pictures(block: Block):
         assert [line for line in lines if not re.fullmatch(rf'{node} --(?: "?[^">]+"? --)?> {node}', line)] == []
 
 
+def test_what_is_recommended_for_a_sink_gives_exactly_once():
+    """Each leaf with a strategy is a pair that docs/explanation/guarantees.md promises exactly-once for."""
+    (tree,) = [block for block in blocks("mermaid") if block.page == "docs/explanation/choosing.md"]
+    leaves = re.findall(r"\[\[\"(\S+?)(?:<br/>|\")(?:strategy=(\w+))?", tree.text)
+    assert {delivery for delivery, _ in leaves} == set(Delivery)
+    promised = {
+        (delivery, strategy)
+        for row in re.findall(r"^\| (`.+) \|", (DOCS / "explanation" / "guarantees.md").read_text(), re.MULTILINE)
+        for deliveries, strategies, promise in [row.split(" | ")[:3]]
+        if promise.startswith("exactly-once")
+        for delivery in re.findall(r"`([\w-]+)`", deliveries)
+        for strategy in re.findall(r"`(\w+)`", strategies)
+    }
+    chosen = {pair for pair in leaves if pair[1]}
+    assert len(chosen) > 3
+    assert chosen - promised == set()
+
+
 def test_a_proxy_sends_what_the_page_reads():
     (block,) = blocks("nginx")
     sent = re.findall(r"proxy_set_header (\S+)", block.text)
@@ -407,9 +426,10 @@ def test_output_is_what_is_printed():
     (figures,) = [block for block in blocks("text") if block.page == "README.md"]
     committed, repeated, *rest = map(int, re.findall(r"\d+", figures.text))
     assert figures.text == Reconciliation(committed, committed + repeated, repeated, *rest, 0, 0).line() + "\n"
-    # An event's way, and what /readyz?verbose answers, are below.
+    # An event's way, and what /readyz?verbose answers, are below; a log: tests/integration/docs/test_kafka_log.py.
     assert {block.page for block in blocks("text")} == {
         "README.md",
+        "docs/explanation/kafka.md",
         "docs/operations/relay.md",
         "docs/operations/scheduling.md",
     }

@@ -286,6 +286,18 @@ VALUES = st.recursive(
 )
 
 
+def digits(value):
+    """Return a parsed value with decimals instead of doubles."""
+    match value:
+        case dict():
+            return {name: digits(inner) for name, inner in value.items()}
+        case list():
+            return [digits(inner) for inner in value]
+        case float():
+            return Decimal(repr(value))
+    return value
+
+
 @settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.booleans(), st.sampled_from([None, 2]))
 def test_any_object_is_parsed_as_python_itself_does(value, exact, indent):
@@ -297,7 +309,9 @@ def test_any_object_is_parsed_as_python_itself_does(value, exact, indent):
     if "\\ud" in payload:
         # Halves of a pair, alone: no Unicode, and refused.
         return
-    assert parse(payload.encode(), exact=exact) == json.loads(payload, parse_float=Decimal if exact else float)
+    parsed = parse(payload.encode(), exact=exact)
+    # A double stands for the digits of its repr(): 0.2 is not equal to Decimal("0.2").
+    assert (digits(parsed) if exact else parsed) == json.loads(payload, parse_float=Decimal if exact else float)
     assert json.loads(variant_reader(payload.encode(), None)[0]) == value
 
 
