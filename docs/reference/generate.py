@@ -32,11 +32,11 @@ import spark_jobs
 from outbox._app import environment
 from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
+from outbox._clients.clock import DatabaseClock
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
-from relay.core.clock import DatabaseClock
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router

@@ -18,8 +18,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 
+from outbox._clients.clock import DatabaseClock
 from outbox.event import DEAD_LETTER, REPLAY
-from relay.core.clock import DatabaseClock
 from relay.core.ports import Claim
 from relay.kafka.routing import NoRoute, Router
 
