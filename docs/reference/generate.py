@@ -428,7 +428,9 @@ def roles_page() -> str:
         "Roles",
         """
         The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
-        addition to USAGE on the schema. [How to use them](../operations/migrations.md#rights) is on another page.
+        addition to USAGE on the schema. How to use them, and [what the audit is
+        worth](../operations/migrations.md#what-the-audit-is-worth), is on [another
+        page](../operations/migrations.md#rights).
         """,
         *parts,
     )
