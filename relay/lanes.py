@@ -50,8 +50,8 @@ import orjson
 import psycopg
 from psycopg import sql
 
+from outbox._clients.clock import DatabaseClock
 from outbox.errors import SchemaError
-from relay.core.clock import DatabaseClock
 from relay.core.lease import Lease
 from relay.core.pauses import Pauses
 from relay.database import unavailable_on_error

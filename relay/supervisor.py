@@ -22,8 +22,8 @@ from typing import Final
 
 import structlog
 
+from outbox._clients.clock import DatabaseClock
 from outbox.errors import SchemaError
-from relay.core.clock import DatabaseClock
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes, Lease, LetGo

@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from outbox import __version__
 from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
+from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
-from relay.core.clock import DatabaseClock
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from psycopg.rows import dict_row
 
 from outbox import __version__
+from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.consumer.postgres_errors import clear_errors, connect
@@ -75,6 +76,8 @@ class ConsumerMetrics:
         self._rounds = [0] * (len(_BUCKETS) + 1)
         self._round_seconds = 0.0
         self._last_round: float | None = None
+        self.delays = TopicDelays()
+        """Of what this process has applied."""
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
         """Count a round that the runner reports; other reports are ignored."""
@@ -125,6 +128,7 @@ class ConsumerMetrics:
         limits = [*map(str, _BUCKETS), "+Inf"]
         histogram.add_metric([self._group], [(at, sum(rounds[: n + 1])) for n, at in enumerate(limits)], seconds)
         yield histogram
+        yield self.delays.family(APPLY_DELAY, APPLY_DELAY_HELP, {"group": self._group})
         if last is not None:
             yield self._gauge("last_round_timestamp_seconds", "When the last round that had messages ended.", last)
 

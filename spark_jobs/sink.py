@@ -100,6 +100,12 @@ class Transaction(Protocol):
     def rollback(self) -> None:
         """Roll back: nothing is committed, and the end of the transaction needs no proof."""
 
+    def now(self) -> float | None:
+        """Return what the sink's clock shows, in seconds since 1970, without asking it; also after the transaction.
+
+        None: not known.
+        """
+
     def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
         """Lock dead letters to be retried. Raises Fenced.
 

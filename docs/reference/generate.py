@@ -32,11 +32,11 @@ import spark_jobs
 from outbox._app import environment
 from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
+from outbox._clients.clock import DatabaseClock
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
-from relay.core.clock import DatabaseClock
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
@@ -428,7 +428,9 @@ def roles_page() -> str:
         "Roles",
         """
         The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
-        addition to USAGE on the schema. [How to use them](../operations/migrations.md#rights) is on another page.
+        addition to USAGE on the schema. How to use them, and [what the audit is
+        worth](../operations/migrations.md#what-the-audit-is-worth), is on [another
+        page](../operations/migrations.md#rights).
         """,
         *parts,
     )

@@ -11,6 +11,7 @@ inbox, which gives ``move`` the ids, and a task of Spark, which has remembered t
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, LiteralString
 from uuid import UUID
@@ -18,6 +19,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
+from outbox._clients.clock import DatabaseClock
 from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
@@ -47,7 +49,8 @@ CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp =
 """SQL: waits for transactions that are about to commit, and shuts out all that come later."""
 # The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it forever.
 _FENCE: Final = """
-SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout',
+SELECT topic_id, next_offset, generation, pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
+       pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
 _MOVE: Final = """
@@ -88,6 +91,8 @@ class GroupStore:
 
     def __init__(self, schema: str, name: str, owner: str = "", *, idle_seconds: float | None = None) -> None:
         self.name = name
+        self.clock = DatabaseClock()
+        """The sink's, read with each ``fence``."""
         self._schema = schema
         self._owner = owner
         self._idle = None if idle_seconds is None else f"{int(idle_seconds * 1000)}ms"
@@ -141,7 +146,10 @@ class GroupStore:
 
         Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
         """
+        asked_at = time.monotonic()
         row = self._run(connection, _FENCE, topic=partition[0], part=partition[1], idle=self._idle).fetchone()
+        if row is not None:
+            self.clock.note(row[3], asked_at)
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
             now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
             raise Fenced(

@@ -18,6 +18,7 @@ from uuid import UUID
 import psycopg
 
 from outbox._clients.backoff import doubled, jittered
+from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
@@ -98,7 +99,11 @@ class _Outcome(Enum):
 
 
 class Applier:
-    """Runs the transactions of a member's partitions. ``log_end``: where Kafka's log of a partition ends, if known."""
+    """Runs the transactions of a member's partitions.
+
+    delays   of what is applied.
+    log_end  where Kafka's log of a partition ends, if known.
+    """
 
     def __init__(
         self,
@@ -106,6 +111,7 @@ class Applier:
         session: Session,
         handler: Handler,
         watch: Watch,
+        delays: TopicDelays,
         *,
         log_end: Callable[[Partition], int | None],
         reclaim_seconds: float,
@@ -115,13 +121,14 @@ class Applier:
         self._session = session
         self._handler = handler
         self._watch = watch
+        self._delays = delays
         self._log_end = log_end
         self._reclaim_seconds = reclaim_seconds
 
     def apply(self, part: Assigned) -> bool:
         """Apply the next messages of a partition in one transaction. Returns whether to continue at once."""
         batch = part.next_batch(self._settings.batch)
-        handled = 0
+        handled: list[KafkaMessage] = []
 
         def step(connection: psycopg.Connection[Any]) -> None:
             nonlocal handled
@@ -132,6 +139,7 @@ class Applier:
                 part.moved(batch[-1].offset() + 1)
                 if handled:
                     part.deaths = 0
+                    self._observe(part, handled)
                 return True
             case _Outcome.WAIT:
                 return False
@@ -143,6 +151,13 @@ class Applier:
                     part.alone_until = batch[-1].offset()
                     return True
                 return self._failed(part, MessageFailed.by(batch[0], error))
+
+    def _observe(self, part: Assigned, handled: Sequence[KafkaMessage]) -> None:
+        """Count how long messages took that have just been committed."""
+        committed = self._group.clock.at(time.monotonic())
+        some = sampled(len(handled))
+        headers = [headers for message in handled[some] if (headers := message.headers())]
+        self._delays.observe(part.partition[0], written_at(headers, some.step), committed)
 
     def pass_markers(self, part: Assigned) -> None:
         """Move a position to the end of what was read, where only transactions' markers were left.
@@ -242,10 +257,12 @@ class Applier:
             return _Outcome.WAIT
         return found
 
-    def _apply(self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]) -> int:
-        """Apply a batch, and move the position. Returns for how many messages the handler was called."""
+    def _apply(
+        self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]
+    ) -> list[KafkaMessage]:
+        """Apply a batch, and move the position. Returns the messages for which the handler was called."""
         assert part.position is not None
-        handled = 0
+        handled = []
         behind = [message.key() in part.dead_keys for message in batch]
         ids = [None if waits else self._id(message) for message, waits in zip(batch, behind, strict=True)]
         dead = sum(behind)
@@ -272,7 +289,7 @@ class Applier:
                 new.discard(id_)
                 self._check_age(message, id_, before)
             self._call(connection, message)
-            handled += 1
+            handled.append(message)
         return handled
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:

@@ -56,6 +56,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
+from outbox.consumer.delays import TopicDelays
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition
 from outbox.consumer.stalled import Watch
@@ -85,7 +86,9 @@ _CLAIM_ATTEMPTS: Final = 8
 class Member:
     """One run of a consumer: a member of Kafka's group, its partitions, and its session of Postgres."""
 
-    def __init__(self, settings: Settings, handler: Handler, stopping: Event, watch: Watch) -> None:
+    def __init__(
+        self, settings: Settings, handler: Handler, stopping: Event, watch: Watch, delays: TopicDelays
+    ) -> None:
         self._settings = settings
         self._watch = watch
         self._group = settings.group
@@ -103,7 +106,7 @@ class Member:
         self._admin = _kafka.Admin(options)
         self._session = Session(settings.connect)
         self._applier = Applier(
-            settings, self._session, handler, watch, log_end=self._log_end, reclaim_seconds=reclaim_seconds
+            settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         # A broker that refuses the client sends no message: librdkafka would retry forever.

@@ -8,39 +8,26 @@ bucket.
 from __future__ import annotations
 
 import datetime as dt
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 
+from outbox._clients.clock import DatabaseClock
+from outbox.consumer.delays import BUCKETS, MOST_TOPICS, TopicDelays
 from outbox.event import DEAD_LETTER, REPLAY
-from relay.core.clock import DatabaseClock
 from relay.core.ports import Claim
 from relay.kafka.routing import NoRoute, Router
 
-BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 900, 3600)
-"""Limits of objectives that outboxes have, from 5 ms to an hour."""
-MOST_TOPICS: Final = 100
-"""Further topics share one histogram, with the topic ""."""
 _TO_MINUTE: Final = len("2026-01-31T10:20:")
 _TO_FRACTION: Final = _TO_MINUTE + len("30.123456")
 _AFTER_ANY_TIME: Final = "~"
 # Of tuples and texts, without a step of Python's for each event.
 _HEADERS, _KIND, _TIME = (itemgetter(Claim._fields.index(name)) for name in ("headers", "aggregate_type", "time"))
 _SECONDS: Final = itemgetter(slice(_TO_MINUTE, _TO_FRACTION))
-
-
-@dataclass(slots=True)
-class _Delays:
-    """The events of a topic: how many of each bucket, the last one without a limit, and the sum of their delays."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
-    seconds: float = 0.0
 
 
 class PublishDelays:
@@ -52,8 +39,7 @@ class PublishDelays:
     def __init__(self, registry: CollectorRegistry, clock: DatabaseClock, router: Router) -> None:
         self._clock = clock
         self._router = router
-        self._lock = threading.Lock()
-        self._topics: dict[str, _Delays] = {}
+        self._delays = TopicDelays()
         registry.register(self)
 
     def observe(self, batches: Iterable[Sequence[Claim]], at: float) -> None:
@@ -81,34 +67,21 @@ class PublishDelays:
         times.sort()
         within = [len(times) - bisect_left(times, _text(now - limit)) for limit in BUCKETS]
         seconds = _sum(times[: bisect_right(times, _text(now))], now)
-        with self._lock:
-            delays = self._of(kind)
-            for bucket, count in enumerate([*within, len(times)]):
-                delays.counts[bucket] += count
-            delays.seconds += seconds
+        self._delays.add(self._topic(kind), [*within, len(times)], seconds)
 
-    def _of(self, kind: str) -> _Delays:
+    def _topic(self, kind: str) -> str:
         try:
-            topic = self._router.topic_of(kind, copy=False)
+            return self._router.topic_of(kind, copy=False)
         except NoRoute:
-            topic = ""
-        if topic not in self._topics and len(self._topics) >= MOST_TOPICS:
-            topic = ""
-        return self._topics.setdefault(topic, _Delays())
+            return ""
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        found = HistogramMetricFamily(
+        yield self._delays.family(
             "outbox_relay_publish_delay_seconds",
             "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement, or the commit of "
             "Kafka's transaction, by the database's clock; without replays and copies of dead letters. "
             f'Beyond {MOST_TOPICS} topics the others share the topic "".',
-            labels=["topic"],
         )
-        limits = [*(str(float(limit)) for limit in BUCKETS), "+Inf"]
-        with self._lock:
-            for topic, delays in self._topics.items():
-                found.add_metric([topic], list(zip(limits, map(float, delays.counts), strict=True)), delays.seconds)
-        yield found
 
 
 def _text(seconds: float) -> str:

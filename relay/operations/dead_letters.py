@@ -49,7 +49,9 @@ SELECT count(*) FROM {events}
  WHERE lane = %(lane)s AND aggregate_type = %(aggregate_type)s AND aggregate_id = %(aggregate_id)s AND id > %(id)s"""
 
 _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uuid[]))
-   AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)"""
+   AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)
+   AND (%(lanes)s::smallint[] IS NULL
+        OR ({of}.lane, {of}.id) IN (SELECT * FROM unnest(%(lanes)s::smallint[], %(row_ids)s::bigint[])))"""
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
 _DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
@@ -157,13 +159,22 @@ def locked(event_ids: Sequence[str]) -> OperationRefused:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selects failed events: by event id, by aggregate type, or all if neither is given."""
+    """Selects failed events: by event id, by aggregate type, by lane and id, or all if none is given.
+
+    A replay has its event's id, and another id of its row.
+    """
 
     event_ids: Sequence[str] | None = None
     aggregate_type: str | None = None
+    rows: Sequence[tuple[int, int]] | None = None
 
     def bound(self) -> dict[str, Any]:
-        return {"ids": list(self.event_ids) if self.event_ids else None, "type": self.aggregate_type}
+        return {
+            "ids": list(self.event_ids) if self.event_ids else None,
+            "type": self.aggregate_type,
+            "lanes": None if self.rows is None else [lane for lane, _ in self.rows],
+            "row_ids": None if self.rows is None else [id_ for _, id_ in self.rows],
+        }
 
 
 class Batches(list[_Done]):

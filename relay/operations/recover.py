@@ -32,6 +32,7 @@ from typing import Any, Final, NamedTuple
 from confluent_kafka import KafkaException
 from psycopg import sql
 
+from outbox.errors import OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
@@ -106,13 +107,13 @@ SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
  ORDER BY r.id"""
 
 _STANDING: Final = """
-SELECT r.event_id::text
-  FROM (SELECT event_id, coalesce(nullif(headers ->> {replay}, ''), headers ->> {dead}, '') AS mark,
+SELECT r.lane, r.id, r.event_id::text
+  FROM (SELECT {lane} AS lane, id, event_id, coalesce(nullif(headers ->> {replay}, ''), headers ->> {dead}, '') AS mark,
                sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table}) AS r
- WHERE {there} ORDER BY 1"""
+ WHERE {there} ORDER BY event_id, id"""
 
-_UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE event_id = ANY(%(ids)s::uuid[])"
+_UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
 
 class EventPlace(NamedTuple):
@@ -124,6 +125,14 @@ class EventPlace(NamedTuple):
     partition: int
     offset: int
     at: dt.datetime
+
+
+class StandingRow(NamedTuple):
+    """A row of ``scheduled`` or ``dead_letters``. Several may have the same event id. Without a lane it is 0."""
+
+    lane: int
+    id: int
+    event_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +155,10 @@ class Comparison:
     unsure: Sequence[EventPlace]
     found: Mapping[int, Sequence[str]]
     changed: Sequence[str]
-    scheduled: Sequence[str]
-    dead: Sequence[str]
+    scheduled: Sequence[StandingRow]
+    dead: Sequence[StandingRow]
     missing: Sequence[EventPlace]
     lanes: Sequence[LaneComparison]
-    hanging: Sequence[HangingPartition]
 
     @property
     def broken(self) -> list[LaneComparison]:
@@ -165,14 +173,7 @@ class Comparison:
     def differs(self) -> bool:
         """Whether there is something to repair, or to know."""
         return bool(
-            self.lost
-            or self.unsure
-            or self.broken
-            or self.changed
-            or self.scheduled
-            or self.dead
-            or self.missing
-            or self.hanging
+            self.lost or self.unsure or self.broken or self.changed or self.scheduled or self.dead or self.missing
         )
 
 
@@ -180,18 +181,23 @@ class Recovery(Reconciler):
     """Compares everything that was published since a time. Raises what Reconciler raises."""
 
     def compare(self, since: dt.datetime, until: dt.datetime, source: str) -> Comparison:
-        """Return the differences. ``since`` is the point of the restore; only records of this ``ce_source`` count."""
+        """Return the differences. ``since`` is the point of the restore; only records of this ``ce_source`` count.
+
+        Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
+        """
         findings = self.look(search=False)
+        if findings.hanging:
+            raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
         bound["archive"] = self._archive
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound), source)
         there = sql.SQL(_THERE)
 
-        def standing(table: str) -> list[str]:
-            names = {"there": there, "table": self._names[table]}
+        def standing(table: str, lane: sql.Composable) -> list[StandingRow]:
+            names = {"there": there, "table": self._names[table], "lane": lane}
             found = self._with(_STANDING, **names, replay=sql.Literal(REPLAY), dead=sql.Literal(DEAD_LETTER))
-            return [event_id for (event_id,) in found]
+            return [StandingRow(*row) for row in found]
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
@@ -205,11 +211,10 @@ class Recovery(Reconciler):
             [EventPlace(*place) for *place, sure in lost if not sure],
             dict(self._with(_FOUND, there=there)),
             [event_id for (event_id,) in self._with(_CHANGED, there=there)],
-            standing("scheduled"),
-            standing("dead_letters"),
+            standing("scheduled", sql.SQL("0")),
+            standing("dead_letters", sql.Identifier("lane")),
             [EventPlace(*row) for row in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")],
             findings.lanes,
-            findings.hanging,
         )
 
     def recover(self, found: Comparison, reason: str) -> Sequence[str]:
@@ -226,7 +231,8 @@ class Recovery(Reconciler):
             "missing": len(found.missing),
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
-        settled = [event_id for rows in found.found.values() for event_id in rows] + [*found.scheduled, *found.dead]
+        settled = [event_id for rows in found.found.values() for event_id in rows]
+        settled += [row.event_id for row in (*found.scheduled, *found.dead)]
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             self._note("recover", reason, details)
             # All of them: without an archive, nothing else shows the next comparison that they are no loss.
@@ -234,15 +240,16 @@ class Recovery(Reconciler):
                 part = {"event_ids_on_kafka": settled[start : start + _AUDIT_IDS]}
                 self._note("recover settles", reason, part)
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
-            self.repair(Findings(found.broken, found.hanging), reason)
+            self.repair(Findings(found.broken, []), reason)
         else:
             self._settle([state.lane for state in found.broken], reason)
         if found.scheduled:
-            self._rows.run(_UNSCHEDULE, {"ids": list(found.scheduled)}, "deleting scheduled events")
+            self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
         if not found.dead:
             return []
         letters = DeadLetters(self._connection, self._schema)
-        return letters.discard(Selection(found.dead), f"it is on Kafka: {reason}").locked
+        chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
+        return letters.discard(chosen, f"it is on Kafka: {reason}").locked
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
@@ -285,6 +292,21 @@ class Recovery(Reconciler):
     def _with(self, statement: str, **names: sql.Composable) -> list[Any]:
         with unavailable_on_error("comparing events"):
             return self._connection.execute(sql.SQL(statement).format(**names)).fetchall()
+
+
+def _hides(hanging: Sequence[HangingPartition]) -> str:
+    """Return what the transactions that are open in these partitions hide, and the way out."""
+    return (
+        "; ".join(
+            f"{found.topic!r} partition {found.partition} waits, at offset {found.stable}, for the end of a "
+            f"transaction with perhaps {found.events} events, of which the outbox has {found.held}. If a program has "
+            "it open, end that, or wait for its time-out. Else "
+            + (f"save what the outbox does not have: {found.read} > saved; then " if found.held < found.events else "")
+            + f"abort it: {found.command}"
+            for found in hanging
+        )
+        + ". Then run this again. Nothing was compared or changed: it is not known yet what Kafka has there"
+    )
 
 
 def _row(record: TopicRecord) -> tuple[Any, ...]:

@@ -61,8 +61,11 @@ USUAL: Final = tuple(kind for kind in RoleKind if not kind.of_sink and kind not 
 
 
 _NAMED: Final = ("event_id", "aggregate_type", "aggregate_id", "event_type")
-EVENT_COLUMNS: Final = (*_NAMED, "payload", "payload_bytes", "headers", "created_at")
-"""The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
+EVENT_COLUMNS: Final = (*_NAMED, "payload", "payload_bytes", "headers")
+"""The columns that a writer sets. Not ``created_at``, which the server sets, nor ``from_relay``: with it a row could
+pose as a dead letter's copy."""
+_AUDITS: Final = ("INSERT", "audit", ("what", "why", "details"))
+"""Lines in the audit. Not ``who`` and ``at``: the server sets them, to the session's user and the time."""
 
 TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
     RoleKind.CANCELLER: (("DELETE", ("scheduled",)),),
@@ -82,7 +85,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT, UPDATE, DELETE", ("failures",)),
         # For `outbox status` and `outbox trace`.
         ("SELECT", ("published", "lanes", "relays", "streams")),
-        ("SELECT, INSERT (what, why, details)", ("audit",)),
+        ("SELECT", ("audit",)),
         # Not requested_by and requested_at: the server sets them.
         ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
         ("SELECT, DELETE", ("scheduled",)),
@@ -100,7 +103,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ),
         # To delete expired ids there; a task inserts ids through the parent table.
         ("SELECT, DELETE", ("processed_messages_default",)),
-        ("SELECT, INSERT (what, why, details)", ("audit",)),
+        ("SELECT", ("audit",)),
     ),
     RoleKind.CONSUMER_OPERATOR: (
         ("SELECT, INSERT, UPDATE", ("groups",)),
@@ -108,8 +111,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, UPDATE, DELETE", ("dead_letters", "reservations")),
         ("SELECT, UPDATE", ("losses",)),
         # For `outbox trace`.
-        ("SELECT", ("processed_messages",)),
-        ("SELECT, INSERT (what, why, details)", ("audit",)),
+        ("SELECT", ("processed_messages", "audit")),
     ),
     RoleKind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
     RoleKind.CONSUMER_PAGE: (
@@ -127,9 +129,12 @@ _SEEN: Final = ("lane", "id", *_NAMED, "created_at")
 COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
-        ("INSERT", "scheduled", (*EVENT_COLUMNS[:-1], "not_before")),
+        ("INSERT", "scheduled", (*EVENT_COLUMNS, "not_before")),
     ),
     RoleKind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
+    RoleKind.OPERATOR: (_AUDITS,),
+    RoleKind.CONSUMER: (_AUDITS,),
+    RoleKind.CONSUMER_OPERATOR: (_AUDITS,),
     # All columns but the contents: payload, payload_bytes, headers.
     RoleKind.MONITOR: (
         ("SELECT", "events", (*_SEEN, "from_relay")),
@@ -168,7 +173,7 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
             ),
         ),
         # For `outbox external settle`.
-        ("INSERT", "audit", ("what", "why", "details")),
+        _AUDITS,
     ),
 }
 """Rights on some columns of a table, instead of the table."""
@@ -222,8 +227,9 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
         yield grant("GRANT {rights} ON {tables} TO {role}", rights=sql.SQL(rights), tables=named)
     for right, name, columns in COLUMNS.get(kind, ()):
         table = sql.Identifier(schema, name)
-        # A right on the whole table includes every column.
-        yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(right), table=table)
+        # A right on the whole table includes every column; and the audit stays as it is.
+        revoked = "INSERT, UPDATE, DELETE, TRUNCATE, TRIGGER" if name == "audit" else right
+        yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(revoked), table=table)
         listed = sql.SQL(", ").join(map(sql.Identifier, columns))
         yield grant("GRANT {right} ({columns}) ON {table} TO {role}", right=sql.SQL(right), columns=listed, table=table)
     if kind is RoleKind.RELAY and wal:

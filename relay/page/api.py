@@ -18,11 +18,16 @@ from uuid import UUID
 from starlette.responses import Response
 
 from outbox import __version__
+from relay.page.schemas import Schema, Schemas
 
 PREFIX: Final = "/api"
 MANY: Final = "list: "
 """How the description of a field begins that takes several values."""
 REASON: Final = {"reason": "why: the audit keeps it"}
+Rows = Sequence[Mapping[str, Any]]
+"""The type of rows of a query."""
+_DONE: Final = {"$ref": "#/components/schemas/Done"}
+_ERROR: Final = {"$ref": "#/components/schemas/Error"}
 CONFIRMED: Final = {"confirmed": "what the first answer gives for it: then it is done"}
 
 
@@ -35,6 +40,7 @@ class View:
     summary   what it shows or does.
     query     the names that it reads from an address, each with what it means.
     fields    the same of an action's fields; None: it is a view.
+    shows     what a view answers: the types of its values by their names, or several such, one of which it answers.
     """
 
     path: str
@@ -42,6 +48,7 @@ class View:
     summary: str
     query: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] | None = None
+    shows: Mapping[str, Any] | Sequence[Mapping[str, Any]] = ()
 
 
 def answer(values: Mapping[str, Any], status: int = 200) -> Response:
@@ -108,6 +115,7 @@ def _is_text(value: str) -> bool:
 def openapi(views: Sequence[View], base: str) -> dict[str, Any]:
     """Return the description of the API in OpenAPI 3.1. ``base``: the path that the page lies below."""
     paths: dict[str, dict[str, Any]] = {}
+    schemas = Schemas()
     for view in views:
         path = re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", view.path)
         parts = [_parameter(name, "path", "") for name in re.findall(r"\{(\w+)\}", path)]
@@ -115,8 +123,10 @@ def openapi(views: Sequence[View], base: str) -> dict[str, Any]:
             "summary": view.summary,
             "parameters": [*parts, *(_parameter(name, "query", text) for name, text in view.query.items())],
             "responses": {
-                "200": _json("what was done, or what would be", "Done") if view.fields is not None else _json("found"),
-                "default": _json("refused, not found, or not available", "Error"),
+                "200": _json("what was done, or what would be", _DONE)
+                if view.fields is not None
+                else _json("found", _shown(view, schemas)),
+                "default": _json("refused, not found, or not available", _ERROR),
             },
         }
         if view.fields is not None:
@@ -133,6 +143,7 @@ def openapi(views: Sequence[View], base: str) -> dict[str, Any]:
         "components": {
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
             "schemas": {
+                **schemas.named,
                 "Error": {"type": "object", "properties": {"error": {"type": "string"}}},
                 "Done": {
                     "type": "object",
@@ -165,6 +176,11 @@ def _field(text: str) -> dict[str, Any]:
     return {"type": "string", "description": text}
 
 
-def _json(text: str, schema: str | None = None) -> dict[str, Any]:
-    kind = {"type": "object"} if schema is None else {"$ref": f"#/components/schemas/{schema}"}
-    return {"description": text, "content": {"application/json": {"schema": kind}}}
+def _shown(view: View, schemas: Schemas) -> Schema:
+    if isinstance(view.shows, Mapping):
+        return schemas.of_fields(view.shows)
+    return {"anyOf": [schemas.of_fields(one) for one in view.shows]}
+
+
+def _json(text: str, schema: Schema) -> dict[str, Any]:
+    return {"description": text, "content": {"application/json": {"schema": schema}}}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypedDict
 
 from outbox._app.settings import client_options
 from outbox.consumer.admin import status as consumers
@@ -26,6 +26,15 @@ from relay.wal.slot import slot_names
 
 _KAFKA_SECONDS: Final = 5.0
 _WAITING_SECONDS: Final = 2.0
+
+
+class OverviewFigures(TypedDict):
+    """An overview as JSON. ``outbox`` also has ``written_per_second`` and ``gone_per_second``."""
+
+    outbox: Annotated[dict[str, Any], OutboxState] | None
+    groups: Sequence[Annotated[dict[str, Any], GroupState]]
+    unseen: Mapping[str, str]
+    problems: Sequence[str]
 
 
 class Overview:
@@ -71,7 +80,7 @@ class Overview:
         found += self.outbox.problems() if self.outbox else []
         return [*found, *(problem for group in self.groups for problem in group.problems())]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> OverviewFigures:
         outbox = asdict(self.outbox) if self.outbox else None
         if outbox is not None:
             outbox |= {"written_per_second": self.written, "gone_per_second": self.published}

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypedDict
 from uuid import UUID
 
 from outbox._app.settings import client_options
@@ -58,6 +58,16 @@ class Step:
         return line + (f"{': ' if self.at is None else ', '}{self.text}" if self.text else "")
 
 
+class TraceFigures(TypedDict):
+    """What is known about an event, as JSON."""
+
+    event: Mapping[str, Any]
+    messages: Sequence[Annotated[dict[str, Any], MessageRef]]
+    groups: Sequence[Annotated[dict[str, Any], GroupTrace]]
+    searched_to_the_end: bool
+    unseen: Sequence[str]
+
+
 class Found:
     """Everything that is known about an event.
 
@@ -84,7 +94,7 @@ class Found:
         """Return the event's way as far as it is known, from its writing to each consumer group."""
         return [*_relay_side(self), *_consumers_side(self)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> TraceFigures:
         event = {name: value for name, value in asdict(self.event).items() if name != "message"}
         return {
             "event": event,

@@ -158,6 +158,7 @@ class BatchAttempts:
             _move(into, span, state, read, fresh)
             if fresh:
                 applying.apply()
+        committed = into.now()
         # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
         average = 0 if shuffled or not staged.rows else staged.size / staged.rows
         return {
@@ -166,6 +167,7 @@ class BatchAttempts:
                 read.get(partition, 0),
                 fresh.get(partition, 0),
                 size=int(average * read.get(partition, 0)),
+                committed=committed,
             )
             for partition in (span.ranges or read)
         }

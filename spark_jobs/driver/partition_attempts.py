@@ -151,6 +151,6 @@ def reported(reports: Iterable[Row]) -> dict[Partition, TaskResult]:
                 "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
         results[partition] = TaskResult(
-            RangeOutcome(row.outcome), row.read, row.fresh, row.detail, row.behind, row.size
+            RangeOutcome(row.outcome), row.read, row.fresh, row.detail, row.behind, row.size, row.committed
         )
     return results

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from pyspark import Accumulator
     from pyspark.sql import DataFrame, SparkSession
 
-    from spark_jobs.task.accumulators import Sizes, TraceSample
+    from outbox.consumer.delays import TopicDelays
+    from spark_jobs.task.accumulators import Sizes, TimeSample, TraceSample
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
@@ -140,7 +141,10 @@ class RoundContext:
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
+        self.delays: TopicDelays | None = None
+        """Where the delays of what is applied are counted, if the driver serves metrics."""
         self._sizes: Accumulator[Sizes] | None = None
+        self._times: TimeSample | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
@@ -162,14 +166,26 @@ class RoundContext:
         """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
             # Imported here, because an executor that imports the job's module need not import Spark.
-            from spark_jobs.task.accumulators import read_sizes
+            from spark_jobs.task.accumulators import TimeSample, read_sizes
 
             self._sizes = read_sizes(self.session.sparkContext)
-        return replace(self._decoder, traces=self.traces, sizes=self._sizes)
+            self._times = TimeSample.of(self.session.sparkContext) if self.delays is not None else None
+        return replace(self._decoder, traces=self.traces, sizes=self._sizes, times=self._times)
 
     def size_read(self, partition: Partition) -> int:
         """Return how many bytes the tasks of this round have read of a partition."""
         return 0 if self._sizes is None else self._sizes.value.get(partition, 0)
+
+    def forget_times(self) -> None:
+        """Forget when the messages of earlier attempts were written."""
+        if self._times is not None:
+            self._times.found.value = {}
+
+    def note_delays(self, partition: Partition, result: TaskResult) -> None:
+        """Count how long the messages of a range took that has been applied, unless all of them were repeats."""
+        if self.delays is not None and self._times is not None and result.fresh:
+            for written in self._times.batches(partition):
+                self.delays.observe(partition[0], written, result.committed)
 
     @functools.cached_property
     def _decoder(self) -> TaskDecoder:

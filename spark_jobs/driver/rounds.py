@@ -168,6 +168,7 @@ class Rounds:
 
     def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
+        self._context.forget_times()
         try:
             with failures.understood():
                 return self._attempts.attempt(span, state, generation)
@@ -188,6 +189,7 @@ class Rounds:
         for partition, one in results.items():
             match one.outcome:
                 case RangeOutcome.APPLIED:
+                    self._context.note_delays(partition, one)
                     self._count(state, partition, one)
                     self._note_size(state, partition, span.ranges[partition], one.size)
                 case RangeOutcome.ALREADY:

@@ -68,6 +68,8 @@ from spark_jobs.task.reader import ReaderSettings, close_kept
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from outbox.consumer.delays import TopicDelays
+
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver checks the sink: whether the group is still its own, and for dead letters to retry."""
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
@@ -86,6 +88,7 @@ class Runner:
                began to look.
     behind     called as a round begins, with the next offset of each partition in which messages wait, and
                the partitions that it reads.
+    delays     where the delays of what is applied are counted.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Runner:
         report: Report,
         caught_up: Callable[[float], None] | None = None,
         behind: Callable[[Mapping[Partition, int], Collection[Partition]], None] | None = None,
+        delays: TopicDelays | None = None,
     ) -> None:
         if not job.topics:
             raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once may have none")
@@ -120,6 +124,7 @@ class Runner:
         )
         sinks = PostgresSinks(options.url, options.schema, job, self._store)
         self._context = RoundContext(session, job, reading, self._store, sinks)
+        self._context.delays = delays
         as_one = job.atomic == "batch"
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)

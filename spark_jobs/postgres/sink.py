@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -176,6 +177,10 @@ class PostgresTransaction:
         """Run the effect. After a direct copy there is nothing left to do."""
         if self._applying is not None:
             self._applying.apply()
+
+    def now(self) -> float | None:
+        """Return what the database's clock shows, as ``fence`` has read it."""
+        return self._group.clock.at(time.monotonic())
 
     def rollback(self) -> None:
         """Roll back: nothing is committed."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from outbox.consumer.model import Partition
     from spark_jobs.payloads.reading import Reader
-    from spark_jobs.task.accumulators import Sizes, TraceSample
+    from spark_jobs.task.accumulators import Sizes, TimeSample, TraceSample
     from spark_jobs.task.incoming import Incoming, Messages
 
 
@@ -28,6 +28,7 @@ class TaskDecoder:
     most      the limit of a payload, in bytes: a larger one is not decoded.
     traces    takes a sample of the messages' traces; None if the driver records no span.
     sizes     takes how much is read of each range.
+    times     takes when the messages' events were written; None if the driver serves no metrics.
     """
 
     kind: pa.StructType
@@ -37,6 +38,7 @@ class TaskDecoder:
     most: int
     traces: TraceSample | None = None
     sizes: Accumulator[Sizes] | None = None
+    times: TimeSample | None = None
 
     def note_size(self, partition: Partition, size: int) -> None:
         if self.sizes is not None:
@@ -64,6 +66,8 @@ class TaskDecoder:
         for messages in parts:
             if self.traces is not None:
                 self.traces.take(messages, self.incoming)
+            if self.times is not None:
+                self.times.take(messages, self.incoming)
             meta, payloads, schemas, unreadable = self.incoming.taken(messages)
             payloads, large = limited(payloads, self.most)
             problems = pc.coalesce(unreadable, large)

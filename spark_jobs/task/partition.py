@@ -59,7 +59,10 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)
 
-REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string, behind long, size long"
+REPORT: Final = (
+    "topic string, part int, outcome string, read long, fresh long, detail string, behind long, size long, "
+    "committed double"
+)
 """The columns of a task's report, as Spark DDL: the partition and its TaskResult."""
 
 FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
@@ -89,6 +92,7 @@ class TaskResult:
     detail       the rejected messages (see feed.rejected_text), or the text of the error.
     behind       how many messages were put aside instead of applied; see behind.Behind.
     size         the rows' size in memory, in bytes.
+    committed    when, by the sink's clock, in seconds since 1970; None if it is not known.
     """
 
     outcome: RangeOutcome
@@ -97,11 +101,14 @@ class TaskResult:
     detail: str = ""
     behind: int = 0
     size: int = 0
+    committed: float | None = None
 
     def report(self, partition: Partition) -> pa.RecordBatch:
         import pyarrow as pa
 
         figures = {name: [value] for name, value in asdict(self).items()}
+        # Also where it is None.
+        figures["committed"] = pa.array(figures["committed"], pa.float64())
         return pa.RecordBatch.from_pydict(
             {"topic": [partition[0]], "part": pa.array([partition[1]], pa.int32()), **figures}
         )
@@ -304,12 +311,13 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
 
 def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
     try:
-        fresh = _apply(plan, partition, feed, source)
+        applied = _apply(plan, partition, feed, source)
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail, size=feed.size)
-    if fresh is None:
+    if applied is None:
         return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
-    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=len(feed.aside), size=feed.size)
+    fresh, at = applied
+    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=len(feed.aside), size=feed.size, committed=at)
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -352,8 +360,13 @@ def _where(plan: TaskPlan, partition: Partition) -> str:
     return f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
 
 
-def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]) -> int | None:
-    """Apply a partition's rows. Returns the number of fresh ones, or None if the range was applied before."""
+def _apply(
+    plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]
+) -> tuple[int, float | None] | None:
+    """Apply a partition's rows. Returns the number of fresh ones and when they were committed.
+
+    Or None if the range was applied before.
+    """
     where = _where(plan, partition)
     span = plan.ranges[partition]
     with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead, here=plan.here) as into:
@@ -367,7 +380,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[
         into.move(partition, span, log_end=log_end, read=feed.rows, fresh=fresh, dead=dead, reached=batches.reached)
         if fresh:
             into.apply()
-    return fresh
+    return fresh, into.now()
 
 
 def _apply_retried(

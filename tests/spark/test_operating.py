@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from alerting import scraped
-from bench import Consumer
+from bench import Consumer, ided, order
 from support import wait_until
 
 from outbox.sandbox._ports import free_ports
@@ -80,12 +80,14 @@ def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
     bench.send("a", 1)
     bench.send("a", 2, amount_cents=1000)
     bench.send("a", 3)
-    bench.send("b", 1)
+    bench.send_raw(json.dumps(order("b", 1)).encode(), [*ided(), ("ce_time", b"2026-01-31T10:20:30.123456Z")], "b")
 
     consumer = desk.consumer
     consumer.start("--continuous")
     consumer.until(lambda: desk.metric("dead_letters_waiting") == 2, "two dead letters")
     assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
+    # One of the messages says when its event was written.
+    assert desk.metric("apply_delay_seconds_count") == 1
     bad, behind = desk.command("list")["dead_letters"]
     assert [(row["reason"], row["state"], row["key"]) for row in (bad, behind)] == [
         ("failed", "dead", "a"),

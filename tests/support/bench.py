@@ -24,6 +24,7 @@ from support import look_up, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.delays import TopicDelays
 from relay.cli.app import app
 from spark_jobs import order_totals
 from spark_jobs.driver.options import Options, Totals
@@ -161,7 +162,11 @@ class Bench:
         wait_until(sent, what="the new partition to take messages")
 
     def runner(
-        self, job: ConsumerJob | None = None, then: Callable[[str], object] = lambda _: None, **options: Any
+        self,
+        job: ConsumerJob | None = None,
+        then: Callable[[str], object] = lambda _: None,
+        delays: TopicDelays | None = None,
+        **options: Any,
     ) -> Runner:
         """Return a runner of the job. ``then`` is called with each text that it reports."""
 
@@ -170,9 +175,8 @@ class Bench:
             then(text)
 
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
-        return Runner(
-            self.spark, job or self.job, Options(self.database.url, kafka, **{"patience": 30.0, **options}), heard
-        )
+        given = Options(self.database.url, kafka, **{"patience": 30.0, **options})
+        return Runner(self.spark, job or self.job, given, heard, delays=delays)
 
     def once(self, job: ConsumerJob | None = None, **options: Any) -> Totals:
         with self.runner(job, **options) as runner:

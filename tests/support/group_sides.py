@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 from consumer_group import COLUMNS, event_id, numbered
 
+from outbox.consumer.delays import TopicDelays
 from outbox.consumer.errors import Fenced
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
@@ -112,7 +113,7 @@ class OnInbox:
         self.handled = 0
         self.parts: dict[tuple[str, int], Assigned] = {}
         self.applier = Applier(
-            self.settings, self.session, self.handle, Watch(), log_end=lambda _: None, reclaim_seconds=60
+            self.settings, self.session, self.handle, Watch(), TopicDelays(), log_end=lambda _: None, reclaim_seconds=60
         )
         self.waiting = WaitingLetters(self.settings.letters, self.session, self.applier)
 
@@ -167,7 +168,7 @@ class OnInbox:
         return self.handled
 
     def _count(self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[Message]) -> None:
-        self.handled = self.applier._apply(connection, part, batch)
+        self.handled = len(self.applier._apply(connection, part, batch))
 
     def bury(self, message: Message, *, again: bool = False) -> None:
         part = self.parts[TOPIC, message.part]

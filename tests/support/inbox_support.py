@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import os
 import subprocess
@@ -59,8 +60,12 @@ class Log:
         ids: Sequence[UUID | None] | None = None,
         partition: int | None = None,
         transactional: bool = False,
+        written_at: float | None = None,
     ) -> list[UUID | None]:
-        """Write a message for each of the keys, numbered in each key. Returns their ids."""
+        """Write a message for each of the keys, numbered in each key. Returns their ids.
+
+        written_at  by the database's clock, in seconds since 1970.
+        """
         ids = list(ids) if ids is not None else [uuid7() for _ in keys]
         options: dict[str, Any] = {"bootstrap.servers": self.servers, "linger.ms": 5}
         producer = Producer(options | ({"transactional.id": f"{self.topic}-writer"} if transactional else {}))
@@ -71,6 +76,8 @@ class Log:
             numbers = self.written[key]
             numbers.append(len(numbers))
             headers = {} if id_ is None else {"ce_id": str(id_)}
+            if written_at is not None:
+                headers["ce_time"] = dt.datetime.fromtimestamp(written_at, dt.UTC).isoformat()
             where = {} if partition is None else {"partition": partition}
             producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=headers, **where)
             producer.poll(0)
@@ -126,7 +133,7 @@ class Running:
     """A consumer that runs in a thread."""
 
     def __init__(self, consumer: Consumer, handler: Callable[..., None]) -> None:
-        self._consumer = consumer
+        self.consumer = consumer
         self._error: BaseException | None = None
         self._looked_at = False
         self._thread = threading.Thread(target=self._run, args=(handler,), daemon=True)
@@ -134,7 +141,7 @@ class Running:
 
     def _run(self, handler: Callable[..., None]) -> None:
         try:
-            self._consumer.run(handler)
+            self.consumer.run(handler)
         except BaseException as error:  # noqa: BLE001  raised in the test's thread
             self._error = error
 
@@ -144,7 +151,7 @@ class Running:
         self._raise()
 
     def stalled(self, seconds: float = 0.0) -> list[StalledPartition]:
-        return self._consumer.stalled(seconds)
+        return self.consumer.stalled(seconds)
 
     def error(self) -> BaseException:
         """Wait for its end, and return the error that it raised."""
@@ -154,7 +161,7 @@ class Running:
         return self._error
 
     def end(self) -> None:
-        self._consumer.stop()
+        self.consumer.stop()
         self._thread.join(120)
         assert not self._thread.is_alive()
         self._raise()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,10 @@ class SqliteTransaction:
             "next_offset = ? WHERE grp = ? AND topic = ? AND part = ?",
             (fresh, read - fresh, len(dead), max(span.end, reached or 0), self._sink.group, *partition),
         )
+
+    def now(self) -> float:
+        """Return this process's time: SQLite runs in it."""
+        return time.time()
 
     def apply(self) -> None:
         """Run the effect; where it fails at a row, find out at which ones it does, one by one."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from relay.insights import ALL_TOPICS, read_verified
+from relay.insights import ALL_TOPICS, Verified, read_verified
 from relay.operations.audit import read
-from relay.page.api import View
+from relay.page.api import Rows, View
 from relay.page.page import Page, number_of
 
 _PAGE = 50
@@ -45,6 +45,7 @@ def routes(page: Page) -> list[View]:
             show,
             "who did what, and why, on one side; or what `outbox audit --follow` has found",
             {"side": "relay (the default), consumer or events", "before": "the number of a line: those before it"},
+            shows=({"side": str, "rows": Rows, "next": int | None}, {"side": str, "topics": Sequence[Verified]}),
         )
     ]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from uuid import UUID
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outbox.consumer.admin.offsets import Group
+from outbox.consumer.admin.status import GroupState
 from outbox.errors import ConfigurationError
 from outbox.external.reservations import Chosen
-from relay.page.api import CONFIRMED, View
+from relay.page.api import CONFIRMED, Rows, View
 from relay.page.page import Form, Page
 
 _CALLS = 50
@@ -45,10 +48,25 @@ def routes(page: Page) -> list[View]:
         return _change(page, request, form, "cancel")
 
     return [
-        View("/consumers", show, "the groups, and calls to other systems that are stuck"),
+        View(
+            "/consumers",
+            show,
+            "the groups, and calls to other systems that are stuck",
+            shows={
+                "groups": Sequence[GroupState],
+                "unseen": Mapping[str, str],
+                "calls": tuple[Mapping[str, int], Rows],
+                "calls_unseen": str | None,
+            },
+        ),
         View("/consumers/calls/retry", retry, "retry a stuck call", fields=_CALL),
         View("/consumers/calls/cancel", cancel, "cancel a stuck call, for good", fields=_CALL | CONFIRMED),
-        View("/consumers/groups/{group:path}", group, "a group's partitions, their offsets, lags and losses"),
+        View(
+            "/consumers/groups/{group:path}",
+            group,
+            "a group's partitions, their offsets, lags and losses",
+            shows={"group": Group, "away": str | None},
+        ),
     ]
 
 

@@ -16,7 +16,7 @@ from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
 from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
-from relay.page.api import CONFIRMED, MANY, REASON, View
+from relay.page.api import CONFIRMED, MANY, REASON, Rows, View
 from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
 _CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key_encoding", "value", "value_encoding"})
@@ -32,7 +32,12 @@ def routes(page: Page) -> list[View]:
         return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
 
     return [
-        View("/dead-letters", show, "the dead letters of both sides, grouped by their errors"),
+        View(
+            "/dead-letters",
+            show,
+            "the dead letters of both sides, grouped by their errors",
+            shows={"events": Rows, "messages": Rows | None, "unseen": str | None},
+        ),
         *_routes(page, relay),
         *_routes(page, consumer),
     ]
@@ -50,10 +55,21 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
     # Those that are named, or else a group.
     fields = {side.id_field: f"{MANY}which ones", **side.filters}
     return [
-        View(side.path, side.index, f"{side.noun} of a group, page by page", side.filters | side.pages),
+        View(
+            side.path,
+            side.index,
+            f"{side.noun} of a group, page by page",
+            side.filters | side.pages,
+            shows={"filters": Mapping[str, str | int], "rows": Rows, "more": str | None},
+        ),
         View(f"{side.path}/retry", retry, f"retry {side.noun}", fields=fields | CONFIRMED),
         View(f"{side.path}/discard", discard, f"discard {side.noun}", fields=fields | REASON | CONFIRMED),
-        View(f"{side.path}/{{id}}", side.show, "one of them: its contents, attempts, and what waits behind it"),
+        View(
+            f"{side.path}/{{id}}",
+            side.show,
+            "one of them: its contents, attempts, and what waits behind it",
+            shows={"letter": Mapping[str, Any]},
+        ),
     ]
 
 

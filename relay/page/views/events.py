@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from outbox.errors import ConfigurationError
-from relay.operations.event_search import EventCursor, EventSearch, EventState
+from relay.operations.event_search import Contents, EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
-from relay.page.api import View
+from relay.page.api import Rows, View
 from relay.page.page import Page, event_id_of, number_of, time_of
-from relay.pipeline.trace import find_event
+from relay.pipeline.trace import Found, Step, find_event
 
 _KEY_EVENTS = 200
 # A request waits for it; the command looks for longer.
@@ -25,7 +26,14 @@ def routes(page: Page) -> list[View]:
         wanted = asked.get("q", "").strip()
         kind = asked.get("type", "").strip() or None
         state = _state(asked.get("state") or "waiting")
-        values: dict[str, Any] = {"q": wanted, "type": kind or "", "state": state, "states": list(EventState)}
+        days = asked.get("days", "1")
+        values: dict[str, Any] = {
+            "q": wanted,
+            "type": kind or "",
+            "state": state,
+            "states": list(EventState),
+            "days": days,
+        }
         if wanted and "/" not in wanted:
             return page.elsewhere(request, f"/events/{event_id_of(wanted)}")
         number, at = number_of(asked.get("id")), time_of(asked.get("at"))
@@ -46,7 +54,6 @@ def routes(page: Page) -> list[View]:
             key_rows=None,
             rows=found.rows,
             next=found.next,
-            days=asked.get("days", "1"),
         )
 
     def trace(request: Request) -> Response:
@@ -79,8 +86,21 @@ def routes(page: Page) -> list[View]:
                 "id": "`next.id` of the page before",
                 "at": "`next.at` of the page before",
             },
+            shows={
+                **dict.fromkeys(("q", "type", "days"), str),
+                "state": EventState,
+                "states": Sequence[EventState],
+                "key_rows": Rows | None,
+                "rows": Rows,
+                "next": EventCursor | None,
+            },
         ),
-        View("/events/{event_id}", trace, "an event's way, its headers and its payload"),
+        View(
+            "/events/{event_id}",
+            trace,
+            "an event's way, its headers and its payload",
+            shows={"found": Found, "steps": Sequence[Step], "contents": Contents | None},
+        ),
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -9,6 +11,8 @@ from outbox.errors import ConfigurationError
 from relay.page.api import View
 from relay.page.charts import MINUTES
 from relay.page.page import Page
+from relay.page.sampling import Latency, Sample
+from relay.pipeline.overview import Overview
 
 _RANGES = ", ".join(map(str, MINUTES))
 
@@ -29,7 +33,19 @@ def routes(page: Page) -> list[View]:
         )
 
     return [
-        View("/", show, "what needs attention, the figures, relays and groups", {"minutes": f"samples: of {_RANGES}"})
+        View(
+            "/",
+            show,
+            "what needs attention, the figures, relays and groups",
+            {"minutes": f"samples: of {_RANGES}"},
+            shows={
+                "overview": Overview | None,
+                "problems": Sequence[str],
+                "minutes": int,
+                "samples": Sequence[Sample],
+                "latency": Latency | None,
+            },
+        )
     ]
 
 

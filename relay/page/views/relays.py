@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from outbox.errors import ConfigurationError
 from relay.core.pauses import ALL, Scope, ScopeKind
+from relay.insights import OutboxState
 from relay.operations import pauses
 from relay.page.api import CONFIRMED, REASON, View
 from relay.page.page import Form, Page
@@ -69,7 +70,17 @@ def routes(page: Page) -> list[View]:
         return page.done(request, "/relays", f"{scope}: {'resumed' if done.changed else 'was not paused'}")
 
     return [
-        View("/relays", show, "relays, lanes, pauses and the replication slot"),
+        View(
+            "/relays",
+            show,
+            "relays, lanes, pauses and the replication slot",
+            shows={
+                "outbox": OutboxState | None,
+                "unseen": Mapping[str, str],
+                "retained_limit_bytes": int,
+                "pause": Mapping[str, str],
+            },
+        ),
         View("/relays/change", change, "pause lanes, a topic, or everything", fields=_PAUSE | CONFIRMED),
         View("/relays/resume", resume, "resume what is paused", fields=_RESUME),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from outbox._clients.variables import variable
 from outbox.urls import display_url
-from relay.page.api import View
+from relay.page.api import Rows, View
 from relay.page.page import Page
 from relay.sizes import server, table_sizes
 
@@ -35,7 +35,19 @@ def routes(page: Page) -> list[View]:
             consumer_tables=_consumer_tables(page),
         )
 
-    return [View("/system", show, "sizes, dead rows, and the settings of this process without secrets")]
+    return [
+        View(
+            "/system",
+            show,
+            "sizes, dead rows, and the settings of this process without secrets",
+            shows={
+                "about": Mapping[str, Any],
+                "tables": Rows,
+                "settings": Sequence[tuple[str, str, bool]],
+                "consumer_tables": Rows,
+            },
+        )
+    ]
 
 
 def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:

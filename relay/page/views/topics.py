@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from relay.operations.event_search import EventSearch
 from relay.page.api import View
 from relay.page.page import Page
-from relay.pipeline.topics import topics
+from relay.pipeline.topics import TopicState, topics
 
 
 def routes(page: Page) -> list[View]:
@@ -18,4 +20,11 @@ def routes(page: Page) -> list[View]:
         found, away = topics(page.settings, waiting)
         return page.render(request, "topics.html", topics=found, away=away)
 
-    return [View("/topics", show, "where events go, what waits for each topic, and its state on Kafka")]
+    return [
+        View(
+            "/topics",
+            show,
+            "where events go, what waits for each topic, and its state on Kafka",
+            shows={"topics": Sequence[TopicState], "away": str | None},
+        )
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import psycopg
@@ -10,6 +11,7 @@ from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
 from inbox_log import _quick, end, keys, log, settings
 from inbox_support import Log, apply
+from prometheus_client import CollectorRegistry
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -17,7 +19,7 @@ from uuid_utils.compat import uuid7
 from outbox import ConfigurationError, Event, Outbox
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.progress import progress
-from outbox.inbox import Consumer, once
+from outbox.inbox import Consumer, Reject, once
 from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
@@ -174,3 +176,34 @@ def test_what_is_refused(options, problem):
     given: dict[str, Any] = {"topics": ["orders"], "group": "billing", "kafka": {}, **options}
     with pytest.raises(ConfigurationError, match=problem):
         Consumer("postgresql://", given.pop("topics"), **given)
+
+
+def test_the_delays_of_what_is_applied_can_be_scraped(log):
+    """By the database's clock, to the commit; repeats and dead letters have no effect, and no delay."""
+    [(now,)] = log.run("SELECT extract(epoch FROM clock_timestamp())::float8")
+    day = 86_400.0
+    first = log.produce(keys(3, 1), written_at=now - day)
+    log.produce(keys(2, 1), written_at=now)
+    log.produce(keys(3, 1), written_at=now - 9 * day, ids=first)
+    log.produce(["bad"], written_at=now - 9 * day)
+    log.produce(["good"])
+
+    def handle(connection, message):
+        if message.key() == b"bad":
+            raise Reject
+        apply(connection, message)
+
+    registry, begun = CollectorRegistry(), time.monotonic()
+    with log.consuming(handle, on_failure="dead-letter") as running:
+        registry.register(running.consumer)
+        running.wait(lambda: log.positions().get(0) == 10, "the position behind all of them")
+
+    def value(end: str, **labels: str) -> float | None:
+        labels |= {"group": log.group, "topic": log.topic}
+        return registry.get_sample_value(f"outbox_consumer_apply_delay_seconds_{end}", labels)
+
+    assert value("count") == 5
+    assert value("bucket", le="3600.0") == 2
+    total = value("sum")
+    assert total is not None
+    assert 0 < total - 3 * day < 5 * (time.monotonic() - begun + 60)

@@ -150,6 +150,57 @@ def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored, header):
     assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(original,)]
 
 
+@pytest.mark.parametrize("table", ["dead_letters", "scheduled"])
+def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored, table):
+    """An event was published, and a replay of it is a dead letter; two events have an id that their writer made."""
+    event_id = new_id()
+    kept: Any = "2026-01-01T00:00:00Z"
+    if table == "scheduled":
+        restored.put(table, event_id, ", not_before", ", now() + interval '1 hour'")
+        restored.run(
+            "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
+            "VALUES (%s, %s, 'k', 'T', '{\"n\": 2}', now() + interval '1 hour')",
+            event_id,
+            restored.kinds[0],
+        )
+        kept, column = 2, "(payload ->> 'n')::integer"
+    else:
+        columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
+        for number, headers in enumerate(("{}", f'{{"outbox-replay": "{kept}"}}')):
+            restored.put(table, event_id, columns, f", 1, {4711 + number}, now(), 3, 'large', now(), '{headers}'")
+        column = "headers ->> 'outbox-replay'"
+    restored.send(event_id)
+    found = restored.recover("--reason", "restored")
+    assert found[table] == [event_id]
+    assert restored.run(f"SELECT {column} FROM outbox.{table}") == [(kept,)]
+    assert restored.recover("--dry-run")[table] == []
+
+
+def test_an_open_transaction_is_named_with_the_way_out(restored):
+    """What is on Kafka is not decided before it ends: nothing is compared, and nothing is changed."""
+    restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
+    restored.send(later)
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers, "transactional.id": new_id()})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    hidden = new_id()
+    producer.produce(restored.topics[0], b"{}", restored.key, partition=0, headers=[("ce_id", hidden)])
+    assert producer.flush(30) == 0
+    for arguments in (("--dry-run",), ("--reason", "restored")):
+        done = restored.command("recover", "--since", restored.since, *arguments, settings=ARCHIVE)
+        assert done.returncode == 1, done.stdout + done.stderr
+        named = f"'{restored.topics[0]}' partition 0"
+        assert f"{named} waits, at offset " in done.stderr
+        assert f"abort --topic {restored.topics[0]} --partition 0 --start-offset " in done.stderr
+        assert "run this again" in done.stderr
+        # What is hidden may be the only copy of an event.
+        assert "--partition 0 --offset" in done.stderr
+    assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]
+    assert restored.run("SELECT FROM outbox.audit") == []
+    producer.abort_transaction(30)
+    assert restored.recover("--reason", "restored")["scheduled"] == [later]
+
+
 def test_a_dead_letter_that_is_locked_is_left_and_named(restored):
     columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
     held, free = new_id(), new_id()

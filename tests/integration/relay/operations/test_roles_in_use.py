@@ -38,6 +38,8 @@ from relay.operations.roles import COLUMNS, EVENT_COLUMNS, RoleKind
 __all__ = ["order", "provider"]
 
 SECRET = "4929-secret"
+AUDITORS = (RoleKind.OPERATOR, RoleKind.CONSUMER, RoleKind.CONSUMER_OPERATOR, RoleKind.EXTERNAL)
+"""The kinds that may write into the audit of their schema."""
 
 
 class Roles:
@@ -113,6 +115,8 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
     refused(
         url,
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) VALUES ('A', '1', 'T', true)",
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
+        "VALUES ('A', '1', 'T', now())",
         "SELECT event_id FROM outbox.events",
         "SELECT event_id FROM outbox.scheduled",
         "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, not_before, scheduled_at) "
@@ -251,6 +255,42 @@ def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, 
     )
 
 
+@pytest.mark.parametrize("kind", AUDITORS)
+def test_the_audit_names_the_session_that_acted_and_keeps_what_it_said(roles, kind):
+    """Whatever was granted before, and whatever role the session has set: no line is in another's name."""
+    schema = "consumer" if kind.of_sink else "outbox"
+    url, member = roles.of(kind), roles.make("member")
+    role = psycopg.conninfo.conninfo_to_dict(url)["user"]
+    # As somebody may have granted it by hand.
+    everything = sql.SQL("GRANT ALL ON {} TO {}").format(sql.Identifier(schema, "audit"), sql.Identifier(str(role)))
+    roles.admin.execute(everything)
+    outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
+    roles.admin.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(str(role)), sql.Identifier(member)))
+    insert = f"INSERT INTO {schema}.audit (what, why, details) VALUES ('w', NULL, '{{}}')"
+    refused(
+        url,
+        *(
+            f"INSERT INTO {schema}.audit (what, details, {column}) VALUES ('w', '{{}}', {value})"
+            for column, value in (("who", "'postgres'"), ("at", "now() - interval '1 day'"))
+        ),
+        f"INSERT INTO {schema}.audit (what, details, id) OVERRIDING SYSTEM VALUE VALUES ('w', '{{}}', 1)",
+        f"UPDATE {schema}.audit SET why = 'another'",
+        f"DELETE FROM {schema}.audit",
+        f"TRUNCATE {schema}.audit",
+        f"ALTER TABLE {schema}.audit ALTER who SET DEFAULT 'postgres'",
+        f"CREATE TRIGGER mine BEFORE INSERT ON {schema}.audit FOR EACH ROW EXECUTE FUNCTION tsvector_update_trigger()",
+    )
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(insert)
+    with psycopg.connect(roles.url.replace("postgres@", f"{member}@"), autocommit=True) as connection:
+        connection.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(str(role))))
+        connection.execute(insert)
+    assert roles.admin.execute(f"SELECT who FROM {schema}.audit WHERE what = 'w' ORDER BY id").fetchall() == [
+        (role,),
+        (member,),
+    ]
+
+
 def consume(roles: Roles, topics: Any) -> None:
     """Write a group with an offset of a topic that exists: one that does not is asked for again and again."""
     put(roles.admin, "consumer.groups")
@@ -383,7 +423,9 @@ def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_gran
 @pytest.mark.parametrize(
     ("kind", "table", "left_out"),
     [
-        (RoleKind.WRITER, "events", {"id", "lane", "from_relay"}),
+        (RoleKind.WRITER, "events", {"id", "lane", "created_at", "from_relay"}),
+        (RoleKind.WRITER, "scheduled", {"id", "scheduled_at"}),
+        *((kind, "audit", {"id", "at", "who"}) for kind in AUDITORS),
         *(
             (RoleKind.MONITOR, table, {"payload", "payload_bytes", "headers"})
             for table in ("events", "dead_letters", "published")

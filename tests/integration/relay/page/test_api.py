@@ -7,6 +7,7 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
+import jsonschema
 import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -78,7 +79,11 @@ def test_what_is_described_is_served(serve, letters):
             address = path.format(**values | letter)
             # A browser gets the same.
             assert page.ask(address).headers["content-type"].startswith("text/html"), address
-            assert isinstance(get(page, address), dict)
+            # As it is described, with nothing else.
+            schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+            validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
+            validator.validate(get(page, address))
+            assert not validator.is_valid({}), address
             views += 1
         else:
             assert operation["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -87,6 +92,12 @@ def test_what_is_described_is_served(serve, letters):
     assert {path for _, path, _ in NAVIGATION} <= described["paths"].keys()
     assert {f"/{action}" for action in ACTIONS} <= described["paths"].keys()
     assert views >= 14
+    # The other answers of views with several.
+    for address in ("/audit?side=consumer", "/audit?side=events", "/events?q=Order/k", "/events?state=dead&days=2"):
+        path = address.partition("?")[0]
+        schema = described["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        jsonschema.validate(get(page, address), {**schema, "components": described["components"]})
+    assert {"OutboxState", "GroupState", "Found", "Sample"} <= described["components"]["schemas"].keys()
     # Nothing else.
     assert page.ask("/api/nothing", headers=token(page)).status == 404
     assert page.ask("/api/live", headers=token(page)).status == 404

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "docs" / "reference"))
 
 import generate  # noqa: E402
 
-from relay.metrics.delays import BUCKETS  # noqa: E402
+from outbox.consumer.delays import BUCKETS  # noqa: E402
 
 ALERTS = (MONITORING / "alerts.yaml").read_text()
 RULES = re.findall(r"^      - alert: (\w+)\n(.*?)(?=^      - alert|\Z|^  - name)", ALERTS, re.MULTILINE | re.DOTALL)
@@ -54,7 +54,7 @@ def test_objectives_name_metrics_that_exist_and_limits_that_are_buckets():
     assert limits
     assert limits <= {str(float(limit)) for limit in BUCKETS}
     assert set(re.findall(r"outbox:\w+:\w+", rules)) == set(re.findall(r"- record: (outbox:\w+:\w+)", rules))
-    assert len(re.findall(r"runbook: runbooks\.md#[\w-]+", rules)) == 2
+    assert len(re.findall(r"runbook: runbooks\.md#[\w-]+", rules)) == 3
 
 
 def test_every_alert_has_a_severity_a_summary_and_a_runbook():

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outbox._clients.clock import DatabaseClock
+from outbox.consumer.delays import BUCKETS, MOST_TOPICS
 from outbox.event import DEAD_LETTER, REPLAY
-from relay.core.clock import DatabaseClock
 from relay.core.ports import Claim
 from relay.kafka.routing import Route, Router
-from relay.metrics.delays import BUCKETS, MOST_TOPICS, PublishDelays
+from relay.metrics.delays import PublishDelays
 
 NAME = "outbox_relay_publish_delay_seconds"
 AHEAD = 86_400.0

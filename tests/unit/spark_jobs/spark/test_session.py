@@ -48,7 +48,7 @@ def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
 
 
 def test_one_partition_is_told_of_by_one_task():
-    told = {"outcome": "applied", "read": 2, "size": 9, "fresh": 1, "behind": 0, "detail": ""}
+    told = {"outcome": "applied", "read": 2, "size": 9, "fresh": 1, "behind": 0, "detail": "", "committed": None}
     rows = [SimpleNamespace(topic="t", part=part, **told) for part in (0, 1)]
     assert {place: one.read for place, one in reported(rows).items()} == {("t", 0): 2, ("t", 1): 2}
     with pytest.raises(EffectFailed, match="t-1: two tasks had rows of it"):

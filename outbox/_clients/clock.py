@@ -1,4 +1,4 @@
-"""The database's clock, as this process knows it from the control loop's statements."""
+"""The database's clock, as this process knows it from statements that it sends anyway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STALE_SECONDS = 60.0
 
 
 class DatabaseClock:
-    """What the database's clock shows at a moment of this process. The control loop writes, other threads read.
+    """What the database's clock shows at a moment of this process. One thread writes, others may read.
 
     Readings come with statements that are sent anyway. The error is at most half of an answer's time.
     """
