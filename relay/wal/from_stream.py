@@ -6,7 +6,7 @@ turn begins, so nothing has to be put back if something else comes first: then t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -80,16 +80,20 @@ class StreamReader:
         if not self._backlog or self._lanes.table.session.pooled:
             return
         self._lanes.table.session.free()
-        ahead = _Ahead(self._announced(limits, Channel.next), self._in_hand(limits))
-        named = _named(ahead.announced)
+        announced = self._announced(limits, Channel.next)
+        if not announced:
+            return
+        ahead = self._ahead = _Ahead(announced, self._in_hand(announced))
+        values = {
+            "lanes": array(list(announced)),
+            "ids": [array([event.id for event in events]) for events in announced.values()],
+            "max_bytes": self._lane_bytes(announced),
+        }
 
         def read() -> None:
-            self._send(named, len(ahead.announced))
-            ahead.rows = self._rows.fetchall()
+            ahead.rows = self._rows.execute(self._queries.all_by_ids, values).fetchall()
 
-        if named:
-            self._ahead = ahead
-            self._settlement.background.start(read)
+        self._settlement.background.start(read)
 
     def forget_ahead(self) -> None:
         """Do not use what was read ahead: the lanes are read again."""
@@ -99,6 +103,10 @@ class StreamReader:
         """Take the events whose rows were read ahead, if they are the next ones of these lanes."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or any(len(events) > limits.get(lane, 0) for lane, events in ahead.announced.items()):
+            return None
+        self._lanes.table.session.free()
+        if any(row[0] is None for row in ahead.rows):
+            # A lane's rows do not fit, or are gone.
             return None
         taken = {lane: self._channel(lane).take(len(events)) for lane, events in ahead.announced.items()}
         if taken == ahead.announced:
@@ -143,13 +151,17 @@ class StreamReader:
             for lane in lanes
         }
 
-    def _send(self, named: Sequence[tuple[int, int, int]], lanes: int) -> None:
-        """Execute the statement that reads the rows of events, by lane, id and number."""
+    def _lane_bytes(self, lanes: Collection[int]) -> int:
+        return max(self._turn_bytes // max(len(lanes), 1), 1)
+
+    def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
+        """Execute the statement that reads as many rows of events as fit."""
+        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
         values = {
             "lanes": array([each[0] for each in named]),
             "ids": array([each[1] for each in named]),
             "numbers": array([each[2] for each in named]),
-            "max_bytes": max(self._turn_bytes // max(lanes, 1), 1),
+            "max_bytes": self._lane_bytes(announced),
         }
         self._rows.execute(self._queries.by_ids, values)
 
@@ -164,16 +176,16 @@ class StreamReader:
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
         going = self._in_hand(announced) if ahead is None else ahead.in_hand
-        named = _named(announced) if ahead is None else []
-        # Waits for what is read ahead: the leases are checked after the rows were read.
+        reads = bool(announced) and ahead is None
+        # What was read ahead has arrived: the leases are checked after the rows were read.
         connection = self._lanes.table.connection
         checking = connection.cursor()
-        with connection.pipeline() if named or checked else nullcontext():
-            if named:
-                self._send(named, len(announced))
+        with connection.pipeline() if reads or checked else nullcontext():
+            if reads:
+                self._send(announced)
             if checked:
                 checking.execute(*self._settlement.still_held(checked))
-        found = ahead.rows if ahead is not None else self._rows.fetchall() if named else []
+        found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_of(checked, checking.fetchall())
@@ -242,8 +254,3 @@ class StreamReader:
         if row is None:
             raise self._lanes.lost(lane)
         return set(row[0]), Snapshot(row[1])
-
-
-def _named(announced: Mapping[int, Sequence[StreamEvent]]) -> list[tuple[int, int, int]]:
-    """Return the lane, the id and the number in its lane of each event."""
-    return [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
