@@ -86,7 +86,8 @@ class StreamReader:
         ahead = self._ahead = _Ahead(announced, self._in_hand(announced))
         values = {
             "lanes": array(list(announced)),
-            "ids": [array([event.id for event in events]) for events in announced.values()],
+            # Not a list of texts: the driver would search each of them for what to escape.
+            "ids": array([f'"{array([event.id for event in events])}"' for events in announced.values()]),
             "max_bytes": self._lane_bytes(announced),
         }
 
@@ -241,7 +242,7 @@ class StreamReader:
         """Adapt the number of rows of the next turn to the size of these."""
         if not lane.batch:
             return
-        total = sum(claim.size for claim in lane.batch)
+        total = sum([len(claim.value) for claim in lane.batch if claim.value is not None])
         lane.row_bytes = total / len(lane.batch)
         fitting = int(self._turn_bytes / 4 / max(lane.row_bytes, 1.0))
         if asked >= lane.rows or fitting < lane.rows:
