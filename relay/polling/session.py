@@ -125,10 +125,9 @@ class Session:
     def free(self) -> None:
         """Free the connection. Events that were read ahead are discarded, and read again."""
         self.settlement.end()
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None:
-            with unavailable_on_error("reading ahead"):
-                self.settlement.background.wait()
+        self.ahead = None
+        with unavailable_on_error("reading ahead"):
+            self.settlement.background.wait()
 
     @contextmanager
     def transaction(self, lease: Lease, doing: str) -> Iterator[None]:

@@ -26,7 +26,6 @@ class AbsentLanes:
 
     def __init__(self, lanes: StreamLanes, stream: Stream) -> None:
         self._lanes = lanes
-        self._connection = lanes.table.connection
         self._settlement = lanes.table.settlement
         self._stream = stream
         self.numbers: Collection[int] = ()
@@ -44,7 +43,7 @@ class AbsentLanes:
             channel = self._stream.channel(number)
             # Published events must be settled before the lane changes its state; the loop does that first.
             if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
-                while drop_visible(self._connection, channel):
+                while drop_visible(self._lanes.table.connection, channel):
                     pass
 
     def _leave(self, number: int, channel: Channel) -> bool:
@@ -53,7 +52,7 @@ class AbsentLanes:
         if lane.absent:
             return True
         with unavailable_on_error(f"recording the state of lane {number}"):
-            row = self._connection.execute(self._lanes.queries.leave_unlocked, lane.key).fetchone()
+            row = self._lanes.table.connection.execute(self._lanes.queries.leave_unlocked, lane.key).fetchone()
         # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
         # retried.
         if row is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from relay.core.ports import WalPosition
@@ -47,6 +48,12 @@ class Channel:
     @property
     def waiting(self) -> bool:
         return bool(self._waiting)
+
+    def next(self, limit: int) -> list[StreamEvent]:
+        """Return what ``take`` would return now, without taking it."""
+        with self._lock:
+            self.check()
+            return [event for event in islice(self._waiting, limit) if event.at not in self._settled]
 
     def take(self, limit: int) -> list[StreamEvent]:
         """Return the next events in order, up to ``limit``. Raises the error that ended the session."""

@@ -1,10 +1,15 @@
-"""Reads the lanes that stream: the contents of events that the stream announces are read from their rows."""
+"""Reads the lanes that stream: the contents of events that the stream announces are read from their rows.
+
+While a turn is published, the rows of the next one are read. Its events are not taken from their channels before that
+turn begins, so nothing has to be put back if something else comes first: then the rows are read again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 from psycopg.rows import tuple_row
@@ -22,23 +27,37 @@ from relay.wal.slot import Snapshot
 _MOST_ROWS: Final = 50_000
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """Events whose rows are read while a turn is published, which are still in their channels.
+
+    ``in_hand`` are the ids, by lane, whose rows are there only because that turn is not settled yet.
+    """
+
+    announced: Mapping[int, Sequence[StreamEvent]]
+    in_hand: Mapping[int, AbstractSet[int]]
+    rows: Sequence[Any] = ()
+
+
 class StreamReader:
     def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
         self._queries = lanes.queries
-        self._connection = lanes.table.connection
         self._settlement = lanes.table.settlement
         self._turn_bytes = lanes.table.turn_bytes
         # Cursors return rows, not claims: the position in the stream is added later.
-        self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
+        self._rows = lanes.table.connection.cursor(binary=True, row_factory=tuple_row)
         self._first = 0
+        self._backlog = False
+        self._ahead: _Ahead | None = None
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
         """Settle what is pending, and return the next events of these lanes; adds lost lanes to ``failed``."""
-        announced = self._announced(limits)
+        ahead = self._taken_ahead(limits)
+        announced = self._announced(limits, Channel.take) if ahead is None else ahead.announced
         batches: dict[int, Sequence[Claim]] = {}
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            rows, cuts, lost = self._read(announced)
+            rows, cuts, lost = self._read(announced, ahead)
             failed |= lost
 
             def fill(lane: StreamLane, _channel: Channel) -> None:
@@ -51,34 +70,104 @@ class StreamReader:
             self._lanes.each([number for number in announced if number not in lost], failed, fill)
             for number in lost.keys() & announced.keys():
                 # For example, the lane's row is locked. The announced events come again.
-                channel = self._lanes[number].channel
-                assert channel is not None
-                channel.put_back(announced[number])
+                self._channel(number).put_back(announced[number])
         if batches:
             failpoint("batch.fetched")
         return batches
 
-    def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[StreamEvent]]:
+    def read_ahead(self, limits: Mapping[int, int]) -> None:
+        """Start to read the rows of these lanes' next events, if the lanes had more than was just read."""
+        if not self._backlog or self._lanes.table.session.pooled:
+            return
+        self._lanes.table.session.free()
+        announced = self._announced(limits, Channel.next)
+        if not announced:
+            return
+        ahead = self._ahead = _Ahead(announced, self._in_hand(announced))
+        values = {
+            "lanes": array(list(announced)),
+            # Not a list of texts: the driver would search each of them for what to escape.
+            "ids": array([f'"{array([event.id for event in events])}"' for events in announced.values()]),
+            "max_bytes": self._lane_bytes(announced),
+        }
+
+        def read() -> None:
+            ahead.rows = self._rows.execute(self._queries.all_by_ids, values).fetchall()
+
+        self._settlement.background.start(read)
+
+    def forget_ahead(self) -> None:
+        """Do not use what was read ahead: the lanes are read again."""
+        self._ahead = None
+
+    def _taken_ahead(self, limits: Mapping[int, int]) -> _Ahead | None:
+        """Take the events whose rows were read ahead, if they are the next ones of these lanes."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or any(len(events) > limits.get(lane, 0) for lane, events in ahead.announced.items()):
+            return None
+        self._lanes.table.session.free()
+        if any(row[0] is None for row in ahead.rows):
+            # A lane's rows do not fit, or are gone.
+            return None
+        taken = {lane: self._channel(lane).take(len(events)) for lane, events in ahead.announced.items()}
+        if taken == ahead.announced:
+            return ahead
+        # An event of the turn before was not published, for example, and comes first.
+        for lane, events in taken.items():
+            self._channel(lane).put_back(events)
+        return None
+
+    def _channel(self, lane: int) -> Channel:
+        channel = self._lanes[lane].channel
+        assert channel is not None
+        return channel
+
+    def _announced(
+        self, limits: Mapping[int, int], take: Callable[[Channel, int], Sequence[StreamEvent]]
+    ) -> dict[int, Sequence[StreamEvent]]:
         """Take the next events of as many lanes as a turn has room for, estimated by the size of their last events.
 
         Each of them gives at least one event, however large. So with large events the lanes alternate.
         """
+        self._backlog = False
         announced: dict[int, Sequence[StreamEvent]] = {}
         expected = 0.0
         after, self._first = self._first, 0
         for number in sorted(limits, key=lambda number: (number < after, number)):
             lane = self._lanes[number]
-            assert lane.channel is not None
             if expected >= self._turn_bytes:
-                self._first = number
+                self._first, self._backlog = number, True
                 break
-            if taken := lane.channel.take(min(limits[number], lane.rows)):
+            most = min(limits[number], lane.rows)
+            if taken := take(self._channel(number), most):
                 announced[number] = taken
                 expected += lane.row_bytes
+                self._backlog = self._backlog or len(taken) == most
         return announced
 
+    def _in_hand(self, lanes: Iterable[int]) -> dict[int, AbstractSet[int]]:
+        """Return the ids that are published, or being published, and not settled. Their rows are still there."""
+        return {
+            lane: {claim.position for claim in (*self._lanes[lane].batch, *self._settlement.lanes[lane].pending.rows)}
+            for lane in lanes
+        }
+
+    def _lane_bytes(self, lanes: Collection[int]) -> int:
+        return max(self._turn_bytes // max(len(lanes), 1), 1)
+
+    def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
+        """Execute the statement that reads as many rows of events as fit."""
+        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
+        values = {
+            "lanes": array([each[0] for each in named]),
+            "ids": array([each[1] for each in named]),
+            "numbers": array([each[2] for each in named]),
+            "max_bytes": self._lane_bytes(announced),
+        }
+        self._rows.execute(self._queries.by_ids, values)
+
     def _read(
-        self, announced: Mapping[int, Sequence[StreamEvent]]
+        self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
         """Settle what is pending, and return the existing rows, by lane and id.
 
@@ -87,21 +176,17 @@ class StreamReader:
         """
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
-        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
-        checking = self._connection.cursor()
-        with self._connection.pipeline() if named or checked else nullcontext():
-            if named:
-                values = {
-                    "lanes": array([each[0] for each in named]),
-                    "ids": array([each[1] for each in named]),
-                    "numbers": array([each[2] for each in named]),
-                    "max_bytes": max(self._turn_bytes // max(len(announced), 1), 1),
-                }
-                self._rows.execute(self._queries.by_ids, values)
+        going = self._in_hand(announced) if ahead is None else ahead.in_hand
+        reads = bool(announced) and ahead is None
+        # What was read ahead has arrived: the leases are checked after the rows were read.
+        connection = self._lanes.table.connection
+        checking = connection.cursor()
+        with connection.pipeline() if reads or checked else nullcontext():
+            if reads:
+                self._send(announced)
             if checked:
                 checking.execute(*self._settlement.still_held(checked))
-        found = self._rows.fetchall() if named else []
+        found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_of(checked, checking.fetchall())
@@ -157,7 +242,7 @@ class StreamReader:
         """Adapt the number of rows of the next turn to the size of these."""
         if not lane.batch:
             return
-        total = sum(claim.size for claim in lane.batch)
+        total = sum([len(claim.value) for claim in lane.batch if claim.value is not None])
         lane.row_bytes = total / len(lane.batch)
         fitting = int(self._turn_bytes / 4 / max(lane.row_bytes, 1.0))
         if asked >= lane.rows or fitting < lane.rows:
@@ -166,7 +251,7 @@ class StreamReader:
     def _look_again(self, lane: StreamLane, events: Sequence[StreamEvent]) -> tuple[AbstractSet[int], Snapshot]:
         """Return the events whose rows exist now, and a snapshot of the same moment."""
         ids = array([event.id for event in events])
-        row = self._connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
+        row = self._lanes.table.connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
         if row is None:
             raise self._lanes.lost(lane)
         return set(row[0]), Snapshot(row[1])

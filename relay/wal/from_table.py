@@ -26,7 +26,6 @@ class TableReader:
     def __init__(self, lanes: StreamLanes) -> None:
         self._lanes = lanes
         self._table = lanes.table
-        self._connection = lanes.table.connection
         self._settlement = lanes.table.settlement
         self._queries = lanes.queries
         self.leaves_out = False
@@ -41,7 +40,7 @@ class TableReader:
         idle = [number for number in left if number not in failed and number not in batches]
         if idle:
             with unavailable_on_error(f"looking at {lanes_text(idle)}"):
-                held = self._connection.execute(*self._settlement.still_held(idle)).fetchall()
+                held = self._table.connection.execute(*self._settlement.still_held(idle)).fetchall()
                 failed |= self._settlement.lost_of(idle, held)
 
         def step(lane: StreamLane, channel: Channel) -> None:
@@ -111,7 +110,7 @@ class TableReader:
             lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
-        if drop_visible(self._connection, channel):
+        if drop_visible(self._table.connection, channel):
             self._lanes.delays.reset()
         elif channel.waiting:
             self._lanes.delays.await_visibility()

@@ -106,12 +106,11 @@ class StreamLanes(dict[int, StreamLane]):
         self.table = table
         self.queries = queries
         self.delays = Delays()
-        self._connection = table.connection
 
     def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
         """Return the only row of a query about a lane."""
         with unavailable_on_error(f"looking at lane {lane.lease.lane}"):
-            row = self._connection.execute(query, lane.key | more).fetchone()
+            row = self.table.connection.execute(query, lane.key | more).fetchone()
         assert row is not None
         return row
 
@@ -128,7 +127,7 @@ class StreamLanes(dict[int, StreamLane]):
     def _set(self, lane: StreamLane, state: Streaming | InTable) -> None:
         values = {"streaming": isinstance(state, Streaming), **lane.key}
         with unavailable_on_error(f"recording the state of lane {lane.lease.lane}"):
-            row = self._connection.execute(self.queries.set_streaming, values).fetchone()
+            row = self.table.connection.execute(self.queries.set_streaming, values).fetchone()
         if row is None:
             raise self.lost(lane)
         lane.state = state

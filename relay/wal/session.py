@@ -354,7 +354,8 @@ class StreamSession:
         return bool(messages)
 
     def _hand_on(self) -> None:
-        new, self._events.new = self._events.new, {}
+        new = dict(self._events.new)
+        self._events.new.clear()
         for lane, events in new.items():
             with self._room:
                 self._held_events += len(events)

@@ -72,7 +72,6 @@ class StreamSource:
             **options,
         )
         self.store = self._table.store
-        self._connection = self._table.connection
         self._queries = StreamQueries(schema)
         self._lanes = StreamLanes(self._table, self._queries)
         self._stream_reader = StreamReader(self._lanes)
@@ -85,10 +84,12 @@ class StreamSource:
 
     def hold(self, lease: Lease) -> None:
         self._table.hold(lease)
+        self._stream_reader.forget_ahead()
         self._lanes[lease.lane] = StreamLane(lease)
 
     def drop(self, lane: int) -> None:
         self._table.drop(lane)
+        self._stream_reader.forget_ahead()
         self._lanes.pop(lane, None)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
@@ -188,12 +189,16 @@ class StreamSource:
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
             batches |= self._stream_reader.read(streaming, failed)
+        else:
+            self._stream_reader.forget_ahead()
         table = {number: limits[number] for number in ready if number not in streaming}
         fetched = self._table_reader.read(table, failed) if table else Fetched()
         batches |= fetched.batches
         if batches:
             self._lanes.delays.reset()
         self._absent.see_to(limits.keys() - failed.keys())
+        if batches and not table and not failed:
+            self._stream_reader.read_ahead(streaming)
         return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
     def _log_absent_lanes(self) -> None:
@@ -247,7 +252,7 @@ class StreamSource:
         if receipt.count == len(batch):
             return None
         # Events not known to be published come again. The published ones have to be settled before that.
-        failed = self._table.settlement.settle([number]) if settled.pending else {}
+        failed = self._table.flush([number])
         if lane.channel is not None:
             lane.channel.rewind()
         return failed.get(number)
@@ -259,8 +264,8 @@ class StreamSource:
 
         def leave() -> None:
             if receipt.refused:
-                dead.extend(self._failures.record(self._connection, number, receipt.refused))
-            self._connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
+                dead.extend(self._failures.record(self._table.connection, number, receipt.refused))
+            self._table.connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
 
         settled = self._table.settlement.lanes[number]
         before, settled.pending = settled.pending, receipt.published
@@ -287,7 +292,7 @@ class StreamSource:
             return {}
         lanes = [self._lanes[number] for number in numbers]
         with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
-            rows = self._connection.execute(
+            rows = self._table.connection.execute(
                 self._queries.state, lease_values([lane.lease for lane in lanes])
             ).fetchall()
         states = {row[0]: row[1:] for row in rows}
@@ -327,6 +332,7 @@ class StreamSource:
 
     def _note_adopted(self, number: int, marker: Marker | None) -> None:
         lane = self._lanes[number]
+        self._stream_reader.forget_ahead()
         lane.published_lsn = 0 if marker is None else marker.commit_lsn or 0
         # Events that were taken from the channel are read again.
         lane.channel, lane.batch = None, ()
