@@ -61,7 +61,7 @@ CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp =
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
-  FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
+  FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s {lock}"""
 _MOVE: Final = """
 UPDATE {offsets}
    SET next_offset = greatest(next_offset, %(end)s::bigint, %(reached)s::bigint),
@@ -86,7 +86,8 @@ UPDATE {offsets} SET unconfirmed_from = %(first)s, unconfirmed_end = %(end)s, ap
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 _CONFIRM: Final = """
 UPDATE {offsets} SET unconfirmed_from = NULL, unconfirmed_end = NULL, applied = applied + %(applied)s
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s"""
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s
+   AND generation = %(generation)s"""
 _LOSE: Final = """
 WITH unconfirmed AS (
     SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end FROM {offsets}
@@ -172,12 +173,16 @@ class GroupStore:
         }
         self._run(connection, _ADD, **values, generation=generation)
 
-    def fence(self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset) -> None:
-        """Lock a partition's row until the transaction ends.
+    def fence(
+        self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset, *, lock: bool = True
+    ) -> None:
+        """Lock a partition's row until the transaction ends; without ``lock`` only look.
 
         Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
         """
-        row = self._run(connection, _FENCE, topic=partition[0], part=partition[1], idle=self._idle).fetchone()
+        query = statement(self._schema, _FENCE, lock=sql.SQL("FOR UPDATE" if lock else ""))
+        values = {"grp": self.name, "topic": partition[0], "part": partition[1], "idle": self._idle}
+        row = execute(connection, query, values).fetchone()
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
             now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
             raise Fenced(
@@ -238,13 +243,15 @@ class GroupStore:
         """
         self._run(connection, _GIVE_UP, topic=partition[0], part=partition[1], first=first, end=end, pending=pending)
 
-    def confirm(self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int) -> None:
-        """Confirm what was given up from ``first`` on, in the transaction of its effect, which follows.
+    def confirm(
+        self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int
+    ) -> None:
+        """Confirm what this claim has given up from ``first`` on, in the transaction of its effect, which follows.
 
         Raises Fenced when it is recorded as lost already: then there must be no effect.
         """
         values = {"topic": partition[0], "part": partition[1], "first": first, "applied": applied}
-        if self._run(connection, _CONFIRM, **values).rowcount == 0:
+        if self._run(connection, _CONFIRM, **values, generation=generation).rowcount == 0:
             raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
 
     def lose(self, connection: psycopg.Connection[Any], generation: int, partition: Partition | None = None) -> int:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pyarrow as pa
 
+AT_MOST_ONCE: Final = "AtMostOnce"
+"""The strategy of a group that commits its positions before their effects, as its row shows it."""
+
 MessageRef = tuple[str, int, int]
 """Topic, partition and offset of a message."""
 

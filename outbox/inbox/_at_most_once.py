@@ -62,7 +62,8 @@ class AtMostOnceApplier(Applier):
             pending = self._give_up(connection, part, batch, failures)
 
         def apply(connection: psycopg.Connection[Any]) -> None:
-            self._group.confirm(connection, part.partition, first, len(pending))
+            assert part.position is not None
+            self._group.confirm(connection, part.partition, first, len(pending), part.position.generation)
             found = [failed for message in pending if (failed := self._failure(connection, message)) is not None]
             if found:
                 self._group.move(connection, part.partition, None, applied=-len(found))

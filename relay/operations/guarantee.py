@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final, assert_never
 
 from outbox._app.text import age_text, bytes_text
+from outbox.consumer.model import AT_MOST_ONCE
 from relay.config import Delivery, SourceKind
 
 
@@ -24,7 +25,7 @@ class Strategy(StrEnum):
     OFFSETS_ONLY = "OffsetsOnly"
     STREAM = "Stream"
     """Not a job's own: a stream's batches, with ``exactly_once``."""
-    AT_MOST_ONCE = "AtMostOnce"
+    AT_MOST_ONCE = AT_MOST_ONCE
     """Not a strategy: a consumer with ``delivery="at-most-once"``."""
 
 
