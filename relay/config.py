@@ -36,6 +36,7 @@ _REQUIRED: Final = {
 _DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
     # No request is ever repeated; events that a broker does not acknowledge are lost.
     Delivery.AT_MOST_ONCE: {
+        # Or 0: relay.at_most_once_acks.
         "acks": "1",
         "enable.idempotence": "false",
         "enable.gapless.guarantee": "false",
@@ -60,7 +61,13 @@ def producer_options(settings: Settings) -> dict[str, str]:
     """
     settings.require_kafka()
     if settings.delivery is Delivery.AT_MOST_ONCE:
-        _refuse_given(settings, _DELIVERY[settings.delivery].keys() | {"request.required.acks", "retries"})
+        for name in ("acks", "request.required.acks"):
+            if name in settings.kafka:
+                raise ConfigurationError(
+                    f"kafka option {name!r} is set by the relay itself for {settings.delivery}; remove it, and set "
+                    "OUTBOX_RELAY__AT_MOST_ONCE_ACKS to 0 or 1"
+                )
+        _refuse_given(settings, _DELIVERY[settings.delivery].keys() | {"retries"})
     else:
         _refuse_given(settings, _DELIVERY[settings.delivery].keys() - _REQUIRED.keys())
     for name, allowed in _REQUIRED.items():
@@ -95,7 +102,10 @@ def producer_options(settings: Settings) -> dict[str, str]:
     # again, so what a relay that slept still has is dropped: other relays may have sent what comes after it.
     once = settings.delivery is Delivery.AT_MOST_ONCE
     timeout_ms = int(delivery_seconds(settings) * 1000) if once else 0
-    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": str(timeout_ms)}
+    own = _DELIVERY[settings.delivery] | {"delivery.timeout.ms": str(timeout_ms)}
+    if once:
+        own["acks"] = str(settings.relay.at_most_once_acks)
+    return ours | given | own
 
 
 def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:

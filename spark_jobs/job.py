@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outbox.consumer.declared import find_declared
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, Strategy, Version
+from outbox.consumer.model import AT_MOST_ONCE
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
 
@@ -81,6 +82,11 @@ class ConsumerJob:
                 be in the messages.
     max_payload_bytes  a message with a larger payload becomes a dead letter without being decoded. The default is far
                 above Kafka's own default limit.
+    delivery    "exactly-once": the offsets move in the transaction of the effect. "at-most-once", for effects elsewhere
+                that must not come late or twice: they are committed before it. Nothing is retried: what was interrupted
+                or failed is recorded in ``consumer.losses``, as are messages that would become dead letters. A function
+                that fails ends the job, which goes on behind its rows. Goes with ``OffsetsOnly``: ids that an effect
+                has remembered would go with it.
     start       where a new group begins: "earliest" at offset 0 of each partition, so that what retention has removed
                 is a loss; "earliest-available" at the first message that is left; "latest" behind the last committed
                 one. Partitions added later are read from 0 in any case. Ignored once the group has an offset.
@@ -102,6 +108,7 @@ class ConsumerJob:
     max_dead: int = 1000
     max_payload_bytes: int = 16 * 2**20
     start: Literal["earliest", "earliest-available", "latest"] = "earliest"
+    delivery: Literal["exactly-once", "at-most-once"] = "exactly-once"
 
     def __post_init__(self) -> None:
         if not self.group or len(self.group) > 200 or "\0" in self.group:
@@ -149,6 +156,7 @@ class ConsumerJob:
             ("atomic", ("partition", "batch")),
             ("on_bad", ("dead-letter", "halt")),
             ("start", ("earliest", "earliest-available", "latest")),
+            ("delivery", ("exactly-once", "at-most-once")),
         ):
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {' or '.join(allowed)}, not {getattr(self, name)!r}")
@@ -156,6 +164,13 @@ class ConsumerJob:
             raise JobError("max_dead: must be 0 or more")
         if self.max_payload_bytes < 1:
             raise JobError("max_payload_bytes: must be 1 or more")
+        if self.delivery == "at-most-once" and not isinstance(self.strategy, OffsetsOnly):
+            raise JobError(
+                "strategy: delivery='at-most-once' goes with OffsetsOnly(): what a lost effect has remembered would be "
+                "rolled back with it, and a repeat be applied late"
+            )
+        if self.delivery == "at-most-once" and self.keep_order:
+            raise JobError("keep_order: with delivery='at-most-once' nothing waits behind what is lost; leave it out")
         if self.keep_order and self.on_bad == "halt":
             raise JobError("keep_order: goes with on_bad='dead-letter'; a job that halts never overtakes")
 
@@ -170,6 +185,11 @@ class ConsumerJob:
             if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):
                 raise JobError(f"schema: the name {name} is reserved for the consumer")
         return names
+
+    @property
+    def shown_strategy(self) -> str:
+        """The strategy as the group's row shows it."""
+        return AT_MOST_ONCE if self.delivery == "at-most-once" else type(self.strategy).__name__
 
     @property
     def reducing(self) -> Strategy:

@@ -54,6 +54,8 @@ def upgrade() -> None:
         sa.Column("dead", sa.BigInteger(), nullable=False, server_default=_ZERO),
         sa.Column("leader_epoch", sa.Integer()),
         sa.Column("epoch_offset", sa.BigInteger()),
+        sa.Column("unconfirmed_from", sa.BigInteger()),
+        sa.Column("unconfirmed_end", sa.BigInteger()),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
@@ -150,9 +152,10 @@ def upgrade() -> None:
         sa.Column("found_at", _time(), nullable=False, server_default=_NOW),
         sa.Column("accepted_at", _time()),
         sa.PrimaryKeyConstraint("id", name="losses_pkey"),
-        sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated')", name="losses_kind"),
+        sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated', 'given-up')", name="losses_kind"),
         schema=schema,
-        comment="What Kafka lost before the group read it. The group halts until `outbox offsets reset` accepts it.",
+        comment="What Kafka lost before the group read it, which halts it until `outbox offsets reset` accepts it; and "
+        "what a group has given up at-most-once.",
     )
     op.create_index(
         "losses_open",
@@ -160,7 +163,7 @@ def upgrade() -> None:
         ["grp", "topic", "part", "kind"],
         unique=True,
         schema=schema,
-        postgresql_where=sa.text("accepted_at IS NULL"),
+        postgresql_where=sa.text("accepted_at IS NULL AND kind <> 'given-up'"),
     )
     op.create_table(
         "reservations",

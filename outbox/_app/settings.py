@@ -110,6 +110,9 @@ class RelaySettings(Section):
     needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
+    at_most_once_acks: int = Field(1, ge=0, le=1)
+    """With at-most-once only. 1: a partition's leader acknowledges an event. 0: no broker does, and the relay does not
+    see what Kafka never got or refused."""
 
     @field_validator("sink_url")
     @classmethod
@@ -327,6 +330,11 @@ class Settings(BaseSettings):
             raise conflict(
                 ("relay", "archive_days"),
                 f"must be 0 with at-most-once, which does not know what was published; got {self.relay.archive_days}",
+            )
+        if self.delivery is not Delivery.AT_MOST_ONCE and "at_most_once_acks" in self.relay.model_fields_set:
+            raise conflict(
+                ("relay", "at_most_once_acks"),
+                f"is for at-most-once only: with {self.delivery} all in-sync replicas acknowledge an event; remove it",
             )
         if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
             raise conflict(("source",), "must be polling with at-most-once; got 'wal'")

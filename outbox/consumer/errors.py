@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
     from outbox.consumer.model import Loss, Partition
+
+LONGEST_ERROR: Final = 2000
+"""In characters; longer error texts are truncated where they are stored."""
 
 
 class ConsumerError(OutboxError):

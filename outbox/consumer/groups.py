@@ -6,11 +6,23 @@ alone with it. A Spark driver claims all of them.
 
 Every transaction that applies messages begins with ``fence`` and moves the position with ``move``: a member of the
 inbox, which gives ``move`` the ids, and a task of Spark, which has remembered them where its rows are.
+
+At-most-once there are two transactions: the first one moves the position and calls ``give_up``, the second one calls
+``confirm`` and has the effect. What was given up and never confirmed is lost: the next claim records that.
+
+| at-most-once                                    | what follows                                                  |
+|-------------------------------------------------|---------------------------------------------------------------|
+| killed before the first COMMIT                  | nothing was given up; the next claim begins there             |
+| killed between the first and the second COMMIT  | the claim records the range as a loss; it is never read again |
+| killed after the second COMMIT                  | confirmed, and not lost                                       |
+| a claim comes between the two                   | it records the loss; the second one is Fenced, no effect      |
+| a claim comes during the second one             | it waits for its end: confirmed, or lost                      |
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, LiteralString
@@ -52,7 +64,7 @@ _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
        pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
-  FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
+  FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s {lock}"""
 _MOVE: Final = """
 UPDATE {offsets}
    SET next_offset = greatest(next_offset, %(end)s::bigint, %(reached)s::bigint),
@@ -72,9 +84,32 @@ WITH fresh AS (
         ON CONFLICT DO NOTHING RETURNING message_id),
 moved AS ({move})
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
+_GIVE_UP: Final = """
+UPDATE {offsets} SET unconfirmed_from = %(first)s, unconfirmed_end = %(end)s, applied = applied - %(pending)s
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+_CONFIRM: Final = """
+UPDATE {offsets} SET unconfirmed_from = NULL, unconfirmed_end = NULL, applied = applied + %(applied)s
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s
+   AND generation = %(generation)s"""
+_LOSE: Final = """
+WITH unconfirmed AS (
+    SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end FROM {offsets}
+     WHERE grp = %(grp)s AND generation = %(generation)s AND unconfirmed_from IS NOT NULL
+       AND (%(topic)s::text IS NULL OR (topic = %(topic)s AND part = %(part)s)) FOR UPDATE),
+cleared AS (
+    UPDATE {offsets} AS o SET unconfirmed_from = NULL, unconfirmed_end = NULL FROM unconfirmed AS u
+     WHERE o.grp = u.grp AND o.topic = u.topic AND o.part = u.part)
+INSERT INTO {losses} (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end, 'given-up',
+       pg_catalog.format('%%s-%%s: messages %%s to %%s were given up (at-most-once): their position was committed, and '
+                         'it is not known whether they had their effect', topic, part, unconfirmed_from,
+                         unconfirmed_end - 1)
+  FROM unconfirmed RETURNING detail"""
 _STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
+
+_LOG: Final = logging.getLogger(__name__)
 
 ONE_CONSUMER: Final = (
     "One consumer per group: stop the other, or give this job a group of its own; after `outbox offsets`, start this "
@@ -120,13 +155,15 @@ class GroupStore:
         new = [one for one in added if one[0] in partitions or one[0][0] not in known]
         self.add(connection, new, generation)
         wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
-        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
+        rows = self._run(connection, _CLAIM, **wanted, generation=generation).fetchall()
+        self.lose(connection, generation)
         return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
     def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
         """Claim all partitions that the group has, and return the claim's generation."""
         generation = self._raise(connection, strategy, atomic)
         self._run(connection, CLAIM_ALL, generation=generation)
+        self.lose(connection, generation)
         return generation
 
     def add(
@@ -141,13 +178,17 @@ class GroupStore:
         }
         self._run(connection, _ADD, **values, generation=generation)
 
-    def fence(self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset) -> None:
-        """Lock a partition's row until the transaction ends.
+    def fence(
+        self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset, *, lock: bool = True
+    ) -> None:
+        """Lock a partition's row until the transaction ends; without ``lock`` only look.
 
         Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
         """
         asked_at = time.monotonic()
-        row = self._run(connection, _FENCE, topic=partition[0], part=partition[1], idle=self._idle).fetchone()
+        query = statement(self._schema, _FENCE, lock=sql.SQL("FOR UPDATE" if lock else ""))
+        values = {"grp": self.name, "topic": partition[0], "part": partition[1], "idle": self._idle}
+        row = execute(connection, query, values).fetchone()
         if row is not None:
             self.clock.note(row[3], asked_at)
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
@@ -200,6 +241,37 @@ class GroupStore:
         row = execute(connection, statement(self._schema, _MOVE_WITH_IDS, move=move), values).fetchone()
         assert row is not None
         return set(row[0]), row[1]
+
+    def give_up(
+        self, connection: psycopg.Connection[Any], partition: Partition, first: int, end: int, pending: int
+    ) -> None:
+        """At-most-once, behind ``move``: record that the effect of these offsets is to be confirmed, or lost.
+
+        pending  how many of the messages that ``move`` has counted as applied are yet to be.
+        """
+        self._run(connection, _GIVE_UP, topic=partition[0], part=partition[1], first=first, end=end, pending=pending)
+
+    def confirm(
+        self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int
+    ) -> None:
+        """Confirm what this claim has given up from ``first`` on, in the transaction of its effect, which follows.
+
+        Raises Fenced when it is recorded as lost already: then there must be no effect.
+        """
+        values = {"topic": partition[0], "part": partition[1], "first": first, "applied": applied}
+        if self._run(connection, _CONFIRM, **values, generation=generation).rowcount == 0:
+            raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
+
+    def lose(self, connection: psycopg.Connection[Any], generation: int, partition: Partition | None = None) -> int:
+        """Record as lost what was given up and not confirmed in the partitions of a claim, or in one of them.
+
+        Returns how many ranges were lost. The rows must be locked: a transaction that confirms has ended, or fails.
+        """
+        topic, part = partition or (None, None)
+        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part).fetchall()
+        for (detail,) in rows:
+            _LOG.error("group %s: %s", self.name, detail)
+        return len(rows)
 
     def forgotten_before(self, connection: psycopg.Connection[Any], ids: Collection[UUID], today: dt.date) -> dt.date:
         """Return the day before which the group has forgotten ids: NO_TIME if none of these ids is of such a day.

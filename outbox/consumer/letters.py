@@ -17,10 +17,11 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.errors import storable
+from outbox.consumer.errors import LONGEST_ERROR, storable
 from outbox.consumer.messages import Headers, loaded_headers
 from outbox.consumer.model import MessageRef, RejectedRecord
 from outbox.consumer.statements import cursor, execute, statement
+from outbox.errors import ConfigurationError
 
 # A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
@@ -43,6 +44,7 @@ INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
        {described} || {contents}
   FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
+_ONE: Final = "SELECT FROM {dead_letters} WHERE grp = %(grp)s LIMIT 1"
 KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
@@ -65,8 +67,6 @@ CONTENTS: Final = """pg_catalog.jsonb_build_object(
                'value_base64', pg_catalog.translate(pg_catalog.encode(message_value, 'base64'), E'\\n', ''),
                'headers', message_headers)"""
 """The message itself, so that a mistake can be repaired."""
-LONGEST_ERROR: Final = 2000
-"""In characters; longer error texts are truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,15 @@ class DeadLetterStore:
     def __init__(self, schema: str, group: str) -> None:
         self._schema = schema
         self._group = group
+
+    def require_none(self, connection: psycopg.Connection[Any]) -> None:
+        """Raise ConfigurationError if the group has dead letters: at-most-once, nothing retries them."""
+        if self._run(connection, statement(self._schema, _ONE)).fetchone() is not None:
+            raise ConfigurationError(
+                f"group {self._group} has dead letters, and with delivery='at-most-once' nothing retries them: retry "
+                "or discard them before (`outbox dead-letters list --side consumer`), or give the consumer another "
+                "group"
+            )
 
     def write(self, connection: psycopg.Connection[Any], topic_id: str, letters: Iterable[DeadLetter]) -> int:
         """Store dead letters. Returns how many."""

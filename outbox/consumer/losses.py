@@ -1,5 +1,7 @@
 """What Kafka lost before a group read it: found by comparing stored offsets with Kafka's, and recorded for operators.
 
+What a group gives up at-most-once is recorded beside it, see ``given_up`` and GroupStore.give_up. It halts nothing.
+
 | what is found                                                | kind      |
 |--------------------------------------------------------------|-----------|
 | stored offset below Kafka's first                            | retention |
@@ -16,14 +18,16 @@ from typing import Any, Final
 
 import psycopg
 
-from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
+from outbox.consumer.errors import LONGEST_ERROR, storable
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.statements import execute, statement
 
-# One open row for each partition and kind. It grows while retention removes more messages of a halted group.
+# One open row for each partition and kind of loss in Kafka. It grows while retention removes more messages of a halted
+# group. Each range that was given up has its own.
 _RECORD: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL AND kind <> 'given-up'
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
         WHERE l.detail <> excluded.detail"""
@@ -80,6 +84,13 @@ def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partitio
         lost = (at, here.next_offset)
         losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
     return losses
+
+
+def given_up(record: RejectedRecord, topic_id: str) -> Loss:
+    """Return the loss of a message whose effect has failed, at-most-once."""
+    topic, part, offset = record.place
+    text = f"{topic}-{part}: message {offset} was given up (at-most-once), {record.reason}: {storable(record.error)}"
+    return Loss(topic, part, topic_id, offset, offset + 1, LossKind.GIVEN_UP, text[:LONGEST_ERROR])
 
 
 def record(connection: psycopg.Connection[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pyarrow as pa
 
+AT_MOST_ONCE: Final = "AtMostOnce"
+"""The strategy of a group that commits its positions before their effects, as its row shows it."""
+
 MessageRef = tuple[str, int, int]
 """Topic, partition and offset of a message."""
 
@@ -76,14 +79,16 @@ class LossKind(StrEnum):
     RETENTION = "retention"
     CUT = "cut"
     RECREATED = "recreated"
+    GIVEN_UP = "given-up"
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The messages of one partition that a group can no longer read.
+    """The messages of one partition that a group can no longer read, or does not apply any more.
 
     kind           retention: the messages went before the group read them. cut: the log ends before the group's
-                   position. recreated: the topic, or the partition, is not the one that the group has read.
+                   position. recreated: the topic, or the partition, is not the one that the group has read. given-up:
+                   at-most-once, the group has passed them, and their effect failed or is not known to have ended.
     topic_id       of the incarnation of the topic that lost them.
     first_offset   the first lost offset; after a cut: where Kafka's log ended when the loss was found.
     end_offset     not included; None when it can't be known.

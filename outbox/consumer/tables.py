@@ -91,6 +91,9 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset.
         sa.Column("leader_epoch", sa.Integer),
         sa.Column("epoch_offset", sa.BigInteger),
+        # At-most-once: the position has passed these offsets, and the end of their effect is not confirmed. NULL: none.
+        sa.Column("unconfirmed_from", sa.BigInteger),
+        sa.Column("unconfirmed_end", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
@@ -205,8 +208,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("found_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("accepted_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("id", name="losses_pkey"),
-        sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated')", name="losses_kind"),
-        # An open loss is recorded once, however often the group is started.
+        sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated', 'given-up')", name="losses_kind"),
+        # What Kafka lost is recorded once, however often the group is started. Each batch is given up once.
         sa.Index(
             "losses_open",
             "grp",
@@ -214,10 +217,11 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "part",
             "kind",
             unique=True,
-            postgresql_where=sa.text("accepted_at IS NULL"),
+            postgresql_where=sa.text("accepted_at IS NULL AND kind <> 'given-up'"),
         ),
         schema=schema,
-        comment="What Kafka lost before the group read it. The group halts until `outbox offsets reset` accepts it.",
+        comment="What Kafka lost before the group read it, which halts it until `outbox offsets reset` accepts it; and "
+        "what a group has given up at-most-once.",
     )
     reservations = sa.Table(
         "reservations",

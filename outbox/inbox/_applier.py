@@ -23,7 +23,7 @@ from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
-from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.model import AT_MOST_ONCE, Partition, RejectedRecord
 from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
@@ -59,10 +59,13 @@ class Settings:
     most_dead: int
     dedup: bool
     at_end: bool
+    at_most_once: bool
 
     @property
     def strategy(self) -> str:
         """Return how messages are recognized, as the group's row shows it."""
+        if self.at_most_once:
+            return AT_MOST_ONCE
         return "Dedup" if self.dedup else "OffsetsOnly"
 
 
@@ -91,7 +94,7 @@ class MessageFailed(Exception):
         return found
 
 
-class _Outcome(Enum):
+class Outcome(Enum):
     """The outcome of a transaction in which no message is at fault."""
 
     COMMITTED = "committed"
@@ -135,13 +138,13 @@ class Applier:
             handled = self._apply(connection, part, batch)
 
         match self._attempt(part, part.strikes, step, self._wait):
-            case _Outcome.COMMITTED:
+            case Outcome.COMMITTED:
                 part.moved(batch[-1].offset() + 1)
                 if handled:
                     part.deaths = 0
                     self._observe(part, handled)
                 return True
-            case _Outcome.WAIT:
+            case Outcome.WAIT:
                 return False
             case MessageFailed() as failed:
                 return self._failed(part, failed)
@@ -173,7 +176,7 @@ class Applier:
 
         # No message is at fault, however often it is interrupted.
         match self._attempt(part, Strikes(), step, self._wait):
-            case _Outcome.COMMITTED:
+            case Outcome.COMMITTED:
                 part.moved(end)
             case Exception() as error:
                 raise error
@@ -189,10 +192,10 @@ class Applier:
                 self._apply_letter(connection, part, found)
 
         match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
-            case _Outcome.COMMITTED:
+            case Outcome.COMMITTED:
                 part.letter_strikes.count = 0
                 return found is not None
-            case _Outcome.WAIT:
+            case Outcome.WAIT:
                 return False
             case MessageFailed() as failed:
                 return self._letter_failed(part, failed)
@@ -223,7 +226,7 @@ class Applier:
         strikes: Strikes,
         step: Callable[[psycopg.Connection[Any]], None],
         wait: Callable[[Assigned, BaseException], None],
-    ) -> _Outcome | MessageFailed | psycopg.Error:
+    ) -> Outcome | MessageFailed | psycopg.Error:
         """Run a transaction that holds a partition's claim.
 
         Returns a failure that is a message's fault, or an error of Postgres that names no message.
@@ -239,22 +242,22 @@ class Applier:
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
             part.lose(time.monotonic() + self._reclaim_seconds)
-            return _Outcome.WAIT
+            return Outcome.WAIT
         except OffsetMoved:
             # An earlier COMMIT has succeeded, and its answer was lost. A claim reads what it has written: the position,
             # and the keys of dead letters.
             part.lose(0.0)
-            return _Outcome.WAIT
+            return Outcome.WAIT
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
         except psycopg.Error as error:
             found = cause = error
         else:
-            return _Outcome.COMMITTED
+            return Outcome.COMMITTED
         # Counts a strike: an interruption that keeps coming is taken for the message's fault.
         if not confirmed or (self._session.passes(cause) and not strikes.strike(cause)):
             wait(part, cause or found)
-            return _Outcome.WAIT
+            return Outcome.WAIT
         return found
 
     def _apply(
@@ -373,13 +376,13 @@ class Applier:
             )
 
         match self._attempt(part, part.strikes, step, self._wait):
-            case _Outcome.COMMITTED:
+            case Outcome.COMMITTED:
                 part.deaths += 1
                 if (key := message.key()) is not None:
                     part.dead_keys.add(key)
                 part.moved(message.offset() + 1)
                 return True
-            case _Outcome.WAIT:
+            case Outcome.WAIT:
                 return False
             case error:
                 if part.strikes.strike(error):
@@ -396,10 +399,10 @@ class Applier:
             self._letters.failed_again(connection, number, failed.why)
 
         match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
-            case _Outcome.COMMITTED:
+            case Outcome.COMMITTED:
                 part.letter_strikes.count = 0
                 return True
-            case _Outcome.WAIT:
+            case Outcome.WAIT:
                 return False
             case error:
                 raise error

@@ -37,6 +37,8 @@ has stored for the group.
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
 |                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
+
+At-most-once, see ``_at_most_once``.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._applier import AWAY, Applier, Handler, Settings
 from outbox.inbox._assigned import Assigned, size_of
+from outbox.inbox._at_most_once import AtMostOnceApplier
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox._session import Session
 from outbox.inbox._waiting import WaitingLetters
@@ -105,7 +108,7 @@ class Member:
         self._incremental = "cooperative" in str(strategy) or str(protocol).lower() == "consumer"
         self._admin = _kafka.Admin(options)
         self._session = Session(settings.connect)
-        self._applier = Applier(
+        self._applier = (AtMostOnceApplier if settings.at_most_once else Applier)(
             settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
@@ -244,6 +247,8 @@ class Member:
         if missing := [partition for partition in partitions if partition not in starts]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._session.transaction() as connection:
+            if self._settings.at_most_once:
+                self._settings.letters.require_none(connection)
             positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
             keys = self._waiting.read(connection, topics)
         self._waiting.know(keys)
@@ -292,7 +297,8 @@ class Member:
         try:
             for part in self._parts.values():
                 self._applier.pass_markers(part)
-            self._waiting.keep_up(self._parts)
+            if not self._settings.at_most_once:
+                self._waiting.keep_up(self._parts)
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.interrupted(error, "upkeep")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
+Delivery = Literal["exactly-once", "at-most-once"]
 
 
 class Consumer:
@@ -48,6 +49,10 @@ class Consumer:
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
                 applied twice by this consumer, but a message that Kafka has twice is applied twice.
     start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
+    delivery    "exactly-once": the position is committed with the effect. "at-most-once", where a late or second effect
+                is worse than none: it is committed before it. Nothing is retried: a message that fails, and a batch
+                that was interrupted, are recorded in ``consumer.losses``, and keys go on behind them. ``on_failure``,
+                ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a row.
     idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
                 systems must be quicker, and a member that is suspended blocks the next one for so long.
     schema      of the consumers' tables.
@@ -67,6 +72,7 @@ class Consumer:
         most_dead: int = 20,
         dedup: bool = True,
         start: Start = "earliest",
+        delivery: Delivery = "exactly-once",
         idle_seconds: float = 60.0,
         schema: str = DEFAULT_SCHEMA,
     ) -> None:
@@ -81,6 +87,13 @@ class Consumer:
             raise ConfigurationError(f"on_failure must be 'stop' or 'dead-letter', not {on_failure!r}")
         if start not in get_args(Start):
             raise ConfigurationError(f"start must be 'earliest' or 'latest', not {start!r}")
+        if delivery not in get_args(Delivery):
+            raise ConfigurationError(f"delivery must be 'exactly-once' or 'at-most-once', not {delivery!r}")
+        if delivery == "at-most-once" and on_failure != "stop":
+            raise ConfigurationError(
+                f"on_failure={on_failure!r} is not for delivery='at-most-once': a message that fails is recorded in "
+                "consumer.losses, and never tried again; leave it out"
+            )
         if not 0 < wait[0] <= wait[1]:
             raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
         if idle_seconds < 0.001:
@@ -101,6 +114,7 @@ class Consumer:
             most_dead=most_dead,
             dedup=dedup,
             at_end=start == "latest",
+            at_most_once=delivery == "at-most-once",
         )
         self._stopping = Stopping()
         self._watch = Watch()
@@ -133,7 +147,7 @@ class Consumer:
                   must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
 
         Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
-        raises, nothing was skipped: run it again when the cause is gone.
+        raises, nothing was skipped that is not in ``consumer.losses``: run it again when the cause is gone.
         """
         with self._signals():
             member = Member(self._settings, handler, self._stopping, self._watch, self._delays)

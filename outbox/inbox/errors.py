@@ -23,14 +23,19 @@ class MessageTooOld(InboxError):
 class HandlerFailed(InboxError):
     """A message could not be applied, and the consumer stopped before it; nothing was skipped. ``__cause__`` says why.
 
-    ``topic``, ``partition`` and ``offset`` are the message's, ``attempts`` is how often it was tried.
+    ``topic``, ``partition`` and ``offset`` are the message's, ``attempts`` is how often it was tried. At-most-once the
+    consumer stopped behind it, and ``consumer.losses`` has it: ``given_up``.
     """
 
-    def __init__(self, topic: str, partition: int, offset: int, attempts: int, why: str) -> None:
+    def __init__(
+        self, topic: str, partition: int, offset: int, attempts: int, why: str, *, given_up: bool = False
+    ) -> None:
+        left = "What failed is recorded in consumer.losses, and not tried again" if given_up else "Nothing was skipped"
         super().__init__(
-            f"{topic}-{partition} offset {offset} could not be applied, attempts: {attempts}: {why}. Nothing was "
-            "skipped; start the consumer again when the cause is gone"
+            f"{topic}-{partition} offset {offset} could not be applied, attempts: {attempts}: {why}. {left}; start the "
+            "consumer again when the cause is gone"
         )
+        self.given_up = given_up
         self.topic = topic
         self.partition = partition
         self.offset = offset

@@ -29,7 +29,7 @@ from relay.audit.findings import (
     WindowAudit,
     parts,
 )
-from relay.audit.groups import Group, Groups, expected_of
+from relay.audit.groups import Group, Groups, expected_of, given_up
 from relay.audit.sums import (
     MODULUS,
     NOTHING,
@@ -148,6 +148,8 @@ class Comparison:
         self._compare_groups(found, cells, groups, applied)
         self._one_by_one(found)
         self._order(misplaced, found)
+        for window, name, text in given_up(groups, cells):
+            self._differ(found[window], "missing", None, text, name)
         for one in found.values():
             if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
                 one.state = OPEN

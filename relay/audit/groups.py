@@ -52,6 +52,15 @@ UNION ALL
 SELECT details->>'topic', (details->>'part')::integer, (details->>'offset')::bigint FROM {audit}
  WHERE what = 'discard dead letter' AND details->>'group' = %(group)s"""
 
+# What a consumer has given up just now may be confirmed yet.
+_GIVEN_UP: Final = """
+SELECT grp, topic, part, first_offset, end_offset FROM {losses}
+ WHERE kind = 'given-up' AND grp = ANY(%(groups)s) AND found_at >= %(since)s
+UNION ALL
+SELECT grp, topic, part, unconfirmed_from, unconfirmed_end FROM {offsets}
+ WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes' AND grp = ANY(%(groups)s)
+ ORDER BY 1, 2, 3, 4"""
+
 _ID: Final = sql.SQL("message_id")
 _PARTS: Final = {"has_time": sql.SQL(HAS_TIME).format(id=_ID), "minute": sql.SQL(MINUTE).format(id=_ID)}
 _PIECES: Final[dict[str, sql.Composable]] = {
@@ -70,6 +79,7 @@ class Group:
     forgotten_before  the ids of earlier days are no longer all there.
     positions         the next offset of each partition of audited topics.
     reads             all topics that it reads.
+    given_up          the ranges of offsets that it has given up at-most-once, by partition.
     """
 
     name: str
@@ -77,6 +87,7 @@ class Group:
     forgotten_before: dt.date | None
     positions: dict[Partition, int] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
+    given_up: dict[Partition, list[range]] = field(default_factory=lambda: defaultdict(list))
 
     def forgot(self, minute: int) -> bool:
         """Return whether the ids of a minute may have been deleted."""
@@ -110,6 +121,7 @@ class Groups:
         self._bound: dict[str, Any] = {
             "key": key,
             "group": group,
+            "since": start,
             "low": first_id(minutes.start),
             "high": first_id(minutes.stop),
             "first_day": start.date(),
@@ -130,6 +142,8 @@ class Groups:
             group.reads.add(topic)
             if topics is None or topic in topics:
                 group.positions[Partition(topic, number)] = offset
+        for name, topic, number, first, end in self._rows(_GIVEN_UP, groups=list(found)):
+            found[name].given_up[Partition(topic, number)].append(range(first, end))
         return [group for group in found.values() if group.positions]
 
     def sums(self, groups: Collection[Group]) -> dict[tuple[str, int], Sum]:
@@ -176,3 +190,18 @@ def expected_of(
             if cell.last >= position or cell.untimed:
                 unsure.add(minute)
     return expected, waiting, unsure
+
+
+def given_up(
+    groups: Collection[Group], cells: Mapping[tuple[Partition, int], Cell]
+) -> Iterator[tuple[Window, str, str]]:
+    """Yield each window in which a group has given messages up, with the group and what these are."""
+    for group in groups:
+        for (place, minute), cell in cells.items():
+            for lost in group.given_up.get(place, ()):
+                if lost.start <= cell.last and lost.stop > cell.first:
+                    text = (
+                        f"the group has given up offsets {lost.start} to {lost.stop - 1} of partition {place.number} "
+                        "(at-most-once): see `outbox offsets show`"
+                    )
+                    yield Window(place.topic, minute), group.name, text

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Final, assert_never
 
 from outbox._app.text import age_text, bytes_text
+from outbox.consumer.model import AT_MOST_ONCE
 from relay.config import Delivery, SourceKind
 
 
@@ -24,6 +25,8 @@ class Strategy(StrEnum):
     OFFSETS_ONLY = "OffsetsOnly"
     STREAM = "Stream"
     """Not a job's own: a stream's batches, with ``exactly_once``."""
+    AT_MOST_ONCE = AT_MOST_ONCE
+    """Not a strategy: a consumer with ``delivery="at-most-once"``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class Guarantee:
 _AT_MOST: Final = "an event in flight when a relay, a broker or a connection fails is lost; none is sent twice"
 _SAFE: Final = "OUTBOX_DELIVERY=at-least-once"
 _EXACT: Final = "OUTBOX_DELIVERY=exactly-once"
+_GIVEN_UP: Final = (
+    "a batch of a partition in flight when the consumer fails, and a message whose effect fails, are lost"
+)
+_CERTAIN: Final = "delivery='exactly-once' of the consumer"
 _ORDER: Final = {
     SourceKind.POLLING: "each key in the order of ids, which is that of commits if its writers exclude each other",
     SourceKind.WAL: "each key in commit order",
@@ -120,14 +127,29 @@ _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
             "a column message_id before a replay",
         ),
     ),
+    Strategy.AT_MOST_ONCE: (
+        Guarantee(
+            Delivery.AT_MOST_ONCE,
+            f"of any effect: {_GIVEN_UP} and recorded; what a relay repeats after a crash is applied twice unless the "
+            "consumer remembers ids",
+            _CERTAIN,
+        ),
+        Guarantee(
+            Delivery.AT_MOST_ONCE,
+            f"of any effect: {_GIVEN_UP} and recorded; a replay is applied twice unless the consumer remembers ids",
+            _CERTAIN,
+        ),
+    ),
 }
 
 
 def in_sink(delivery: Delivery, strategy: Strategy) -> Guarantee:
     """Return what the sink's tables can rely on, for a consumer of what the relay publishes.
 
-    A crash of the consumer changes nothing: the offsets move in the transaction of the effect.
+    A crash of the consumer changes nothing: the offsets move in the transaction of the effect, unless at-most-once.
     """
+    if delivery is Delivery.AT_MOST_ONCE and strategy is Strategy.AT_MOST_ONCE:
+        return Guarantee(delivery, f"of any effect: {_AT_MOST}; {_GIVEN_UP} too, and recorded", _SAFE)
     if delivery is Delivery.AT_MOST_ONCE:
         return Guarantee(delivery, f"in the sink's tables: {_AT_MOST}", _SAFE)
     repeating, once = _IN_SINK[strategy]

@@ -109,7 +109,8 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT, UPDATE", ("groups",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("offsets",)),
         ("SELECT, UPDATE, DELETE", ("dead_letters", "reservations")),
-        ("SELECT, UPDATE", ("losses",)),
+        # A move records what a killed at-most-once consumer had given up.
+        ("SELECT, INSERT, UPDATE", ("losses",)),
         # For `outbox trace`.
         ("SELECT", ("processed_messages", "audit")),
     ),

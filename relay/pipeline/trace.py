@@ -106,7 +106,7 @@ class Found:
 
 
 def _met(group: GroupTrace) -> bool:
-    return group.state in {"applied", "dead"} or bool(group.external)
+    return group.state in {"applied", "dead", "given-up"} or bool(group.external)
 
 
 def find_event(
@@ -311,6 +311,9 @@ def _consumers_side(found: Found) -> list[Step]:
                 text = f"{letter.reason}, {state_word(letter.state)}, {attempts}: {letter.error}"
                 title = f"{name} dead letter {letter.id} since"
                 steps.append(step(title, "bad", letter.died_at, text=text, letter=letter.id))
+            case "given-up":
+                text = "its effect failed, or is not known to have ended: see `outbox offsets show`"
+                steps.append(step(f"{name} given up (at-most-once)", "bad", group.lost_at, text=text))
             case "waiting":
                 text = "waits" if group.behind is None else f"waits, {counted(group.behind, 'offset')} before it"
                 steps.append(step(f"{name} {text}", "unknown"))

@@ -228,7 +228,8 @@ def _show(group: Group) -> None:
     if group.positions:
         console.print(table)
     for loss in group.losses:
-        found = f"loss {loss['id']}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
+        number = loss["id"] or "not recorded yet"
+        found = f"loss {number}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
         console.print(printable(found), markup=False, highlight=False)
     for topic in sorted({loss["topic"] for loss in group.losses}):
         command = f"outbox offsets reset {group.group} --topic {topic} --to loss --reason …"

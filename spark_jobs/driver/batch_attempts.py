@@ -157,7 +157,7 @@ class BatchAttempts:
                 into.resolve_as(fresh, taken)
             _move(into, span, state, read, fresh)
             if fresh:
-                applying.apply()
+                into.run(applying)
         committed = into.now()
         # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
         average = 0 if shuffled or not staged.rows else staged.size / staged.rows
@@ -176,7 +176,7 @@ class BatchAttempts:
         """Run the transform over the messages that are not repeats, and replace them in ``batch`` by its result."""
         prepared = spark.prepare(self._job, source)
         columns = prepared.columns
-        staged = self._stage(prepared.rows, columns, sink.generation, (), most, ask=False)
+        staged = self._stage(prepared.rows, columns, sink.generation, (), most, ask=sink.at_most_once)
         with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, "shuffled"), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)

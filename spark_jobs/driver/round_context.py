@@ -8,8 +8,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
-from outbox.consumer.letters import LONGEST_ERROR, DeadLetter, RetryRecord
+from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob

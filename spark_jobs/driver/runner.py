@@ -214,7 +214,7 @@ class Runner:
             self._store.require_utf8()
             self._store.setup(self._job.setup)
             with clear_schema_errors("taking the group over"):
-                self._generation = self._store.take_over(type(self._job.strategy).__name__, self._job.atomic)
+                self._generation = self._store.take_over(self._job.shown_strategy, self._job.atomic)
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})
             if isinstance(self._job.strategy, OffsetsOnly):
                 self._report(

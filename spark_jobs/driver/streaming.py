@@ -346,7 +346,8 @@ def _report(text: str, figures: Mapping[str, Any]) -> None:
 
 
 def _check_job(job: ConsumerJob) -> None:
-    for name, usual in (("schema", None), ("types", None), ("keep_order", False), ("start", "earliest")):
+    meaningless = {"schema": None, "types": None, "keep_order": False, "start": "earliest", "delivery": "exactly-once"}
+    for name, usual in meaningless.items():
         if getattr(job, name) != usual:
             raise JobError(f"{name}: has no meaning for exactly_once, whose rows are the stream's own; leave it out")
     if not isinstance(job.strategy, Dedup):

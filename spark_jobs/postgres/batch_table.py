@@ -191,15 +191,25 @@ class BatchTable:
         rows = self._cursor.execute("SELECT message_topic, message_part, count(*) FROM batch GROUP BY 1, 2").fetchall()
         return {(topic, part): count for topic, part, count in rows}
 
-    def apply(self) -> None:
-        """Run the effect. Raises RejectedRecords or EffectError; errors that may pass are raised as they are."""
+    def apply(self, *, at_most_once: bool = False) -> None:
+        """Run the effect. Raises RejectedRecords or EffectError; errors that may pass are raised as they are.
+
+        at_most_once  do not run a function again for parts of the rows, to find the messages at which it fails: a
+                      savepoint does not take back its effects elsewhere. Behind RejectedRecords, SQL is applied to the
+                      other messages.
+        """
+        once = at_most_once and callable(self._effect)
         try:
             self._run()
             return
+        except RejectedRecords as error:
+            if once:
+                raise EffectError(f"{error.found[0].place}: {error.found[0].error}") from error
+            raise
         except psycopg.Error as error:
             if passing(error):
                 raise
-            if not (self._bisecting and by_data(error)):
+            if once or not (self._bisecting and by_data(error)):
                 raise EffectError(shown(error)) from error
         found = self._bisect(self._run)
         if found:

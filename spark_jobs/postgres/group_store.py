@@ -19,7 +19,7 @@ from outbox.consumer import connections
 from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.letters import EARLIER, KEYS, DeadLetterStore, RetryRecord
-from outbox.consumer.model import Loss, Partition, RejectedRecord, StoredOffset
+from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.retention import KEEP_DAYS, IdRetention, RetentionResult
 from outbox.consumer.statements import statement
@@ -136,6 +136,8 @@ class PostgresGroupStore:
         What the job declares is stored to be shown.
         """
         with self.transaction() as connection:
+            if strategy == AT_MOST_ONCE:
+                self._letters.require_none(connection)
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
             return self.rows.claim_all(connection, strategy, atomic)

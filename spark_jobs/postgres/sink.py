@@ -88,6 +88,7 @@ class PostgresSink:
     strategy: Strategy
     bisect: bool
     direct: DirectCopy | None = None
+    at_most_once: bool = False
 
     @property
     def dedup(self) -> DedupStore:
@@ -97,8 +98,21 @@ class PostgresSink:
     @contextmanager
     def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
         """Begin a transaction; see sink.Sink."""
-        driver, consumer = lock_monitor.names(self.group)
-        with translated(where), transaction(self.url, driver if here else consumer, rows) as cursor:
+        name = lock_monitor.names(self.group)[0 if here else 1]
+        if self.at_most_once:
+            from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
+
+            into: AtMostOnceTransaction | None = None
+            try:
+                with translated(where), transaction(self.url, name, rows) as cursor:
+                    into = AtMostOnceTransaction(self, cursor, most, name=name, rows=rows)
+                    yield into
+            except BaseException:
+                if into is not None:
+                    into.ended()
+                raise
+            return
+        with translated(where), transaction(self.url, name, rows) as cursor:
             yield PostgresTransaction(self, cursor, most)
 
     def applying(self, cursor: psycopg.Cursor[Any], most: int) -> BatchTable:
@@ -123,16 +137,7 @@ class PostgresTransaction:
 
     def fence(self, partition: Partition, span: Range) -> bool:
         """Lock the group's offset, which is to be at the range's start."""
-        here = ClaimedOffset(span.topic_id, span.start, generation=self._sink.generation)
-        try:
-            self._group.fence(self.cursor.connection, partition, here)
-        except OffsetMoved as moved:
-            # A task that the driver had given up, because another one failed, may have committed a shorter range.
-            if moved.next_offset < span.end:
-                raise
-            # At the range's end or at the next message; or such a task had a longer range.
-            return False
-        return True
+        return found_at(self._group, self.cursor.connection, partition, span, self._sink.generation)
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, directly or through ``batch``, and return how many are new."""
@@ -178,6 +183,11 @@ class PostgresTransaction:
         if self._applying is not None:
             self._applying.apply()
 
+    def run(self, applying: BatchTable) -> None:
+        """Run the effect over rows that the caller has loaded and reduced."""
+        self._applying = applying
+        self.apply()
+
     def now(self) -> float | None:
         """Return what the database's clock shows, as ``fence`` has read it."""
         return self._group.clock.at(time.monotonic())
@@ -212,6 +222,27 @@ class PostgresTransaction:
 
     def _ids(self) -> list[int]:
         return sorted(number for number, _ in self._requests.values())
+
+
+def found_at(
+    group: GroupStore,
+    connection: psycopg.Connection[Any],
+    partition: Partition,
+    span: Range,
+    generation: int,
+    *,
+    lock: bool = True,
+) -> bool:
+    """Return whether the group's offset is at a range's start, not behind it; see Transaction.fence."""
+    try:
+        group.fence(connection, partition, ClaimedOffset(span.topic_id, span.start, generation=generation), lock=lock)
+    except OffsetMoved as moved:
+        # A task that the driver had given up, because another one failed, may have committed a shorter range.
+        if moved.next_offset < span.end:
+            raise
+        # At the range's end or at the next message; or such a task had a longer range.
+        return False
+    return True
 
 
 def forgiven(requests: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRef]:
@@ -279,6 +310,7 @@ class PostgresSinks:
             self._job.reducing,
             bisect=self._job.on_bad == "dead-letter",
             direct=direct,
+            at_most_once=self._job.delivery == "at-most-once",
         )
 
     def _direct(self, columns: Mapping[str, str]) -> DirectCopy | None:

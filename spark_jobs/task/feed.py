@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from outbox.consumer.errors import storable
-from outbox.consumer.letters import LONGEST_ERROR, DeadLetter
+from outbox.consumer.errors import LONGEST_ERROR, storable
+from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, RejectedRecord, refs_of
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.payloads.decoding import PROBLEM

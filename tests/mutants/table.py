@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _CONTRACT: Final = "tests/integration/outbox/consumer/test_group_contract.py"
+_MOST: Final = "tests/integration/outbox/consumer/test_group_at_most_once.py"
 _LETTERS: Final = "tests/integration/outbox/consumer/test_group_letters.py"
 _INBOX: Final = "tests/integration/outbox/inbox"
 _RELAY: Final = "tests/integration/relay"
@@ -196,6 +197,38 @@ MUTANTS: Final = (
         "return NO_TIME + dt.timedelta(days) if days <= LAST_DAY else NO_TIME",
         "return NO_TIME + dt.timedelta(days)",
         ("tests/integration/outbox/consumer/test_hostile_messages.py",),
+    ),
+    Mutant(
+        "what_is_lost_has_an_effect",
+        "at-most-once: what is recorded as lost never comes late",
+        "outbox/consumer/groups.py",
+        "**values, generation=generation).rowcount == 0:",
+        "**values, generation=generation).rowcount < 0:",
+        (_MOST,),
+    ),
+    Mutant(
+        "a_claim_records_no_loss",
+        "at-most-once: each loss is recorded",
+        "outbox/consumer/groups.py",
+        "        self.lose(connection, generation)\n        return {",
+        "        return {",
+        (_MOST,),
+    ),
+    Mutant(
+        "a_failing_handler_keeps_its_changes",
+        "at-most-once: a message that is recorded as lost has no effect",
+        "outbox/inbox/_at_most_once.py",
+        "            with connection.transaction():\n",
+        "            if True:\n",
+        (f"{_INBOX}/test_at_most_once.py",),
+    ),
+    Mutant(
+        "a_failing_task_records_no_loss",
+        "at-most-once: each loss is recorded, without a claim too",
+        "spark_jobs/postgres/at_most_once.py",
+        "self._lose(list(self._ahead))",
+        "self._lose(())",
+        ("tests/integration/spark_jobs/task/test_task_at_most_once.py",),
     ),
     # The inbox
     Mutant(

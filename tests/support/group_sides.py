@@ -5,7 +5,7 @@ Neither needs Kafka or Spark here: messages are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,15 +18,16 @@ from outbox.consumer.delays import TopicDelays
 from outbox.consumer.errors import Fenced
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
-from outbox.consumer.model import ClaimedOffset, Loss, Range, RejectedRecord
+from outbox.consumer.model import AT_MOST_ONCE, ClaimedOffset, Loss, Range, RejectedRecord
 from outbox.consumer.stalled import Watch
 from outbox.inbox._applier import Applier, Settings
 from outbox.inbox._assigned import Assigned
+from outbox.inbox._at_most_once import AtMostOnceApplier
 from outbox.inbox._session import Session
 from outbox.inbox._waiting import WaitingLetters
 from outbox.inbox.consumer import Consumer
 from outbox.testing.fixtures import Database
-from spark_jobs.dedup.strategies import Dedup
+from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
@@ -101,18 +102,36 @@ class Side(Protocol):
     def record(self, losses: Sequence[Loss]) -> None: ...
     def close(self) -> None: ...
 
+    def apply_at_most_once(self, batch: Sequence[Message], between: Callable[[], object] = lambda: None) -> None:
+        """Apply messages of a side that is at-most-once. ``between`` is called between the two transactions.
+
+        Raises Fenced.
+        """
+
+
+class BetweenApplier(AtMostOnceApplier):
+    between: Callable[[], object]
+
+    def _attempt(self, part: Any, strikes: Any, step: Any, wait: Any) -> Any:
+        if step.__name__ == "apply":
+            self.between()
+        return super()._attempt(part, strikes, step, wait)
+
 
 class OnInbox:
     """A member, without Kafka: what it does with the partitions that it has claimed."""
 
-    def __init__(self, url: str, owner: str) -> None:
-        self.settings: Settings = Consumer(url, [TOPIC], group=GROUP, kafka={}, on_failure="dead-letter")._settings
+    def __init__(self, url: str, owner: str, *, at_most_once: bool = False) -> None:
+        given: dict[str, Any] = (
+            {"delivery": "at-most-once", "dedup": False} if at_most_once else {"on_failure": "dead-letter"}
+        )
+        self.settings: Settings = Consumer(url, [TOPIC], group=GROUP, kafka={}, **given)._settings
         self.owner = owner
         self.session = Session(self.settings.connect)
         self.rejected: list[RejectedRecord] = []
         self.handled = 0
         self.parts: dict[tuple[str, int], Assigned] = {}
-        self.applier = Applier(
+        self.applier = (BetweenApplier if at_most_once else Applier)(
             self.settings, self.session, self.handle, Watch(), TopicDelays(), log_end=lambda _: None, reclaim_seconds=60
         )
         self.waiting = WaitingLetters(self.settings.letters, self.session, self.applier)
@@ -125,6 +144,8 @@ class OnInbox:
     def claim(self) -> None:
         places = [(TOPIC, part) for part in PARTS]
         with self.session.transaction() as connection:
+            if self.settings.at_most_once:
+                self.settings.letters.require_none(connection)
             claimed = self.settings.group.claim(
                 connection, places, dict.fromkeys(places, (TOPIC_ID, BEGIN)), self.settings.strategy
             )
@@ -167,6 +188,16 @@ class OnInbox:
         part.moved(end)
         return self.handled
 
+    def apply_at_most_once(self, batch: Sequence[Message], between: Callable[[], object] = lambda: None) -> None:
+        part = self.parts[TOPIC, batch[0].part]
+        for message in batch:
+            part.add(message)
+        assert isinstance(self.applier, BetweenApplier)
+        self.applier.between = between
+        self.applier.apply(part)
+        if part.position is None:
+            raise Fenced("another claim")
+
     def _count(self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[Message]) -> None:
         self.handled = len(self.applier._apply(connection, part, batch))
 
@@ -193,13 +224,14 @@ class OnInbox:
 class OnSpark:
     """A driver and its tasks, without Spark: the group's store, and the sink's transactions."""
 
-    def __init__(self, url: str, owner: str) -> None:
+    def __init__(self, url: str, owner: str, *, at_most_once: bool = False) -> None:
+        self.at_most_once = at_most_once
         self.store = PostgresGroupStore(url, "consumer", GROUP, owner)
         self.url = url
         self.generation = 0
 
     def claim(self) -> None:
-        self.generation = self.store.take_over("Dedup")
+        self.generation = self.store.take_over(AT_MOST_ONCE if self.at_most_once else "Dedup")
         if not self.store.stored([TOPIC]):
             places = [(TOPIC, part) for part in PARTS]
             self.store.add(places, {TOPIC: TOPIC_ID}, self.generation, dict.fromkeys(places, BEGIN))
@@ -208,7 +240,12 @@ class OnSpark:
         return self.store.stored([TOPIC])[TOPIC, part].next_offset
 
     def sink(self) -> PostgresSink:
-        return PostgresSink(self.url, "consumer", GROUP, self.generation, COLUMNS, EFFECT, Dedup(), bisect=True)
+        strategy = OffsetsOnly() if self.at_most_once else Dedup()
+        return PostgresSink(
+            *(self.url, "consumer", GROUP, self.generation, COLUMNS, EFFECT, strategy),
+            bisect=True,
+            at_most_once=self.at_most_once,
+        )
 
     def apply(self, batch: Sequence[Message]) -> int | None:
         span = Range(TOPIC_ID, batch[0].at, batch[-1].at + 1, 7)
@@ -223,6 +260,16 @@ class OnSpark:
             if fresh:
                 into.apply()
         return fresh
+
+    def apply_at_most_once(self, batch: Sequence[Message], between: Callable[[], object] = lambda: None) -> None:
+        span, place = Range(TOPIC_ID, batch[0].at, batch[-1].at + 1, 7), (TOPIC, batch[0].part)
+        given = in_memory([rows(batch)])
+        with self.sink().transaction("here", given, most=10) as into:
+            assert into.fence(place, span)
+            fresh = into.remember(given, Way())
+            into.move(place, span, log_end=None, read=len(batch), fresh=fresh, dead=(), reached=None)
+            between()
+            into.apply()
 
     def bury(self, message: Message, *, again: bool = False) -> None:
         place = (TOPIC, message.part)
@@ -284,8 +331,8 @@ class Bench:
         self.sides: list[Side] = []
         self.run("CREATE TABLE numbers (n int CHECK (n < 100000), place bigint, part int)")
 
-    def side(self) -> Side:
-        self.sides.append(self.kind(self.database.url, f"owner {len(self.sides)}"))
+    def side(self, *, at_most_once: bool = False) -> Side:
+        self.sides.append(self.kind(self.database.url, f"owner {len(self.sides)}", at_most_once=at_most_once))
         return self.sides[-1]
 
     def run(self, query: str, *values: Any) -> list[tuple[Any, ...]]:

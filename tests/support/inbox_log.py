@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
 import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
@@ -36,3 +41,26 @@ def end(log: Log, partition: int = 0) -> int:
 def settings(log: Log) -> dict[str, str]:
     """What the commands take."""
     return {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
+
+
+class Losing(psycopg.Connection[Any]):
+    """Loses the answer to a COMMIT when ``lost`` says so, which is asked behind each."""
+
+    lost: Callable[[], bool]
+
+    @contextmanager
+    def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with super().transaction(*arguments, **options) as block:
+            yield block
+        if self.lost():
+            self.close()
+            raise psycopg.OperationalError("the answer is lost")
+
+
+def losing(log: Log, lost: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
+    def connect() -> psycopg.Connection[Any]:
+        connection = Losing.connect(log.database.url)
+        connection.lost = lost
+        return connection
+
+    return connect

@@ -1,6 +1,8 @@
 """A member of an inbox's group as a process of its own; its argument is JSON.
 
 sleep_at   before the transaction with this number, the process halts itself, until somebody wakes it.
+at         [point, which time, signal]: the process sends itself a signal at a point of at-most-once's transactions.
+external   the effect is no part of the handler's transaction, as a call of another system is none.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 import psycopg
 from inbox_support import FAST, apply
 
+from outbox.consumer.groups import GroupStore
 from outbox.inbox import Consumer
+from outbox.inbox._assigned import Assigned
+from outbox.inbox._at_most_once import AtMostOnceApplier
+
+POINTS = {
+    # Before the first COMMIT, and after it; in the second transaction; after the second COMMIT.
+    "given-up": (GroupStore, "give_up"),
+    "between": (Assigned, "moved"),
+    "confirming": (GroupStore, "confirm"),
+    "handled": (AtMostOnceApplier, "_call"),
+    "applied": (AtMostOnceApplier, "_count"),
+}
 
 
 class Sleepy(psycopg.Connection[Any]):
@@ -34,10 +49,29 @@ class Sleepy(psycopg.Connection[Any]):
         return super().transaction(*arguments, **options)
 
 
+def interrupt(point: str, nth: int, number: int) -> None:
+    """Send this process a signal behind the nth call of a point's function."""
+    kind, name = POINTS[point]
+    function: Callable[..., Any] = getattr(kind, name)
+    calls = 0
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        found = function(*arguments, **options)
+        calls += 1
+        if calls == nth:
+            os.kill(os.getpid(), number)
+        return found
+
+    setattr(kind, name, interrupted)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     given = json.loads(sys.argv[1])
     Sleepy.sleep_at = given.get("sleep_at", -1)
+    if "at" in given:
+        interrupt(*given["at"])
     consumer = Consumer(
         lambda: Sleepy.connect(given["url"], autocommit=True),
         [given["topic"]],
@@ -45,8 +79,10 @@ def main() -> None:
         kafka={"bootstrap.servers": given["servers"], **FAST, **given.get("kafka", {})},
         batch=given.get("batch", 100),
         dedup=given.get("dedup", True),
+        delivery=given.get("delivery", "exactly-once"),
     )
-    consumer.run(lambda connection, message: apply(connection, message, given["name"]))
+    other = psycopg.connect(given["url"], autocommit=True) if given.get("external") else None
+    consumer.run(lambda connection, message: apply(other or connection, message, given["name"]))
     print("ended")
 
 

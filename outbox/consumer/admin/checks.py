@@ -1,4 +1,4 @@
-"""The checks of `outbox doctor` of the consumers' tables: losses that halt a group, and ids that are kept forever."""
+"""The checks of `outbox doctor` of the consumers' tables: losses, and ids that are kept forever."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any, Final, LiteralString, NamedTuple
 
 import psycopg
 
-from outbox._clients.checks import Check, Finding, failure, ok
+from outbox._clients.checks import Check, Finding, failure, ok, warning
 from outbox.consumer.statements import statement
 
 _GROUPS: Final = """
 SELECT grp, strategy, array(SELECT DISTINCT topic FROM {offsets} AS o WHERE o.grp = g.grp ORDER BY topic)
   FROM {groups} AS g ORDER BY grp"""
 _OPEN_LOSSES: Final = """
-SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
+SELECT grp, topic, count(*), kind = 'given-up' FROM {losses} WHERE accepted_at IS NULL
+ GROUP BY grp, topic, kind = 'given-up' ORDER BY grp, topic, kind = 'given-up'"""
 # Counted only up to the number shown as "more than".
 _WITHOUT_TIME: Final = """
 SELECT count(*) FROM (SELECT FROM {processed_messages} WHERE day = date '1970-01-01' LIMIT %s) AS counted"""
@@ -48,14 +49,18 @@ def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> 
     )
 
 
-def _losses(rows: Sequence[tuple[str, str, int]]) -> Iterator[Finding]:
-    for group, topic, count in rows:
-        yield failure(
-            f"group {group}",
-            f"Kafka lost messages of {count} partition{'s' if count != 1 else ''} of {topic} before the group read "
-            "them: it halts",
-            f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it",
-        )
+def _losses(rows: Sequence[tuple[str, str, int, bool]]) -> Iterator[Finding]:
+    for group, topic, count, given_up in rows:
+        do = f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it"
+        if given_up:
+            yield warning(f"group {group}", f"it has given up messages of {topic} (at-most-once), {count} times", do)
+        else:
+            yield failure(
+                f"group {group}",
+                f"Kafka lost messages of {count} partition{'s' if count != 1 else ''} of {topic} before the group read "
+                "them: it halts",
+                do,
+            )
 
 
 def _remembered_ids(without_time: int, keep_days: int) -> Iterator[Finding]:

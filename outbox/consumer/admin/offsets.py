@@ -26,7 +26,7 @@ from psycopg.rows import dict_row
 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
-from outbox.consumer.groups import CLAIM_ALL
+from outbox.consumer.groups import CLAIM_ALL, GroupStore
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import kind_of
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
@@ -49,9 +49,18 @@ SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
 _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
+# A consumer that was killed has not recorded what it had given up: the next claim does.
 _LOSSES: Final = """
 SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
- WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s) ORDER BY grp, topic, part, id"""
+ WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
+UNION ALL
+SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, updated_at,
+       format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not confirmed yet',
+              topic, part, unconfirmed_from, unconfirmed_end - 1)
+  FROM {offsets}
+ WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
+   AND (%(grp)s::text IS NULL OR grp = %(grp)s)
+ ORDER BY grp, topic, part, id"""
 
 _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
 _RAISE: Final = """
@@ -391,6 +400,7 @@ class Offsets:
         if not raised:
             self._no_such_group(str(values["grp"]))
         self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
+        GroupStore(self._schema, str(values["grp"])).lose(self._connection, raised[0]["generation"])
         return raised
 
     def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:

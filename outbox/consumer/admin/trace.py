@@ -1,4 +1,4 @@
-"""Find one message on the consumers' side: applied, dead, or waiting. For `outbox trace`."""
+"""Find one message on the consumers' side: applied, dead, given up, or waiting. For `outbox trace`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ _EXTERNAL: Final = """
 SELECT grp, name, state, attempts, last_error, reserved_at, settled_at
   FROM {reservations} WHERE message_id = %(message_id)s ORDER BY id"""
 
+_GIVEN_UP: Final = """
+SELECT grp, min(found_at) AS found_at
+  FROM {losses} AS l JOIN unnest(%(topics)s::text[], %(parts)s::integer[], %(offsets)s::bigint[]) AS p (topic, part, at)
+    ON l.topic = p.topic AND l.part = p.part AND p.at >= l.first_offset AND p.at < l.end_offset
+ WHERE kind = 'given-up' GROUP BY grp"""
+
 _GROUPS: Final = "SELECT grp, topic, part, next_offset, updated_at FROM {offsets} ORDER BY grp, topic, part"
 
 
@@ -66,9 +72,11 @@ class GroupTrace:
     """What one group has done with the message.
 
     state        applied: its effect is in the sink. dead: it is a dead letter. waiting: the group has not reached it.
+                 given-up: at-most-once, and it is recorded as lost.
                  passed: the group is past it and has no record of its id: with OffsetsOnly, after the ids of its day
                  were deleted, or if the transform or ``types`` left it out. unknown: its place is not known.
-    applied_at   when the transaction of its effect began.
+    applied_at   when the transaction of its effect began; at-most-once, of its position.
+    lost_at      when it was recorded as lost.
     behind       the offsets between the group's position and the message, while it waits.
     """
 
@@ -78,6 +86,7 @@ class GroupTrace:
     behind: int | None = None
     letter: DeadLetterTrace | None = None
     external: Sequence[CallTrace] = ()
+    lost_at: dt.datetime | None = None
 
 
 def find(
@@ -97,7 +106,12 @@ def find(
     Raises ConsumerUnavailable; or SchemaError if tables are missing.
     """
     day = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
-    bound = {"message_id": message_id}
+    bound = {
+        "message_id": message_id,
+        "topics": [topic for topic, _, _ in places],
+        "parts": [part for _, part, _ in places],
+        "offsets": [offset for _, _, offset in places],
+    }
     visible = VisibleTables(connection, schema)
     with clear_errors("looking for the message"), connection.cursor(row_factory=dict_row) as cursor:
 
@@ -109,11 +123,12 @@ def find(
 
         with connection.transaction():
             cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            applied, dead, external, offsets = (
+            applied, dead, given_up, external, offsets = (
                 read(table, text)
                 for table, text in (
                     ("processed_messages", _APPLIED),
                     ("dead_letters", _DEAD),
+                    ("losses", _GIVEN_UP),
                     ("reservations", _EXTERNAL),
                     ("offsets", _GROUPS),
                 )
@@ -122,12 +137,18 @@ def find(
         hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
     letters = {row["grp"]: row for row in dead}
+    lost = {row["grp"]: row["found_at"] for row in given_up}
     calls: dict[str, list[CallTrace]] = {}
     for row in external:
         calls.setdefault(row.pop("grp"), []).append(CallTrace(**row))
     wanted = {*topics, *(topic for topic, _, _ in places)}
     groups = sorted({row["grp"] for row in offsets if row["topic"] in wanted} | set(seen) | set(letters) | set(calls))
-    return [_of_group(group, seen, letters, offsets, places, calls.get(group, ())) for group in groups]
+    return [
+        GroupTrace(group, "given-up", external=calls.get(group, ()), lost_at=lost[group])
+        if group in lost
+        else _of_group(group, seen, letters, offsets, places, calls.get(group, ()))
+        for group in groups
+    ]
 
 
 def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:

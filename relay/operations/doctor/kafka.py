@@ -42,6 +42,7 @@ def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
         entries = configs(ConfigResource.Type.TOPIC, name)[name]
         return lambda entry: str(entries[entry].value)
 
+    yield Check("acknowledgements", partial(_acks, settings))
     yield Check("Kafka", lambda: _copies(len(metadata.brokers), settings.require_kafka()))
     routes = settings.routes or {}
     for aggregate_type, route in sorted(routes.items()):
@@ -82,6 +83,17 @@ def _copies(brokers: int, servers: str) -> Iterator[Finding]:
             f"{brokers} can't hold 3 copies of an event: losing a disk can lose acknowledged events",
             "run three brokers or more, with min.insync.replicas=2",
             "three brokers",
+        )
+
+
+def _acks(settings: Settings) -> Iterator[Finding]:
+    if settings.delivery is Delivery.AT_MOST_ONCE and settings.relay.at_most_once_acks == 0:
+        yield warning(
+            "acknowledgements",
+            "none are asked for (acks=0): the relay takes an event for published once it is sent, and does not see "
+            "what Kafka never got or refused",
+            "let the database count events (`outbox db ledger on`), and `outbox audit` says how many are lost",
+            "relay.at_most_once_acks = 1",
         )
 
 

@@ -326,10 +326,26 @@ def test_options_that_a_delivery_rests_on_are_its_own(delivery, option):
         producer_options(settings)
 
 
+def test_at_most_once_the_leader_acknowledges_or_no_broker_does():
+    def acks(**relay):
+        return producer_options(load(delivery="at-most-once", kafka={"bootstrap.servers": "h:1"}, relay=relay))["acks"]
+
+    assert (acks(), acks(at_most_once_acks=1), acks(at_most_once_acks=0)) == ("1", "1", "0")
+    for delivery in ("at-least-once", "exactly-once"):
+        with pytest.raises(ConfigurationError, match="at_most_once_acks is for at-most-once only: with"):
+            load(delivery=delivery, relay={"at_most_once_acks": 1})
+    # The option names its setting.
+    for option in ("acks", "request.required.acks"):
+        given = load(delivery="at-most-once", kafka={"bootstrap.servers": "h:1", option: "0"})
+        with pytest.raises(ConfigurationError, match="OUTBOX_RELAY__AT_MOST_ONCE_ACKS"):
+            producer_options(given)
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"delivery": "exactly-once", "relay": {"batch_size": 20_001}}, "batch_size"),
+        ({"delivery": "at-most-once", "relay": {"at_most_once_acks": 2}}, "at_most_once_acks"),
         ({"delivery": "at-most-once", "relay": {"archive_days": 1}}, "archive_days"),
         ({"name": "two words"}, "name"),
         ({"routes": {"Order": {"topic": "o", "on_failure": "drop"}}}, "on_failure"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
-from inbox_log import _quick, keys, log, settings
+from inbox_log import _quick, keys, log, losing, settings
 from inbox_support import Log, apply
 from proxy import TcpProxy
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -52,29 +50,6 @@ def test_postgres_away_is_waited_for(log):
             proxy.start()
             running.wait(lambda: log.count() >= 300, "the effects")
     log.check()
-
-
-class Losing(psycopg.Connection[Any]):
-    """Loses the answer to a COMMIT when ``lost`` says so, which is asked behind each."""
-
-    lost: Callable[[], bool]
-
-    @contextmanager
-    def transaction(self, *arguments: Any, **options: Any) -> Iterator[Any]:
-        with super().transaction(*arguments, **options) as block:
-            yield block
-        if self.lost():
-            self.close()
-            raise psycopg.OperationalError("the answer is lost")
-
-
-def losing(log: Log, lost: Callable[[], bool]) -> Callable[[], psycopg.Connection[Any]]:
-    def connect() -> psycopg.Connection[Any]:
-        connection = Losing.connect(log.database.url)
-        connection.lost = lost
-        return connection
-
-    return connect
 
 
 def test_lost_answers_to_commit(log):

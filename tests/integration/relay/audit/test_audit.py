@@ -46,6 +46,29 @@ def test_a_clean_pipeline_is_equal(pipeline):
     assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == EVENTS
 
 
+def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    first = json.loads(pipeline.record(ids[0]).value())
+
+    def handler(_connection, message):
+        if json.loads(message.value()) == first:
+            raise ValueError("no such number")
+
+    pipeline.applied(EVENTS, handler, delivery="at-most-once")
+    status, found = pipeline.audit()
+    assert status == 1
+    [one] = found["differences"]
+    assert (one["kind"], one["event_id"], one["group"]) == ("missing", None, pipeline.group)
+    record = pipeline.record(ids[0])
+    place = f"offsets {record.offset()} to {record.offset()} of partition {record.partition()}"
+    assert f"the group has given up {place} (at-most-once)" in one["text"]
+    # Its id is remembered, so that a repeat does not come late.
+    traced = CliRunner().invoke(app, ["trace", ids[0], "--json"], env=pipeline.environment)
+    assert [group["state"] for group in json.loads(traced.stdout)["groups"]] == ["given-up"]
+    assert "given up (at-most-once)" in CliRunner().invoke(app, ["trace", ids[0]], env=pipeline.environment).stdout
+
+
 def test_what_is_equal_is_not_compared_one_by_one(pipeline, monkeypatch):
     pipeline.add()
     pipeline.published()

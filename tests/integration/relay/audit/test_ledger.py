@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from uuid import UUID
 
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
 from confluent_kafka import Producer
 from spans import relay
-from support import order
+from support import order, wait_until, write
 from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
 
+from outbox import Event
 from relay.audit.ledger import prune, turn_on
 from relay.cli.app import app
 
@@ -70,6 +75,33 @@ def test_at_most_once_says_how_many_were_lost(ledger):
     ledger.run("DELETE FROM outbox.events")
     assert ledger.differences("--topic", ledger.topic) == [("missing", None)]
     assert lost
+
+
+@pytest.mark.parametrize("acks", [1, 0])
+def test_at_most_once_what_a_broker_refuses_is_seen_by_the_audit_alone_without_acknowledgements(ledger, acks):
+    ledger.kind = ledger.kafka.name("Small")
+    ledger.topic = ledger.kafka.create_topic(f"{ledger.kind.lower()}-events", 1, {"max.message.bytes": "2000"})
+    written(ledger, 5)
+    with relay(ledger.database, ledger.kafka, delivery="at-most-once", relay__at_most_once_acks=acks):
+        ledger.published()
+        assert ledger.differences("--topic", ledger.topic) == []
+        # Too large for this topic, alone in its request.
+        write(ledger.database.url, [Event(ledger.kind, "k", "Placed", os.urandom(5_000), event_id=an_id())])
+        ledger.published()
+        dead = "SELECT count(*) FROM outbox.dead_letters"
+        if acks:
+            wait_until(lambda: ledger.rows(dead) == [(1,)], what="the dead letter")
+            assert ledger.differences("--topic", ledger.topic) == []
+        else:
+            assert ledger.differences("--topic", ledger.topic) == [("missing", None)]
+            [one] = ledger.audit("--topic", ledger.topic)[1]["differences"]
+            assert re.match(r"\d+ events were written, and \d+ are in the outbox or on Kafka", one["text"])
+    assert ledger.rows(dead) == [(acks,)]
+
+
+def an_id() -> UUID:
+    """An id of ten minutes ago."""
+    return UUID(int=(int(time.time() - 600) * 1000 << 80) | (uuid7().int & ((1 << 80) - 1)))
 
 
 def test_what_relays_and_operators_insert_and_delete_is_known(ledger):

@@ -135,6 +135,8 @@ def test_what_weakens_the_guarantee_is_named_with_its_setting(outbox_postgres, o
         f"topic {unclean} (replication factor 3)",
     ):
         assert f"; weakened by {weak}" in text
+    no_acks = settings(outbox_postgres, outbox_kafka, delivery="at-most-once", relay={"at_most_once_acks": 0})
+    assert "; weakened by acknowledgements (relay.at_most_once_acks = 1)" in found(no_acks)["guarantee on Kafka"][1]
 
 
 def test_the_sink_may_be_another_database(outbox_postgres, outbox_kafka):

@@ -190,10 +190,12 @@ def fence_without(compared: str) -> Callable[..., None]:
     """Return a fence that takes one part of the stored offset as it is."""
     fence = GroupStore.fence
 
-    def blind(self: GroupStore, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset) -> None:
+    def blind(
+        self: GroupStore, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset, *, lock: bool
+    ) -> None:
         query = f"SELECT {compared} FROM consumer.offsets WHERE grp = %s AND topic = %s AND part = %s FOR UPDATE"
         [(stored,)] = connection.execute(query.encode(), (self.name, *place))
-        fence(self, connection, place, replace(here, **{compared: stored}))
+        fence(self, connection, place, replace(here, **{compared: stored}), lock=lock)
 
     return blind
 

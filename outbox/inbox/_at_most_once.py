@@ -1,0 +1,187 @@
+"""Apply a partition's messages at-most-once: the position is committed first, in its own transaction, then the effect.
+
+For effects that must not come late or twice, such as a message with a one-time password: a handler that calls another
+system has its effect whether its transaction commits or not, so it is called once for each message, whatever follows.
+
+    ┌─ 1: lock the row, compare generation and position; ids; move; give up; COMMIT
+    └─ 2: lock the row, compare; confirm; handler, each message behind a savepoint; COMMIT
+
+| what happens                                | what follows                                                          |
+|---------------------------------------------|-----------------------------------------------------------------------|
+| killed before the first COMMIT              | nothing has moved, and no handler was called: the next member begins  |
+|                                             | there                                                                 |
+| the answer to the first COMMIT is lost      | the row shows whether it moved: then the claim records the batch as   |
+|                                             | lost, and no handler was called                                       |
+| killed between the two, or in the second    | the next claim records the batch as lost; handlers may have been      |
+|                                             | called for some of its messages, and are not called again             |
+| the second COMMIT fails, or its session ends| the same, at once                                                     |
+| the answer to the second COMMIT is lost     | the row shows whether it is confirmed: then nothing is lost           |
+| rebalance, or a sleep, between the two      | the claim of the next member records the batch as lost; then this one |
+|                                             | is fenced, and calls no handler                                       |
+| … in the second one                         | the claim waits for its end, or until Postgres ends it                |
+| the handler fails                           | its changes are rolled back, its message is recorded as lost in the   |
+|                                             | same transaction, and the others of the batch go on                   |
+| a message without an id, or that is not     | recorded as lost in the first transaction                             |
+| UTF-8, or too old                           |                                                                       |
+| more than ``most_dead`` failures in a row   | HandlerFailed: messages are not the cause                             |
+
+There are no dead letters: to apply one later is what must not happen, and keys do not wait behind what is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, assert_never
+from uuid import UUID
+
+import psycopg
+
+from outbox.consumer.losses import given_up
+from outbox.inbox import _kafka
+from outbox.inbox._applier import Applier, MessageFailed, Outcome
+from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._message import KafkaMessage
+from outbox.inbox.errors import HandlerFailed
+
+_logger: Final = logging.getLogger("outbox.inbox")
+
+
+class AtMostOnceApplier(Applier):
+    """Runs the transactions of a member's partitions, two for each batch."""
+
+    def apply(self, part: Assigned) -> bool:
+        """Give up the next messages of a partition, and apply them. Returns whether to continue at once."""
+        batch = part.next_batch(self._settings.batch)
+        first, end = batch[0].offset(), batch[-1].offset() + 1
+        pending: Sequence[KafkaMessage] = ()
+        failures: dict[int, MessageFailed] = {}
+
+        def give_up(connection: psycopg.Connection[Any]) -> None:
+            nonlocal pending
+            pending = self._give_up(connection, part, batch, failures)
+
+        def apply(connection: psycopg.Connection[Any]) -> None:
+            assert part.position is not None
+            self._group.confirm(connection, part.partition, first, len(pending), part.position.generation)
+            found = [failed for message in pending if (failed := self._failure(connection, message)) is not None]
+            if found:
+                self._group.move(connection, part.partition, None, applied=-len(found))
+                self._record(connection, part, found)
+                failures.update((failed.message.offset(), failed) for failed in found)
+
+        # No message is at fault, however often it is interrupted: none was looked at.
+        match self._attempt(part, Strikes(), give_up, self._wait):
+            case Outcome.COMMITTED:
+                part.moved(end)
+            case Outcome.WAIT:
+                return False
+            case error:
+                raise error
+        match self._attempt(part, Strikes(), apply, self._wait) if pending else Outcome.COMMITTED:
+            case Outcome.COMMITTED:
+                self._observe(part, [message for message in pending if message.offset() not in failures])
+                self._count(part, batch, pending, failures)
+                return True
+            case Outcome.WAIT:
+                # The claim records what was not confirmed.
+                part.lose(part.due)
+                return False
+            case Exception() as error:
+                _logger.error("%s offsets %d to %d can't be committed: %s", part.name, first, end - 1, error)
+                part.lose(0.0)
+                return True
+            case other:
+                assert_never(other)
+
+    def _give_up(
+        self,
+        connection: psycopg.Connection[Any],
+        part: Assigned,
+        batch: Sequence[KafkaMessage],
+        failures: dict[int, MessageFailed],
+    ) -> Sequence[KafkaMessage]:
+        """Move the position behind a batch. Returns the messages to be applied; adds to ``failures`` those that can't.
+
+        A message whose id was applied, or given up, before is neither.
+        """
+        assert part.position is not None
+        ids = self._ids(batch, failures)
+        known = [one for one in ids.values() if one is not None]
+        new, today = self._group.move(
+            connection,
+            part.partition,
+            batch[-1].offset() + 1,
+            log_end=self._log_end(part.partition),
+            leader_epoch=_kafka.epoch_of(batch[-1]),
+            ids=known,
+            applied=len(ids) - len(known),
+        )
+        counted = len(ids) - len(known) + len(new)
+        before = self._group.forgotten_before(connection, new, today)
+        pending = []
+        for message in (one for one in batch if one.offset() in ids):
+            id_ = ids[message.offset()]
+            try:
+                if id_ is not None:
+                    if id_ not in new:
+                        continue
+                    # Of messages with the same id the first one counts.
+                    new.discard(id_)
+                    self._check_age(message, id_, before)
+            except MessageFailed as failed:
+                failures[message.offset()] = failed
+            else:
+                pending.append(message)
+        if failures:
+            self._record(connection, part, failures.values())
+        if pending:
+            first, end = batch[0].offset(), batch[-1].offset() + 1
+            self._group.give_up(connection, part.partition, first, end, counted)
+        elif counted:
+            self._group.move(connection, part.partition, None, applied=-counted)
+        return pending
+
+    def _ids(self, batch: Sequence[KafkaMessage], failures: dict[int, MessageFailed]) -> dict[int, UUID | None]:
+        """Return the id of each message by its offset; add to ``failures`` those that no handler may get."""
+        ids: dict[int, UUID | None] = {}
+        for message in batch:
+            try:
+                ids[message.offset()] = self._id(message)
+            except MessageFailed as failed:
+                failures[message.offset()] = failed
+        return ids
+
+    def _failure(self, connection: psycopg.Connection[Any], message: KafkaMessage) -> MessageFailed | None:
+        """Call the handler behind a savepoint. Returns its failure, without its changes."""
+        try:
+            with connection.transaction():
+                self._call(connection, message)
+        except MessageFailed as failed:
+            return failed
+        return None
+
+    def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
+        assert part.position is not None
+        topic_id = part.position.topic_id
+        self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
+
+    def _count(
+        self,
+        part: Assigned,
+        batch: Sequence[KafkaMessage],
+        pending: Sequence[KafkaMessage],
+        failures: dict[int, MessageFailed],
+    ) -> None:
+        """Log failures that are recorded. Raises HandlerFailed for too many in a row."""
+        applied = {message.offset() for message in pending} - failures.keys()
+        for message in batch:
+            if message.offset() in applied:
+                part.deaths = 0
+            elif (failed := failures.get(message.offset())) is not None:
+                part.deaths += 1
+                text = failed.why.error
+                _logger.error("%s offset %d was given up: %s", part.name, message.offset(), text)
+                if part.deaths > self._settings.most_dead:
+                    why = f"as the {part.deaths - 1} before it: {text}"
+                    raise HandlerFailed(*part.partition, message.offset(), 1, why, given_up=True) from failed.__cause__

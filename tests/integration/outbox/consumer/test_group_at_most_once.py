@@ -1,0 +1,110 @@
+"""The contract of a consumer group in Postgres at-most-once, of an inbox as of a Spark job.
+
+See the crash tables of outbox/inbox/_at_most_once.py and spark_jobs/postgres/at_most_once.py. Killed processes:
+tests/acceptance/test_inbox_at_most_once.py, tests/integration/spark_jobs/task/test_task_at_most_once.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from group_sides import BAD, BEGIN, Bench, Message, Side, bench, messages
+
+from outbox.consumer.errors import Fenced
+from outbox.errors import ConfigurationError
+
+__all__ = ["bench"]
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+@pytest.fixture
+def most(bench: Bench) -> Side:
+    found = bench.side(at_most_once=True)
+    found.claim()
+    return found
+
+
+def losses(bench: Bench) -> list[tuple[Any, ...]]:
+    return bench.run("SELECT part, first_offset, end_offset FROM consumer.losses WHERE kind = 'given-up' ORDER BY id")
+
+
+def unconfirmed(bench: Bench) -> tuple[Any, ...]:
+    return bench.run("SELECT unconfirmed_from, unconfirmed_end FROM consumer.offsets WHERE part = 0")[0]
+
+
+def test_the_position_is_committed_before_the_effect(bench, most):
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append((bench.stands()[0], bench.stands()[2], unconfirmed(bench), bench.numbers()))
+
+    most.apply_at_most_once(messages(1, 2), look)
+    assert seen == [(BEGIN + 2, 0, (BEGIN, BEGIN + 2), [])]
+    assert (bench.stands(), unconfirmed(bench), bench.numbers()) == ((BEGIN + 2, 1, 2, 0, 0), (None, None), [1, 2])
+    assert losses(bench) == []
+    assert bench.run("SELECT strategy FROM consumer.groups") == [("AtMostOnce",)]
+    assert bench.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+@pytest.mark.parametrize("at_most_once", [True, False])
+def test_what_is_not_confirmed_is_recorded_once_by_the_next_claim_whatever_it_is(bench, most, at_most_once):
+    with pytest.raises(Killed):
+        most.apply_at_most_once(messages(1, 2), kill)
+    for _ in range(2):
+        later = bench.side(at_most_once=at_most_once)
+        later.claim()
+        assert losses(bench) == [(0, BEGIN, BEGIN + 2)]
+        assert (later.next_offset(), later.next_offset(1)) == (BEGIN + 2, BEGIN)
+    after = messages(3, at=BEGIN + 2)
+    if at_most_once:
+        later.apply_at_most_once(after)
+    else:
+        later.apply(after)
+    assert (bench.numbers(), bench.stands()[2], unconfirmed(bench)) == ([3], 1, (None, None))
+
+
+def test_a_claim_between_the_two_leaves_no_effect(bench, most):
+    later = bench.side(at_most_once=True)
+    with pytest.raises(Fenced):
+        most.apply_at_most_once(messages(1, 2), later.claim)
+    assert (bench.numbers(), losses(bench)) == ([], [(0, BEGIN, BEGIN + 2)])
+    assert bench.stands() == (BEGIN + 2, 2, 0, 0, 0)
+
+
+def test_an_older_claim_gives_nothing_up(bench, most):
+    bench.side(at_most_once=True).claim()
+    with pytest.raises(Fenced):
+        most.apply_at_most_once(messages(1))
+    assert (bench.numbers(), losses(bench), unconfirmed(bench)) == ([], [], (None, None))
+    assert bench.stands()[0] == BEGIN
+
+
+def test_a_message_that_fails_is_recorded_and_the_others_are_applied(bench, most):
+    most.apply_at_most_once(messages(1, BAD, 3, BAD, BAD))
+    assert bench.numbers() == [1, 3]
+    assert losses(bench) == [(0, at, at + 1) for at in (BEGIN + 1, BEGIN + 3, BEGIN + 4)]
+    assert (bench.stands(), bench.letters()) == ((BEGIN + 5, 1, 2, 0, 0), [])
+    [(detail,)] = bench.run("SELECT detail FROM consumer.losses ORDER BY id LIMIT 1")
+    assert detail.startswith(f"t-0: message {BEGIN + 1} was given up (at-most-once), failed: ")
+    # Its key does not wait.
+    most.apply_at_most_once(messages(4, at=BEGIN + 5))
+    assert bench.numbers() == [1, 3, 4]
+
+
+def test_a_group_with_dead_letters_is_refused(bench):
+    side = bench.side()
+    side.claim()
+    side.bury(Message(1, BEGIN))
+    most = bench.side(at_most_once=True)
+    with pytest.raises(ConfigurationError, match="retry or discard them before"):
+        most.claim()
+    # It has not claimed anything.
+    assert bench.stands()[1] == 1

@@ -1,0 +1,237 @@
+"""The inbox's consumer at-most-once: what fails or is interrupted is recorded, and never tried again.
+
+tests/acceptance/test_inbox_at_most_once.py kills it; tests/integration/outbox/consumer has the contract of its rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from typing import Any
+
+import psycopg
+import pytest
+from inbox_log import _quick, keys, log, losing, settings
+from inbox_support import Log, apply
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
+
+from outbox import ConfigurationError
+from outbox.inbox import HandlerFailed, Reject
+from relay.cli.app import app
+
+__all__ = ["_quick", "log"]
+
+MOST: dict[str, Any] = {"delivery": "at-most-once", "batch": 10}
+
+
+def losses(log: Log) -> list[Any]:
+    """The offsets that were given up."""
+    query = "SELECT kind, first_offset, end_offset, detail FROM consumer.losses WHERE accepted_at IS NULL ORDER BY id"
+    return log.run(query)
+
+
+def lost(log: Log) -> list[tuple[int, int]]:
+    assert {kind for kind, *_ in losses(log)} <= {"given-up"}
+    return [(first, end) for _, first, end, _ in losses(log)]
+
+
+def applied(log: Log) -> list[int]:
+    return [at for (at,) in log.run("SELECT at FROM effects ORDER BY id")]
+
+
+def counts(log: Log) -> tuple[int, ...]:
+    query = "SELECT next_offset, applied, duplicates, dead, unconfirmed_from, unconfirmed_end FROM consumer.offsets"
+    return log.run(query)[0]
+
+
+def passed(log: Log, count: int) -> Any:
+    return lambda: log.run("SELECT next_offset FROM consumer.offsets WHERE unconfirmed_from IS NULL") == [(count,)]
+
+
+class Failing:
+    """Has its effect outside of the handler's transaction too, and then fails at some offsets."""
+
+    def __init__(self, *offsets: int) -> None:
+        self.offsets = set(offsets)
+        self.calls: list[int] = []
+
+    def __call__(self, connection: Any, message: Any) -> None:
+        self.calls.append(message.offset())
+        apply(connection, message)
+        if message.offset() in self.offsets:
+            self.fail(connection)
+
+    def fail(self, connection: Any) -> None:
+        raise ValueError("no such number\0")
+
+
+class Rejecting(Failing):
+    def fail(self, connection: Any) -> None:
+        raise Reject("no such number")
+
+
+class Swallowing(Failing):
+    def fail(self, connection: Any) -> None:
+        try:
+            connection.execute("SELECT 1/0")
+        except psycopg.Error:
+            pass
+
+
+class Ended(Failing):
+    def fail(self, connection: Any) -> None:
+        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+            admin.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+
+
+class Deferred(Failing):
+    def fail(self, connection: Any) -> None:
+        connection.execute("INSERT INTO late VALUES (1), (1)")
+
+
+@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing])
+def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind):
+    log.produce(keys(40, 4))
+    handler = kind(13, 17)
+    with log.consuming(handler, **MOST) as running:
+        running.wait(passed(log, 40), "the position")
+    assert handler.calls == list(range(40))
+    # Without what the handler had changed before it failed; the other messages of its batch and key go on.
+    assert applied(log) == [at for at in range(40) if at not in {13, 17}]
+    assert lost(log) == [(13, 14), (17, 18)]
+    assert f"{log.topic}-0: message 13 was given up (at-most-once), " in losses(log)[0][3]
+    assert counts(log) == (40, 38, 0, 0, None, None)
+    assert log.letters() == []
+
+
+@pytest.mark.parametrize("kind", [Ended, Deferred])
+def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind):
+    log.run("SELECT 1")
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("CREATE TABLE late (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    log.produce(keys(40, 4))
+    handler = kind(13)
+    with log.consuming(handler, **MOST) as running:
+        running.wait(passed(log, 40), "the position")
+    assert len(handler.calls) == len(set(handler.calls))
+    assert applied(log) == [*range(10), *range(20, 40)]
+    assert lost(log) == [(10, 20)]
+    assert counts(log) == (40, 30, 0, 0, None, None)
+
+
+def test_a_handler_that_always_fails_stops_the_consumer(log):
+    log.produce(keys(60))
+    with log.consuming(Failing(*range(5, 60)), **MOST, most_dead=12) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (17, True)
+    assert "Nothing was skipped" not in str(error)
+    assert "as the 12 before it" in str(error)
+    # The batch was given up as a whole: each was tried, once.
+    assert lost(log) == [(at, at + 1) for at in range(5, 20)]
+    with log.consuming(**MOST) as running:
+        running.wait(passed(log, 60), "the rest")
+    assert applied(log) == [*range(5), *range(20, 60)]
+
+
+def test_messages_that_no_handler_may_get_are_recorded(log):
+    ids = [uuid7() for _ in range(6)]
+    log.produce(keys(6), ids=[*ids[:2], None, *ids[3:]])
+    with log.consuming(**MOST) as running:
+        running.wait(passed(log, 6), "the position")
+    assert lost(log) == [(2, 3)]
+    assert "no-id" in losses(log)[0][3]
+    assert counts(log) == (6, 5, 0, 0, None, None)
+    with log.consuming(**MOST) as running:
+        # What was published twice, and what was given up: neither comes late.
+        log.produce(keys(6), ids=ids)
+        running.wait(passed(log, 12), "the position")
+    assert counts(log) == (12, 6, 5, 0, None, None)
+
+
+def test_lost_answers_to_commit(log):
+    """Each third answer is lost, whatever was committed: each message is applied once, or recorded as lost."""
+    commits = itertools.count()
+    log.produce(keys(300))
+    handler = Failing()
+    lose = lambda: next(commits) % 40 == 39  # noqa: E731
+    with log.consuming(handler, database=losing(log, lose), **MOST, dedup=False) as running:
+        running.wait(passed(log, 300), "the position")
+    assert len(handler.calls) == len(set(handler.calls))
+    assert applied(log) == sorted(applied(log))
+    missing = set(range(300)) - set(applied(log))
+    assert missing == {at for first, end in lost(log) for at in range(first, end)}
+    assert missing
+    assert counts(log)[1] == 300 - len(missing)
+
+
+def test_what_is_lost_is_named_and_accepted(log):
+    log.produce(keys(40))
+    # The session ends in the last batch, and no claim follows.
+    stopping = threading.Event()
+
+    class Dying(Failing):
+        def fail(self, connection: Any) -> None:
+            stopping.set()
+            raise SystemExit
+
+    with log.consuming(Dying(35), **MOST) as running:
+        assert isinstance(running.error(), SystemExit)
+    assert stopping.is_set()
+    assert (lost(log), counts(log)) == ([], (40, 30, 0, 0, 30, 40))
+
+    def run(*words: str) -> str:
+        found = CliRunner().invoke(app, list(words), env=settings(log))
+        return found.output
+
+    # It may be under way, for some minutes.
+    assert "given up" not in run("offsets", "show", "--group", log.group)
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("UPDATE consumer.offsets SET updated_at = now() - interval '6 minutes'")
+    shown = run("offsets", "show", "--group", log.group)
+    assert "messages 30 to 39 were given up (at-most-once), and their effect is not confirmed yet" in shown
+    problems = json.loads(run("status", "--json"))["problems"]
+    assert f"group {log.group}: 1 loss to accept: `outbox offsets show`" in problems
+    # Another group, or none, changes nothing.
+    with log.consuming(**MOST) as running:
+        running.wait(lambda: lost(log) == [(30, 40)], "the record")
+    assert (
+        f"group {log.group}: 1 loss to accept: `outbox offsets show`" in json.loads(run("status", "--json"))["problems"]
+    )
+    assert "it has given up messages of" in run("doctor")
+    run("offsets", "reset", log.group, "--topic", log.topic, "--to", "loss", "--reason", "known")
+    assert (lost(log), counts(log)[0]) == ([], 40)
+    assert "loss" not in " ".join(json.loads(run("status", "--json"))["problems"])
+
+
+def test_a_move_by_an_operator_records_what_was_given_up(log):
+    log.produce(keys(10))
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'killed')", (log.group,))
+        connection.execute(
+            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation, unconfirmed_from, "
+            "unconfirmed_end) VALUES (%s, %s, 0, 'id', 6, 1, 4, 6)",
+            (log.group, log.topic),
+        )
+    command = ["offsets", "forget", log.group, "--topic", log.topic, "--reason", "moved"]
+    assert CliRunner().invoke(app, command, env=settings(log)).exit_code == 0
+    assert log.run("SELECT kind, first_offset, end_offset, accepted_at IS NULL FROM consumer.losses") == [
+        ("given-up", 4, 6, False)
+    ]
+
+
+def test_what_does_not_go_with_it_is_refused(log):
+    with pytest.raises(ConfigurationError, match="delivery must be"):
+        log.consumer(delivery="at-least-once")
+    with pytest.raises(ConfigurationError, match="never tried again"):
+        log.consumer(**MOST, on_failure="dead-letter")
+    # Dead letters from before: to retry one is to be late.
+    log.produce(keys(3))
+    with log.consuming(Failing(1), on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.letters(), "the dead letter")
+    with log.consuming(**MOST) as running:
+        error = running.error()
+    assert isinstance(error, ConfigurationError)
+    assert "retry or discard them before" in str(error)

@@ -1,0 +1,77 @@
+"""A task of an at-most-once job that is killed at each step, and tried again as Spark does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import at_most_once_task
+import pytest
+from consumer_group import ConsumerGroup
+
+SIZE = 5
+
+
+@pytest.fixture
+def group(outbox_postgres) -> ConsumerGroup:
+    found = ConsumerGroup(outbox_postgres.url)
+    found.begin([0])
+    found.run("CREATE TABLE calls (id int GENERATED ALWAYS AS IDENTITY, n int); CREATE TABLE numbers (n int)")
+    return found
+
+
+def kill(group: ConsumerGroup, start: int, at: str) -> None:
+    given = {"url": group.url, "start": start, "count": SIZE, "at": at}
+    script = at_most_once_task.__file__
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
+    done = subprocess.run([sys.executable, script, json.dumps(given)], env=environment, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+
+
+def calls(group: ConsumerGroup) -> list[int]:
+    return [n for (n,) in group.run("SELECT n FROM calls ORDER BY id")]
+
+
+def numbers(group: ConsumerGroup) -> list[int]:
+    return [n for (n,) in group.run("SELECT n FROM numbers ORDER BY n")]
+
+
+def losses(group: ConsumerGroup) -> list[tuple[int, int]]:
+    assert group.run("SELECT count(*) FROM consumer.offsets WHERE unconfirmed_from IS NOT NULL") == [(0,)]
+    return group.run("SELECT first_offset, end_offset FROM consumer.losses WHERE kind = 'given-up' ORDER BY id")
+
+
+@pytest.mark.parametrize("retried", [True, False])
+@pytest.mark.parametrize(
+    ("at", "called"),
+    [("given-up", None), ("moved", 0), ("confirmed", 0), ("third", 3), ("applied", SIZE)],
+)
+def test_killed_at_each_step(group, at, called, retried):
+    """Each message is called for at most once and in order; at most this range is lost, and recorded."""
+    assert at_most_once_task.run(group.url, 0, SIZE)["outcome"] == "applied"
+    kill(group, SIZE, at)
+    if retried or called is None:
+        # As Spark tries a task again.
+        outcome = at_most_once_task.run(group.url, SIZE, SIZE)["outcome"]
+        assert outcome == ("applied" if called is None else "already")
+        assert losses(group) == ([] if called is None else [(SIZE, 2 * SIZE)])
+    assert at_most_once_task.run(group.url, 2 * SIZE, SIZE)["outcome"] == "applied"
+    lost = range(0) if called is None else range(SIZE, 2 * SIZE)
+    assert losses(group) == ([(SIZE, 2 * SIZE)] if lost else [])
+    all_three = [*range(3 * SIZE)]
+    assert calls(group) == [n for n in all_three if n not in lost[called or 0 :]]
+    assert numbers(group) == [n for n in all_three if n not in lost]
+    assert group.run("SELECT next_offset, applied FROM consumer.offsets") == [(3 * SIZE, 3 * SIZE - len(lost))]
+
+
+def test_a_function_that_fails_loses_its_range_and_is_not_called_again(group):
+    report = at_most_once_task.run(group.url, 0, SIZE, fails=True)
+    assert report["outcome"] == "broken"
+    assert "the provider is away" in report["detail"]
+    assert losses(group) == [(0, SIZE)]
+    assert at_most_once_task.run(group.url, 0, SIZE)["outcome"] == "already"
+    assert (calls(group), numbers(group), losses(group)) == ([*range(SIZE)], [], [(0, SIZE)])

@@ -1,0 +1,157 @@
+"""Jobs at-most-once on real Spark: workers and effects that fail, beside an exactly-once job of the same topic."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import Bench, expected
+
+from outbox.consumer.errors import EffectFailed, JobError
+from spark_jobs import ConsumerJob, OffsetsOnly
+from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
+
+pytestmark = pytest.mark.spark
+
+NAMES = "abcdefgh"
+
+
+def calling(calls: Path, fail: Callable[[list[str]], None]) -> Callable[[Any, Any], None]:
+    """Return an effect that calls another system, which is a file: nothing takes a line of it back."""
+
+    def effect(cursor: Any, table: Any) -> None:
+        found = [
+            f"{part} {offset}"
+            for part, offset in zip(table["message_part"].to_pylist(), table["message_offset"].to_pylist(), strict=True)
+        ]
+        with calls.open("a") as file:
+            file.write("".join(f"{one}\n" for one in found))
+        fail(found)
+
+    return effect
+
+
+def once_killing(marker: Path) -> Callable[[list[str]], None]:
+    """The first batch that has a message of partition 1 at offset 3 or later kills its process."""
+
+    def kill(found: list[str]) -> None:
+        if any(one.startswith("1 ") and int(one.split()[1]) >= 3 for one in found) and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def once_raising(marker: Path) -> Callable[[list[str]], None]:
+    def fail(found: list[str]) -> None:
+        if not marker.exists():
+            marker.touch()
+            raise ValueError("the provider is away")
+
+    return fail
+
+
+def job(bench: Bench, effect: Any, atomic: str) -> ConsumerJob:
+    most = {"strategy": OffsetsOnly(), "atomic": atomic, "delivery": "at-most-once"}
+    return replace(bench.job, group="calls", effect=effect, setup=None, **most)
+
+
+def called(calls: Path) -> list[tuple[int, int]]:
+    return [tuple(map(int, line.split())) for line in calls.read_text().splitlines()]
+
+
+def losses(bench: Bench) -> list[tuple[int, int, int]]:
+    return bench.rows("SELECT part, first_offset, end_offset FROM consumer.losses WHERE grp = 'calls' ORDER BY part")
+
+
+def positions(bench: Bench) -> dict[int, int]:
+    rows = "SELECT part, next_offset FROM consumer.offsets WHERE grp = 'calls' AND unconfirmed_from IS NULL"
+    return dict(bench.rows(rows))
+
+
+def check(bench: Bench, calls: Path, sent: int) -> None:
+    """Each message was called for once or is recorded as lost, and the neighbour has all."""
+    ends = positions(bench)
+    assert sum(ends.values()) == sent
+    found, lost = called(calls), {(part, at) for part, first, end in losses(bench) for at in range(first, end)}
+    assert len(found) == len(set(found))
+    for part, end in ends.items():
+        of_part = [at for where, at in found if where == part]
+        assert of_part == sorted(of_part)
+        assert {(part, at) for at in set(range(end)) - set(of_part)} <= lost
+    bench.once()
+    assert bench.totals() == expected(NAMES, sent // len(NAMES))
+
+
+def test_a_worker_that_is_killed_in_the_effect(bench, tmp_path):
+    calls, marker = tmp_path / "calls", tmp_path / "killed"
+    bench.orders(NAMES, range(1, 3))
+    bench.once()
+    given = job(bench, calling(calls, once_killing(marker)), "partition")
+    bench.once(given, max_records=6)
+    bench.orders(NAMES, range(3, 5))
+    bench.once(given, max_records=6)
+    assert marker.exists()
+    # One range of one partition.
+    [(part, first, end)] = losses(bench)
+    assert (part, end - first <= 6) == (1, True)
+    check(bench, calls, 4 * len(NAMES))
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+def test_an_effect_that_fails_ends_the_job_which_goes_on_behind_it(bench, tmp_path, atomic):
+    calls, marker = tmp_path / "calls", tmp_path / "failed"
+    bench.orders(NAMES, range(1, 3))
+    given = job(bench, calling(calls, once_raising(marker)), atomic)
+    with pytest.raises(EffectFailed, match="the provider is away"):
+        bench.once(given)
+    assert losses(bench)
+    before = called(calls)
+    bench.orders(NAMES, range(3, 5))
+    bench.once(given)
+    assert called(calls)[: len(before)] == before
+    # Each partition of the round, at most: none of its messages is called for again.
+    ends = positions(bench)
+    assert all(end <= ends[part] for part, _, end in losses(bench))
+    check(bench, calls, 4 * len(NAMES))
+
+
+def test_a_driver_that_ends_in_the_effect_of_a_round(bench, tmp_path, monkeypatch):
+    """Before it could record anything: the next claim does."""
+    calls, marker = tmp_path / "calls", tmp_path / "failed"
+    bench.orders(NAMES, range(1, 3))
+    given = job(bench, calling(calls, once_raising(marker)), "batch")
+    with monkeypatch.context() as killed:
+        killed.setattr(AtMostOnceTransaction, "ended", lambda _: None)
+        with pytest.raises(EffectFailed):
+            bench.once(given)
+    assert (losses(bench), positions(bench)) == ([], {})
+    bench.orders(NAMES, range(3, 5))
+    bench.once(given)
+    assert {(part, first) for part, first, _ in losses(bench)} == {(0, 0), (1, 0)}
+    check(bench, calls, 4 * len(NAMES))
+
+
+def test_what_does_not_decode_is_recorded_and_is_no_dead_letter(bench, tmp_path):
+    calls = tmp_path / "calls"
+    bench.orders(NAMES, range(1, 2), part=0)
+    bench.send_raw(b"{", [], partition=0)
+    given = job(bench, calling(calls, lambda _: None), "partition")
+    bench.once(given)
+    assert losses(bench) == [(0, len(NAMES), len(NAMES) + 1)]
+    assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE grp = 'calls'") == [(0,)]
+    assert sorted(called(calls)) == [(0, at) for at in range(len(NAMES))]
+
+
+def test_what_does_not_go_with_it_is_refused(bench):
+    with pytest.raises(JobError, match="goes with OffsetsOnly"):
+        replace(bench.job, delivery="at-most-once")
+    with pytest.raises(JobError, match="nothing waits behind"):
+        replace(bench.job, delivery="at-most-once", strategy=OffsetsOnly(), keep_order=True)
+    with pytest.raises(JobError, match="delivery: must be"):
+        replace(bench.job, delivery="twice")
