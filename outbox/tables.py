@@ -22,10 +22,12 @@ from sqlalchemy.dialects import postgresql as pg
 from outbox.errors import ConfigurationError
 from outbox.event import (
     CONTENT_TYPE,
+    IDEMPOTENCY_KEY,
     MAX_AGGREGATE_ID,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_BYTES,
     MAX_EVENT_TYPE,
+    MAX_IDEMPOTENCY_KEY,
     RELAY_HEADER_PREFIX,
     RESERVED_HEADERS,
     TRACEPARENT,
@@ -53,7 +55,9 @@ _KEY_HASH: Final = "hashtextextended(aggregate_id, 0::bigint)"
 _BAD_HEADER: Final = (
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
     f'@.key like_regex "^(ce_|({"|".join(sorted(RESERVED_HEADERS))})$)" flag "i" || '
-    f'@.key like_regex "^({CONTENT_TYPE}|{TRACEPARENT}|{TRACESTATE})$" flag "i" && @.key like_regex "[A-Z]"'
+    f'@.key like_regex "^({CONTENT_TYPE}|{IDEMPOTENCY_KEY}|{TRACEPARENT}|{TRACESTATE})$" flag "i" '
+    '&& @.key like_regex "[A-Z]" || '
+    f'@.key == "{IDEMPOTENCY_KEY}" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{{1,{MAX_IDEMPOTENCY_KEY}}}$")'
 )
 
 # The relay recognizes copies of dead letters and replays by these headers.

@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 
 from outbox import _payload, _statements, _targets, _topics, _trace
 from outbox.errors import ConfigurationError, EventError
-from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, id_of
+from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, id_of
 from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
 
@@ -156,6 +156,8 @@ class _Writer:
         headers = _trace.merged(trace, event.headers)
         if payload.content_type is not None:
             headers[CONTENT_TYPE] = payload.content_type
+        if event.idempotency_key is not None:
+            headers[IDEMPOTENCY_KEY] = event.idempotency_key
         # The option allows header names that are members of a StrEnum.
         stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
         _payload.check_size(event.aggregate_id, payload, stored, self._limit)

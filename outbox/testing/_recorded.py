@@ -12,7 +12,7 @@ from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings n
 from sqlalchemy.orm import Session
 
 from outbox import _statements, _targets
-from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
+from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
 from outbox.testing._scheduled import ScheduledEvent
 
@@ -126,6 +126,7 @@ def _event(row: Sequence[Any]) -> Event:
     content_type = own.pop(CONTENT_TYPE, None)
     usual = JSON_CONTENT_TYPE if payload_bytes is None else BYTES_CONTENT_TYPE
     given: dict[str, Any] = {
+        "idempotency_key": own.pop(IDEMPOTENCY_KEY, None),
         "aggregate_type": aggregate_type,
         "aggregate_id": aggregate_id,
         "event_type": event_type,
