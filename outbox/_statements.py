@@ -9,6 +9,10 @@ same order, so two transactions that add many events at once can't deadlock.
 
 A scheduled event is a row of another table, without a lane: a relay copies it when it is due.
 
+Where keys are unique, one statement inserts the keys and the events whose key was new, so that there is never one
+without the other. It waits while another transaction has inserted the same key, and does not see what that one commits
+then: who has a key that was not new is a statement of its own.
+
 They run in the caller's session, with its search path. Functions are qualified, and operators have exactly the types of
 pg_catalog's, so that none that is planted in a schema of that path is used instead.
 """
@@ -32,6 +36,8 @@ COLUMNS: Final = (
     "payload_bytes",
     "headers",
 )
+KEY: Final = "idempotency_key"
+KEY_COLUMNS: Final = ("aggregate_type", KEY, "event_id", "aggregate_id", "event_type")
 _TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "headers": pg.JSONB()}
 
 _DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
@@ -68,20 +74,66 @@ def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
 def schedule_many(schema: str) -> sa.Insert:
     """Return a statement that binds one list for each of COLUMNS, all of the same length, and ``not_before``."""
     rows = _rows(*COLUMNS)
-    time = sa.DateTime(timezone=True)
-    not_before = sa.cast(sa.bindparam("not_before", type_=time), time)
-    chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS), not_before).order_by(rows.c.n)
+    chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS), _not_before()).order_by(rows.c.n)
     names = [*COLUMNS, "not_before"]
     return sa.insert(_table("scheduled", schema, names)).inline().from_select(names, chosen)
 
 
 @cache
-def cancel(schema: str) -> sa.Select[tuple[int]]:
-    """Return a statement that binds ``event_id``, deletes the scheduled event, and returns how many there were."""
-    scheduled = _table("scheduled", schema, ["event_id"])
+def insert_unique(schema: str, *, scheduled: bool, lock_key: bool) -> sa.CompoundSelect[Any]:
+    """Return a statement that binds a list for each of COLUMNS and for the keys, and ``not_before`` if ``scheduled``.
+
+    It inserts the events without a key and those whose key is new, and returns KEY_COLUMNS of the new keys, the last
+    three NULL. If a key is known as that of another event it inserts nothing, and returns that event's.
+    """
+    table, names = ("scheduled", [*COLUMNS, "not_before"]) if scheduled else ("events", list(COLUMNS))
+    keys, target = _table("idempotency_keys", schema, KEY_COLUMNS), _table(table, schema, names)
+    given = sa.select(_rows(*COLUMNS, KEY)).cte("given")
+    differs = sa.or_(keys.c.aggregate_id != given.c.aggregate_id, keys.c.event_type != given.c.event_type)
+    reused = sa.select(*_texts(keys)).where(_same_key(keys, given), differs).cte("reused")
+    new = sa.select(given).where(~sa.select(reused.c[KEY]).exists()).cte("new")
+    fresh = (
+        pg.insert(keys)
+        .from_select(
+            KEY_COLUMNS,
+            # Always in the same order: two transactions that add the same keys can't deadlock.
+            sa.select(*(_typed(name, new.c[name]) for name in KEY_COLUMNS))
+            .where(new.c[KEY].is_not(None))
+            .order_by(new.c.aggregate_type, new.c[KEY]),
+        )
+        .on_conflict_do_nothing()
+        .returning(keys.c.aggregate_type, keys.c[KEY])
+        .cte("fresh")
+    )
+    is_fresh = sa.select(sa.literal_column("1")).where(_same_key(fresh, new)).exists()
+    values = [*(_typed(name, new.c[name]) for name in COLUMNS), *([_not_before()] if scheduled else [])]
+    chosen = sa.select(*values).where(sa.or_(new.c[KEY].is_(None), is_fresh)).order_by(new.c.n)
+    if lock_key:
+        chosen = chosen.where(_locked(new))
+    # What it returns needs no right to SELECT.
+    written = sa.insert(target).from_select(names, chosen).returning(sa.literal_column("1").label("one")).cte("written")
+    rest = (sa.cast(sa.null(), sa.Text()) for _ in KEY_COLUMNS[2:])
+    return sa.union_all(sa.select(fresh.c.aggregate_type, fresh.c[KEY], *rest).add_cte(written), sa.select(*reused.c))
+
+
+@cache
+def known_keys(schema: str) -> sa.Select[Any]:
+    """Return a statement that binds lists of aggregate types and keys, and returns KEY_COLUMNS of the known ones."""
+    keys, rows = _table("idempotency_keys", schema, KEY_COLUMNS), _rows("aggregate_type", KEY)
+    return sa.select(*_texts(keys)).where(_same_key(keys, rows))
+
+
+@cache
+def cancel(schema: str) -> sa.Select[Any]:
+    """Return a statement that binds ``event_id``, deletes the scheduled event, and returns how many there were.
+
+    The event's key is free again: what was cancelled has not happened.
+    """
+    scheduled, keys = (_table(name, schema, ["event_id"]) for name in ("scheduled", "idempotency_keys"))
     event_id = sa.cast(sa.bindparam("event_id", type_=sa.Text()), pg.UUID())
     gone = sa.delete(scheduled).where(scheduled.c.event_id == event_id).returning(scheduled.c.event_id).cte("gone")
-    return sa.select(sa.func.pg_catalog.count(gone.c.event_id, type_=sa.BigInteger()))
+    freed = sa.delete(keys).where(keys.c.event_id == gone.c.event_id).returning(keys.c.event_id).cte("freed")
+    return sa.select(sa.func.pg_catalog.count(gone.c.event_id, type_=sa.BigInteger())).add_cte(freed)
 
 
 @cache
@@ -110,7 +162,20 @@ def _rows(*names: str) -> sa.TableValuedAlias:
     return unnest(*arrays).table_valued(*names, with_ordinality="n").render_derived(name="new")
 
 
-def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
+def _not_before() -> sa.ColumnElement[Any]:
+    time = sa.DateTime(timezone=True)
+    return sa.cast(sa.bindparam("not_before", type_=time), time)
+
+
+def _texts(keys: sa.Table) -> list[sa.ColumnElement[Any]]:
+    return [sa.cast(keys.c[name], sa.Text()).label(name) for name in KEY_COLUMNS]
+
+
+def _same_key(one: sa.FromClause, other: sa.FromClause) -> sa.ColumnElement[bool]:
+    return sa.and_(*(one.c[name] == other.c[name] for name in ("aggregate_type", KEY)))
+
+
+def _locked(rows: sa.FromClause) -> sa.ColumnElement[bool]:
     """Return a condition that locks every key and is then true."""
     # hashtextextended as in events.lane, with another seed.
     key = sa.func.pg_catalog.hashtextextended(

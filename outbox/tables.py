@@ -83,6 +83,7 @@ class OutboxTables:
     pauses: sa.Table
     scheduled: sa.Table
     verified: sa.Table
+    idempotency_keys: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -100,6 +101,7 @@ class OutboxTables:
             self.pauses,
             self.scheduled,
             self.verified,
+            self.idempotency_keys,
         )
 
 
@@ -353,6 +355,22 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
     )
+    idempotency_keys = sa.Table(
+        "idempotency_keys",
+        metadata,
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("idempotency_key", sa.Text, nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        # With them the key is that of another fact, not of the same one again.
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("added_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("aggregate_type", "idempotency_key", name="idempotency_keys_pkey"),
+        sa.Index("idempotency_keys_event_id", "event_id"),
+        sa.Index("idempotency_keys_added_at", "added_at"),
+        schema=schema,
+        comment="Keys of events that were added once and are not added again. Kept for relay.idempotency_days.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -366,6 +384,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         pauses=pauses,
         scheduled=scheduled,
         verified=verified,
+        idempotency_keys=idempotency_keys,
     )
 
 

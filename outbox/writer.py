@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from uuid import UUID
 
 import orjson
@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from outbox import _payload, _statements, _targets, _topics, _trace
-from outbox.errors import ConfigurationError, EventError
+from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused
 from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, id_of
 from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
@@ -49,12 +49,18 @@ _UNBOUND: Final = "the event would be committed apart from the business rows"
 class _Batch:
     """What is ready to be sent: a statement and its parameters.
 
-    counts   the statement returns one number.
+    answers  the statement returns rows.
     """
 
-    statement: sa.Insert | sa.Select[tuple[int]]
+    statement: sa.Insert | sa.Select[Any] | sa.CompoundSelect[Any]
     values: dict[str, Any]
-    counts: bool = False
+    answers: bool = False
+
+
+_Rows = Sequence[Sequence[Any]]
+"""What a statement returned."""
+_Steps = Generator[_Batch, Any, list[UUID]]
+"""Yields what is to be sent, gets its _Rows, and returns the events' ids."""
 
 
 class _Writer:
@@ -66,6 +72,7 @@ class _Writer:
         max_event_bytes: int,
         serializer: Serializer | None,
         routed: Collection[str],
+        unique_keys: bool,
     ) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
@@ -75,6 +82,7 @@ class _Writer:
         self._schema = schema
         self._limit = max_event_bytes
         self._serializer = serializer
+        self._unique_keys = unique_keys
 
     @property
     def serializes(self) -> bool:
@@ -105,7 +113,7 @@ class _Writer:
         """Yield the trace of events that are written within the block."""
         return _trace.writing(events, ids)
 
-    def prepare(
+    def steps(
         self,
         events: Sequence[Event],
         ids: Sequence[UUID],
@@ -113,11 +121,73 @@ class _Writer:
         not_before: dt.datetime | None,
         *,
         lock_key: bool,
-    ) -> _Batch:
-        """Return the events ready to be sent, with these ids. Raises EventError and its subclasses."""
+    ) -> _Steps:
+        """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
+        self._check_options(events, not_before, lock_key=lock_key)
+        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
+        if self._unique_keys and any(event.idempotency_key is not None for event in events):
+            return (yield from self._unique(events, rows, not_before, lock_key=lock_key))
         if not_before is not None:
-            return self._scheduled(events, ids, trace, not_before, lock_key=lock_key)
-        if lock_key:
+            yield _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
+        elif not lock_key and len(rows) == 1:
+            yield _Batch(_statements.insert_one(self._schema), rows[0])
+        else:
+            yield _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
+        return list(ids)
+
+    def _unique(
+        self,
+        events: Sequence[Event],
+        rows: Sequence[dict[str, Any]],
+        not_before: dt.datetime | None,
+        *,
+        lock_key: bool,
+    ) -> _Steps:
+        """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
+        statement = _statements.insert_unique(self._schema, scheduled=not_before is not None, lock_key=lock_key)
+        times = {} if not_before is None else {"not_before": not_before}
+        owners: dict[tuple[str, str], tuple[str, str, str]] = {}
+        chosen: list[dict[str, Any]] = []
+        for event, row in zip(events, rows, strict=True):
+            if event.idempotency_key is None:
+                chosen.append({**row, _statements.KEY: None})
+            elif (key := (event.aggregate_type, event.idempotency_key)) not in owners:
+                owners[key] = row["event_id"], event.aggregate_id, event.event_type
+                chosen.append({**row, _statements.KEY: event.idempotency_key})
+        _check_owners(events, owners)
+        while chosen:
+            values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
+            answer = yield _Batch(statement, {**values, **times}, answers=True)
+            owners |= _owners(row for row in answer if row[2] is not None)
+            _check_owners(events, owners)
+            fresh = {(kind, key) for kind, key, *_ in answer}
+            old = [row for row in chosen if row[_statements.KEY] is not None and _key_of(row) not in fresh]
+            if not old:
+                break
+            values = _lists(old, ("aggregate_type", _statements.KEY))
+            found = _owners((yield _Batch(_statements.known_keys(self._schema), values, answers=True)))
+            owners |= found
+            _check_owners(events, owners)
+            # One that was forgotten between the two statements is new.
+            chosen = [row for row in old if _key_of(row) not in found]
+        first = [
+            None if one.idempotency_key is None else owners[one.aggregate_type, one.idempotency_key] for one in events
+        ]
+        return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
+
+    def _check_options(self, events: Sequence[Event], not_before: Any, *, lock_key: bool) -> None:
+        if not_before is not None:
+            if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
+                raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
+            if not _has_year(not_before):
+                raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
+            if lock_key:
+                raise EventError(
+                    "lock_key",
+                    "can't be combined with not_before: scheduled events are ordered by the time at which they become "
+                    "due",
+                )
+        elif lock_key:
             keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
             if keys > _MOST_LOCKS:
                 raise EventError(
@@ -125,31 +195,11 @@ class _Writer:
                     f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
                     f"lock table, which all sessions share; {_OTHERS_LOCKS}",
                 )
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
-        if not lock_key and len(rows) == 1:
-            return _Batch(_statements.insert_one(self._schema), rows[0])
-        return _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
 
     def cancel(self, event_id: UUID) -> _Batch:
         """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
         check_event_id(event_id)
-        return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, counts=True)
-
-    def _scheduled(
-        self, events: Sequence[Event], ids: Sequence[UUID], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
-    ) -> _Batch:
-        """Return rows of the table of scheduled events."""
-        if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
-            raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
-        if not _has_year(not_before):
-            raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
-        if lock_key:
-            raise EventError(
-                "lock_key",
-                "can't be combined with not_before: scheduled events are ordered by the time at which they become due",
-            )
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
-        return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
+        return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
 
     def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
         payload = _payload.encode(event)
@@ -171,18 +221,18 @@ class _Writer:
             "headers": None if stored is None else stored.decode(),
         }
 
-    def to_session(self, session: Session, batch: _Batch) -> int | None:
+    def to_session(self, session: Session, batch: _Batch) -> _Rows:
         """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
         # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
         session.flush()
         return self.to_connection(_targets.session_connection(session), batch)
 
-    def to_connection(self, connection: sa.Connection, batch: _Batch) -> int | None:
-        """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
+    def to_connection(self, connection: sa.Connection, batch: _Batch) -> _Rows:
+        """Send a batch in the transaction of a SQLAlchemy connection. Return its rows, if it answers."""
         _targets.check_connection(connection, "the outbox", _UNBOUND)
         with self.explained():
             result = _targets.execute(connection, batch.statement, batch.values)
-        return int(result.scalar_one()) if batch.counts else None
+            return result.all() if batch.answers else ()
 
     def explained(
         self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None
@@ -214,12 +264,13 @@ class _Configured:
         max_event_bytes: int = MAX_EVENT_BYTES,
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
+        unique_keys: bool = False,
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes.
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
         """
-        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
+        self._writer = _Writer(schema, max_event_bytes, serializer, routed, unique_keys)
 
 
 class Outbox(_Configured):
@@ -231,6 +282,10 @@ class Outbox(_Configured):
                      AsyncOutbox calls it in a thread, because it may send requests.
     routed           aggregate types to which the relay's routes assign a topic. All others may contain only characters
                      that a topic's name can have.
+    unique_keys      an event whose ``idempotency_key`` was added before, for the same aggregate type, is the same one:
+                     it is not written again, and ``add`` returns the id of the first. The database knows a key for as
+                     long as OUTBOX_RELAY__IDEMPOTENCY_DAYS says. A call waits for other transactions that have added
+                     the same key. Events without a key cost nothing more.
     """
 
     def add(
@@ -249,7 +304,7 @@ class Outbox(_Configured):
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
         transaction: then the transaction stays usable. Raises SchemaError, from the driver's error, if the outbox's
         tables are missing or of another version. The driver's other errors are passed through; where a command helps, a
-        note names it.
+        note names it. With ``unique_keys`` raises IdempotencyKeyReused for a key that another event has.
         """
         return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
 
@@ -270,9 +325,14 @@ class Outbox(_Configured):
         ids = [id_of(event) for event in events]
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
-            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            send(batch)
-        return ids
+            steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
+            rows: _Rows | None = None  # what starts a generator
+            while True:
+                try:
+                    batch = steps.send(rows)
+                except StopIteration as end:
+                    return cast("list[UUID]", end.value)
+                rows = send(batch)
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
@@ -281,9 +341,9 @@ class Outbox(_Configured):
         transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
         target without a transaction, EventError for an id that is not a UUID.
         """
-        return bool(self._sender(target)(self._writer.cancel(event_id)))
+        return bool(self._sender(target)(self._writer.cancel(event_id))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], int | None]:
+    def _sender(self, target: Any) -> Callable[[_Batch], _Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
         if isinstance(found, Session):
             return lambda batch: self._writer.to_session(found, batch)
@@ -291,19 +351,19 @@ class Outbox(_Configured):
             return lambda batch: self._writer.to_connection(found, batch)
         return lambda batch: self._to_psycopg(found, batch)
 
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> int | None:
+    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> _Rows:
         from psycopg import Cursor
-        from psycopg.rows import scalar_row
+        from psycopg.rows import tuple_row
 
         if _targets.state_unknown(connection):
             with connection.pipeline():
                 pass
         _targets.require_transaction(connection, _UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
-        cursor = Cursor(connection, row_factory=scalar_row)
+        cursor = Cursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
             cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        return cursor.fetchone() if batch.counts else None
+        return cursor.fetchall() if batch.answers else ()
 
 
 class AsyncOutbox(_Configured):
@@ -334,15 +394,20 @@ class AsyncOutbox(_Configured):
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
-            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            await send(batch)
-        return ids
+            steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
+            rows: _Rows | None = None
+            while True:
+                try:
+                    batch = steps.send(rows)
+                except StopIteration as end:
+                    return cast("list[UUID]", end.value)
+                rows = await send(batch)
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
-        return bool(await self._sender(target)(self._writer.cancel(event_id)))
+        return bool((await self._sender(target)(self._writer.cancel(event_id)))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[int | None]]:
+    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[_Rows]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
         if _targets.is_asyncpg(found):
             return lambda batch: self._to_asyncpg(found, batch)
@@ -351,24 +416,24 @@ class AsyncOutbox(_Configured):
         send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
         return lambda batch: found.run_sync(send, batch)
 
-    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> int | None:
+    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> _Rows:
         from psycopg import AsyncCursor
-        from psycopg.rows import scalar_row
+        from psycopg.rows import tuple_row
 
         if _targets.state_unknown(connection):
             async with connection.pipeline():
                 pass
         _targets.require_transaction(connection, _UNBOUND)
-        cursor = AsyncCursor(connection, row_factory=scalar_row)
+        cursor = AsyncCursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
             await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        return await cursor.fetchone() if batch.counts else None
+        return await cursor.fetchall() if batch.answers else ()
 
-    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> int | None:
+    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> _Rows:
         _targets.require_asyncpg_transaction(connection, _UNBOUND)
         with self._writer.explained():
-            rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
-        return int(rows[0][0]) if batch.counts else None
+            rows: _Rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
+        return rows
 
 
 @lru_cache(maxsize=1000)
@@ -385,5 +450,24 @@ def _has_year(time: dt.datetime) -> bool:
         return False
 
 
-def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: [row[name] for row in rows] for name in _statements.COLUMNS}
+def _lists(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = _statements.COLUMNS) -> dict[str, Any]:
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _key_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["aggregate_type"], row[_statements.KEY]
+
+
+def _owners(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], tuple[str, str, str]]:
+    """Return the events that have keys, by aggregate type and key, from rows of KEY_COLUMNS."""
+    return {(kind, key): (event_id, aggregate_id, event_type) for kind, key, event_id, aggregate_id, event_type in rows}
+
+
+def _check_owners(events: Sequence[Event], owners: Mapping[tuple[str, str], tuple[str, str, str]]) -> None:
+    """Raise IdempotencyKeyReused if an event's key is that of another fact. ``owners`` has the first event of a key."""
+    for event in events:
+        if event.idempotency_key is None:
+            continue
+        event_id, *first = owners[event.aggregate_type, event.idempotency_key]
+        if first != [event.aggregate_id, event.event_type]:
+            raise IdempotencyKeyReused(event.idempotency_key, event.aggregate_type, (first[0], first[1]), event_id)

@@ -236,6 +236,20 @@ def upgrade() -> None:
         schema=schema,
         comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
     )
+    op.create_table(
+        "idempotency_keys",
+        sa.Column("aggregate_type", sa.Text(), nullable=False),
+        sa.Column("idempotency_key", sa.Text(), nullable=False),
+        sa.Column("event_id", pg.UUID(), nullable=False),
+        sa.Column("aggregate_id", sa.Text(), nullable=False),
+        sa.Column("event_type", sa.Text(), nullable=False),
+        sa.Column("added_at", _time(), nullable=False, server_default=_NOW),
+        sa.PrimaryKeyConstraint("aggregate_type", "idempotency_key", name="idempotency_keys_pkey"),
+        schema=schema,
+        comment="Keys of events that were added once and are not added again. Kept for relay.idempotency_days.",
+    )
+    for column in ("event_id", "added_at"):
+        op.create_index(f"idempotency_keys_{column}", "idempotency_keys", [column], schema=schema)
     op.bulk_insert(lanes, [{"lane": lane} for lane in range(lane_count)])
 
 
@@ -243,6 +257,7 @@ def downgrade() -> None:
     schema, _ = _settings()
     # The archive's partitions are dropped with it.
     tables = (
+        "idempotency_keys",
         "verified",
         "scheduled",
         "pauses",

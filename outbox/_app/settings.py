@@ -110,6 +110,8 @@ class RelaySettings(Section):
     needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
+    idempotency_days: int = Field(30, ge=1, le=3650)
+    """For how many days a key of ``Outbox(unique_keys=True)`` is known: added again, the event is not written again."""
 
     @field_validator("sink_url")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
+from outbox._statements import KEY_COLUMNS
 from outbox.errors import ConfigurationError
 
 
@@ -15,7 +16,7 @@ class RoleKind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
-    """A service that writes events and schedules them. It can't read any."""
+    """A service that writes events and schedules them. It can't read any, but whose an idempotency key is."""
     RELAY = "relay"
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
@@ -65,7 +66,7 @@ EVENT_COLUMNS: Final = (*_NAMED, "payload", "payload_bytes", "headers", "created
 """The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
 TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
-    RoleKind.CANCELLER: (("DELETE", ("scheduled",)),),
+    RoleKind.CANCELLER: (("DELETE", ("scheduled", "idempotency_keys")),),
     RoleKind.RELAY: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, UPDATE", ("lanes",)),
@@ -75,6 +76,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT", ("streams", "pauses", "verified")),
         # UPDATE to lock them; it changes none.
         ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
+        ("SELECT, DELETE", ("idempotency_keys",)),
     ),
     RoleKind.OPERATOR: (
         ("SELECT, INSERT, DELETE", ("events",)),
@@ -85,7 +87,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT (what, why, details)", ("audit",)),
         # Not requested_by and requested_at: the server sets them.
         ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
-        ("SELECT, DELETE", ("scheduled",)),
+        ("SELECT, DELETE", ("scheduled", "idempotency_keys")),
         # For `outbox audit --follow`.
         ("SELECT, INSERT, UPDATE", ("verified",)),
     ),
@@ -128,8 +130,14 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
         ("INSERT", "scheduled", (*EVENT_COLUMNS[:-1], "not_before")),
+        # For Outbox(unique_keys=True).
+        ("SELECT", "idempotency_keys", KEY_COLUMNS),
+        ("INSERT", "idempotency_keys", KEY_COLUMNS),
     ),
-    RoleKind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
+    RoleKind.CANCELLER: (
+        ("SELECT", "scheduled", ("event_id",)),
+        ("SELECT", "idempotency_keys", ("event_id",)),
+    ),
     # All columns but the contents: payload, payload_bytes, headers.
     RoleKind.MONITOR: (
         ("SELECT", "events", (*_SEEN, "from_relay")),

@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -63,6 +63,8 @@ class Target:
     owner: Any
     """What commits: the session, or the connection of a cursor."""
     schema: str = "outbox"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the outbox."""
 
     async def add(self, given: Event, **options: Any) -> Any:
         return await _settled(self._outbox.add(self.given, given, **options))
@@ -92,7 +94,7 @@ class Target:
     @property
     def _outbox(self) -> Any:
         is_async = inspect.iscoroutinefunction(self.owner.commit) or isinstance(self.owner, async_scoped_session)
-        return (AsyncOutbox if is_async else Outbox)(schema=self.schema)
+        return (AsyncOutbox if is_async else Outbox)(schema=self.schema, **self.options)
 
 
 async def _settled(answer: Any) -> Any:

@@ -60,6 +60,7 @@ def run(outbox_postgres, registry_url: str) -> None:
         ("Order", "4712", "OrderPacked"),
         ("Order", "4713", "OrderPlaced"),
         *[("Order", str(n), "OrderPlaced") for n in range(1000)],
+        ("Payment", "4711", "PaymentReceived"),
         ("Order", "4711", "OrderSent"),
         ("Invoice", "17", "InvoiceIssued"),
         ("Stock", "tea", "Counted"),

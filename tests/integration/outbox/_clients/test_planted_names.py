@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 import asyncpg
@@ -97,6 +98,12 @@ def write(target: Any) -> None:
     outbox.add_many(target, events(), lock_key=True)
     later = outbox.add(target, events()[0], not_before=planted.LATER)
     assert outbox.cancel(target, later)
+    unique, keyed = Outbox(unique_keys=True), [replace(event, idempotency_key=str(later)) for event in events(1)]
+    unique.add_many(target, keyed, lock_key=True)
+    unique.add_many(target, keyed)
+    connection = target.connection() if isinstance(target, sa.orm.Session) else target
+    removed = "DELETE FROM outbox.events WHERE headers OPERATOR(pg_catalog.->>) 'idempotency-key' IS NOT NULL"
+    assert connection.execute(sa.text(removed) if isinstance(connection, sa.Connection) else removed).rowcount == 1
     assert once(target, message, consumer="billing")
     assert not once(target, message, consumer="billing")
 
