@@ -45,12 +45,15 @@ _OWNER: Final = "outbox.inbox.once"
 _STRATEGY: Final = "Dedup"
 
 
-def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DEFAULT_SCHEMA) -> bool:
+def once(
+    target: SyncTarget, message: object, *, consumer: str, key: str | None = None, schema: str = DEFAULT_SCHEMA
+) -> bool:
     """Return whether a message is new to a consumer: True, apply it; False, it was applied before.
 
     target    in whose transaction the message is applied: a SQLAlchemy Session or Connection, or a psycopg one.
     message   see ``message_id``.
     consumer  whose effect it is. Each consumer applies each event once.
+    key       see ``message_id``: with "idempotency-key", events with the same key are applied once.
     schema    of the consumers' tables, which must be in the same database as the effect.
 
     Waits while another transaction applies the same message. Raises TargetError for a target without a transaction,
@@ -58,7 +61,7 @@ def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DE
     through; SerializationFailure, above READ COMMITTED, means that the whole transaction is to be run again.
     """
     found = _targets.sync_target(target, "once", "once_async")
-    wanted = _Wanted(message, consumer, schema)
+    wanted = _Wanted(message, consumer, key, schema)
     if isinstance(found, Session):
         return wanted.on_connection(_targets.session_connection(found))
     if isinstance(found, sa.Connection):
@@ -78,10 +81,12 @@ def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DE
     return row is not None
 
 
-async def once_async(target: AsyncTarget, message: object, *, consumer: str, schema: str = DEFAULT_SCHEMA) -> bool:
+async def once_async(
+    target: AsyncTarget, message: object, *, consumer: str, key: str | None = None, schema: str = DEFAULT_SCHEMA
+) -> bool:
     """Return the same as ``once`` in the transaction of an asynchronous session or connection."""
     found: Any = _targets.async_target(target, "once_async", "once")
-    wanted = _Wanted(message, consumer, schema)
+    wanted = _Wanted(message, consumer, key, schema)
     if _targets.is_sqlalchemy_async(found):
         new: bool = await found.run_sync(wanted.on_target)
         return new
@@ -116,10 +121,10 @@ async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: 
 class _Wanted:
     """One message of one consumer: what the statements take, and what their rows mean."""
 
-    def __init__(self, message: object, consumer: str, schema: str) -> None:
+    def __init__(self, message: object, consumer: str, key: str | None, schema: str) -> None:
         check_name(consumer)
         self._schema = schema
-        self._id: UUID = message_id(message)
+        self._id: UUID = message_id(message, key)
         self._day: dt.date = day(self._id)
         self.values: dict[str, Any] = {
             "grp": consumer,

@@ -43,6 +43,7 @@ class Consumer:
     most_dead   more dead letters in a row than this, in one partition, stop the consumer: messages are not the cause.
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
                 applied twice by this consumer, but a message that Kafka has twice is applied twice.
+    key         with "idempotency-key", events with the same idempotency key are applied once: see ``message_id``.
     start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
     idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
                 systems must be quicker, and a member that is suspended blocks the next one for so long.
@@ -62,6 +63,7 @@ class Consumer:
         wait: tuple[float, float] = (0.1, 30.0),
         most_dead: int = 20,
         dedup: bool = True,
+        key: str | None = None,
         start: Start = "earliest",
         idle_seconds: float = 60.0,
         schema: str = DEFAULT_SCHEMA,
@@ -79,6 +81,8 @@ class Consumer:
             raise ConfigurationError(f"start must be 'earliest' or 'latest', not {start!r}")
         if not 0 < wait[0] <= wait[1]:
             raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
+        if key is not None and not dedup:
+            raise ConfigurationError("key: recognizes nothing with dedup=False")
         if idle_seconds < 0.001:
             raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
         owner = f"inbox {connections.process_name()}"
@@ -96,6 +100,7 @@ class Consumer:
             wait=wait,
             most_dead=most_dead,
             dedup=dedup,
+            key=key,
             at_end=start == "latest",
         )
         self._stopping = Stopping()

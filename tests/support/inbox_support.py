@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -59,6 +59,7 @@ class Log:
         ids: Sequence[UUID | None] | None = None,
         partition: int | None = None,
         transactional: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> list[UUID | None]:
         """Write a message for each of the keys, numbered in each key. Returns their ids."""
         ids = list(ids) if ids is not None else [uuid7() for _ in keys]
@@ -70,9 +71,9 @@ class Log:
         for key, id_ in zip(keys, ids, strict=True):
             numbers = self.written[key]
             numbers.append(len(numbers))
-            headers = {} if id_ is None else {"ce_id": str(id_)}
+            given = {**(headers or {}), **({} if id_ is None else {"ce_id": str(id_)})}
             where = {} if partition is None else {"partition": partition}
-            producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=headers, **where)
+            producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=given, **where)
             producer.poll(0)
         if transactional:
             producer.commit_transaction(30)

@@ -174,3 +174,17 @@ def test_what_is_refused(options, problem):
     given: dict[str, Any] = {"topics": ["orders"], "group": "billing", "kafka": {}, **options}
     with pytest.raises(ConfigurationError, match=problem):
         Consumer("postgresql://", given.pop("topics"), **given)
+
+
+def test_events_with_one_idempotency_key_are_applied_once(log):
+    log.produce(["k"] * 3, headers={"idempotency-key": "request 1"})
+    log.produce(["k"], headers={"idempotency-key": "request 2"})
+    log.produce(["k"])
+    with log.consuming(key="idempotency-key") as running:
+        running.wait(lambda: log.positions() == {0: 5}, "the position")
+    assert log.applied() == {"k": [0, 3, 4]}
+
+
+def test_a_key_recognizes_nothing_without_dedup(log):
+    with pytest.raises(ConfigurationError, match=r"^key: "):
+        log.consumer(key="idempotency-key", dedup=False)
