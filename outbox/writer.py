@@ -13,245 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-import orjson
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from outbox import _payload, _statements, _targets, _topics, _trace
-from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused
-from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, id_of
-from outbox.serializing import Serializer, serialize
+from outbox import _statements, _targets
+from outbox._writing import UNBOUND, Batch, Rows, Writer
+from outbox.event import MAX_EVENT_BYTES, Event, id_of
+from outbox.serializing import Serializer
 from outbox.tables import DEFAULT_SCHEMA
 
 if TYPE_CHECKING:
     import psycopg
 
     from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
-
-_MOST_LOCKS: Final = 1000
-"""Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
-the table is full, any statement of any session may fail."""
-_OTHERS_LOCKS: Final = (
-    "write the events in several transactions, or leave out lock_key and lock the aggregates' rows instead (UPDATE, "
-    "SELECT … FOR UPDATE), which take no place there"
-)
-_UNBOUND: Final = "the event would be committed apart from the business rows"
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What is ready to be sent: a statement and its parameters.
-
-    answers  the statement returns rows.
-    """
-
-    statement: sa.Insert | sa.Select[Any] | sa.CompoundSelect[Any]
-    values: dict[str, Any]
-    answers: bool = False
-
-
-_Rows = Sequence[Sequence[Any]]
-"""What a statement returned."""
-_Steps = Generator[_Batch, Any, list[UUID]]
-"""Yields what is to be sent, gets its _Rows, and returns the events' ids."""
-
-
-class _Writer:
-    """The common part of both outboxes: everything except sending."""
-
-    def __init__(
-        self,
-        schema: str,
-        max_event_bytes: int,
-        serializer: Serializer | None,
-        routed: Collection[str],
-        unique_keys: bool,
-    ) -> None:
-        if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
-            raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
-        if isinstance(routed, str):
-            raise ConfigurationError(f"routed must be a collection of aggregate types, not the text {routed!r}")
-        self._routed = frozenset(routed)
-        self._schema = schema
-        self._limit = max_event_bytes
-        self._serializer = serializer
-        self._unique_keys = unique_keys
-
-    @property
-    def serializes(self) -> bool:
-        """Return whether events have to go through ``serialized``."""
-        return self._serializer is not None
-
-    def serialized(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
-        """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
-        serializer = self._serializer
-        if serializer is None:
-            return events
-        return [serialize(serializer, replace(event, event_id=its)) for event, its in zip(events, ids, strict=True)]
-
-    def check_events(self, events: Sequence[Event]) -> None:
-        """Raise EventError for an object that is not an event, or an aggregate type that can't name a topic."""
-        for event in events:
-            if not isinstance(event, Event):
-                raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
-            kind = event.aggregate_type
-            if kind not in self._routed and (problem := _topic_problem(kind)):
-                raise EventError(
-                    "aggregate_type",
-                    f"{kind!r} can't be part of a topic's name: {problem}; choose another name, or add it to "
-                    "Outbox(routed=…) if the relay's routes give it a topic",
-                )
-
-    def writing(self, events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
-        """Yield the trace of events that are written within the block."""
-        return _trace.writing(events, ids)
-
-    def steps(
-        self,
-        events: Sequence[Event],
-        ids: Sequence[UUID],
-        trace: Mapping[str, str],
-        not_before: dt.datetime | None,
-        *,
-        lock_key: bool,
-    ) -> _Steps:
-        """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
-        self._check_options(events, not_before, lock_key=lock_key)
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
-        if self._unique_keys and any(event.idempotency_key is not None for event in events):
-            return (yield from self._unique(events, rows, not_before, lock_key=lock_key))
-        if not_before is not None:
-            yield _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
-        elif not lock_key and len(rows) == 1:
-            yield _Batch(_statements.insert_one(self._schema), rows[0])
-        else:
-            yield _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
-        return list(ids)
-
-    def _unique(
-        self,
-        events: Sequence[Event],
-        rows: Sequence[dict[str, Any]],
-        not_before: dt.datetime | None,
-        *,
-        lock_key: bool,
-    ) -> _Steps:
-        """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
-        statement = _statements.insert_unique(self._schema, scheduled=not_before is not None, lock_key=lock_key)
-        times = {} if not_before is None else {"not_before": not_before}
-        owners: dict[tuple[str, str], tuple[str, str, str]] = {}
-        chosen: list[dict[str, Any]] = []
-        for event, row in zip(events, rows, strict=True):
-            if event.idempotency_key is None:
-                chosen.append({**row, _statements.KEY: None})
-            elif (key := (event.aggregate_type, event.idempotency_key)) not in owners:
-                owners[key] = row["event_id"], event.aggregate_id, event.event_type
-                chosen.append({**row, _statements.KEY: event.idempotency_key})
-        _check_owners(events, owners)
-        while chosen:
-            values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
-            answer = yield _Batch(statement, {**values, **times}, answers=True)
-            owners |= _owners(row for row in answer if row[2] is not None)
-            _check_owners(events, owners)
-            fresh = {(kind, key) for kind, key, *_ in answer}
-            old = [row for row in chosen if row[_statements.KEY] is not None and _key_of(row) not in fresh]
-            if not old:
-                break
-            values = _lists(old, ("aggregate_type", _statements.KEY))
-            found = _owners((yield _Batch(_statements.known_keys(self._schema), values, answers=True)))
-            owners |= found
-            _check_owners(events, owners)
-            # One that was forgotten between the two statements is new.
-            chosen = [row for row in old if _key_of(row) not in found]
-        first = [
-            None if one.idempotency_key is None else owners[one.aggregate_type, one.idempotency_key] for one in events
-        ]
-        return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
-
-    def _check_options(self, events: Sequence[Event], not_before: Any, *, lock_key: bool) -> None:
-        if not_before is not None:
-            if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
-                raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
-            if not _has_year(not_before):
-                raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
-            if lock_key:
-                raise EventError(
-                    "lock_key",
-                    "can't be combined with not_before: scheduled events are ordered by the time at which they become "
-                    "due",
-                )
-        elif lock_key:
-            keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
-            if keys > _MOST_LOCKS:
-                raise EventError(
-                    "lock_key",
-                    f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
-                    f"lock table, which all sessions share; {_OTHERS_LOCKS}",
-                )
-
-    def cancel(self, event_id: UUID) -> _Batch:
-        """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
-        check_event_id(event_id)
-        return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
-
-    def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
-        payload = _payload.encode(event)
-        headers = _trace.merged(trace, event.headers)
-        if payload.content_type is not None:
-            headers[CONTENT_TYPE] = payload.content_type
-        if event.idempotency_key is not None:
-            headers[IDEMPOTENCY_KEY] = event.idempotency_key
-        # The option allows header names that are members of a StrEnum.
-        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
-        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
-        return {
-            "event_id": str(event_id),
-            "aggregate_type": event.aggregate_type,
-            "aggregate_id": event.aggregate_id,
-            "event_type": event.event_type,
-            "payload": None if payload.json is None else payload.json.decode(),
-            "payload_bytes": payload.raw,
-            "headers": None if stored is None else stored.decode(),
-        }
-
-    def to_session(self, session: Session, batch: _Batch) -> _Rows:
-        """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
-        # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
-        session.flush()
-        return self.to_connection(_targets.session_connection(session), batch)
-
-    def to_connection(self, connection: sa.Connection, batch: _Batch) -> _Rows:
-        """Send a batch in the transaction of a SQLAlchemy connection. Return its rows, if it answers."""
-        _targets.check_connection(connection, "the outbox", _UNBOUND)
-        with self.explained():
-            result = _targets.execute(connection, batch.statement, batch.values)
-            return result.all() if batch.answers else ()
-
-    def explained(
-        self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None
-    ) -> AbstractContextManager[None]:
-        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError.
-
-        connection  of psycopg: within a pipeline, errors in the block may be those of the caller's own statements, and
-                    are left as they are.
-        """
-        if connection is not None and _targets.in_pipeline(connection):
-            return nullcontext()
-        return _targets.explained(
-            "run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
-            f"{self._schema!r} here",
-            {
-                "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
-                "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
-            },
-        )
 
 
 class _Configured:
@@ -270,7 +48,7 @@ class _Configured:
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
         """
-        self._writer = _Writer(schema, max_event_bytes, serializer, routed, unique_keys)
+        self._writer = Writer(schema, max_event_bytes, serializer, routed, unique_keys)
 
 
 class Outbox(_Configured):
@@ -326,7 +104,7 @@ class Outbox(_Configured):
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
             steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
-            rows: _Rows | None = None  # what starts a generator
+            rows: Rows | None = None  # what starts a generator
             while True:
                 try:
                     batch = steps.send(rows)
@@ -343,7 +121,7 @@ class Outbox(_Configured):
         """
         return bool(self._sender(target)(self._writer.cancel(event_id))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], _Rows]:
+    def _sender(self, target: Any) -> Callable[[Batch], Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
         if isinstance(found, Session):
             return lambda batch: self._writer.to_session(found, batch)
@@ -351,14 +129,14 @@ class Outbox(_Configured):
             return lambda batch: self._writer.to_connection(found, batch)
         return lambda batch: self._to_psycopg(found, batch)
 
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> _Rows:
+    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: Batch) -> Rows:
         from psycopg import Cursor
         from psycopg.rows import tuple_row
 
         if _targets.state_unknown(connection):
             with connection.pipeline():
                 pass
-        _targets.require_transaction(connection, _UNBOUND)
+        _targets.require_transaction(connection, UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
@@ -395,7 +173,7 @@ class AsyncOutbox(_Configured):
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
             steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
-            rows: _Rows | None = None
+            rows: Rows | None = None
             while True:
                 try:
                     batch = steps.send(rows)
@@ -407,7 +185,7 @@ class AsyncOutbox(_Configured):
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
         return bool((await self._sender(target)(self._writer.cancel(event_id)))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[_Rows]]:
+    def _sender(self, target: Any) -> Callable[[Batch], Awaitable[Rows]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
         if _targets.is_asyncpg(found):
             return lambda batch: self._to_asyncpg(found, batch)
@@ -416,58 +194,21 @@ class AsyncOutbox(_Configured):
         send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
         return lambda batch: found.run_sync(send, batch)
 
-    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> _Rows:
+    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: Batch) -> Rows:
         from psycopg import AsyncCursor
         from psycopg.rows import tuple_row
 
         if _targets.state_unknown(connection):
             async with connection.pipeline():
                 pass
-        _targets.require_transaction(connection, _UNBOUND)
+        _targets.require_transaction(connection, UNBOUND)
         cursor = AsyncCursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
             await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return await cursor.fetchall() if batch.answers else ()
 
-    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> _Rows:
-        _targets.require_asyncpg_transaction(connection, _UNBOUND)
+    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: Batch) -> Rows:
+        _targets.require_asyncpg_transaction(connection, UNBOUND)
         with self._writer.explained():
-            rows: _Rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
+            rows: Rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
         return rows
-
-
-@lru_cache(maxsize=1000)
-def _topic_problem(aggregate_type: str) -> str | None:
-    return _topics.topic_problem(_topics.default_topic(aggregate_type))
-
-
-def _has_year(time: dt.datetime) -> bool:
-    """Return whether a time has a year that the table takes, which is one of UTC."""
-    # asyncpg sends the first moment of the year 1 as -infinity.
-    try:
-        return 2 <= time.astimezone(dt.UTC).year <= 9998
-    except OverflowError:
-        return False
-
-
-def _lists(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = _statements.COLUMNS) -> dict[str, Any]:
-    return {name: [row[name] for row in rows] for name in names}
-
-
-def _key_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    return row["aggregate_type"], row[_statements.KEY]
-
-
-def _owners(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], tuple[str, str, str]]:
-    """Return the events that have keys, by aggregate type and key, from rows of KEY_COLUMNS."""
-    return {(kind, key): (event_id, aggregate_id, event_type) for kind, key, event_id, aggregate_id, event_type in rows}
-
-
-def _check_owners(events: Sequence[Event], owners: Mapping[tuple[str, str], tuple[str, str, str]]) -> None:
-    """Raise IdempotencyKeyReused if an event's key is that of another fact. ``owners`` has the first event of a key."""
-    for event in events:
-        if event.idempotency_key is None:
-            continue
-        event_id, *first = owners[event.aggregate_type, event.idempotency_key]
-        if first != [event.aggregate_id, event.event_type]:
-            raise IdempotencyKeyReused(event.idempotency_key, event.aggregate_type, (first[0], first[1]), event_id)

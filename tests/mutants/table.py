@@ -243,7 +243,7 @@ MUTANTS: Final = (
         "autocommit_is_taken",
         "business rows and events are one transaction",
         "outbox/writer.py",
-        "        _targets.require_transaction(connection, _UNBOUND)\n        # Not",
+        "        _targets.require_transaction(connection, UNBOUND)\n        # Not",
         "        # Not",
         (f"{_WRITER}_refusals.py",),
     ),
@@ -251,8 +251,8 @@ MUTANTS: Final = (
         "keys_are_not_locked",
         "order: writers of one key take turns",
         "outbox/_statements.py",
-        "    if lock_key:\n",
-        "    if False:\n",
+        "    if lock_key:\n        chosen = chosen.where(_locked(rows))",
+        "    if False:\n        chosen = chosen.where(_locked(rows))",
         (f"{_WRITER}_order.py",),
     ),
     Mutant(
@@ -266,7 +266,7 @@ MUTANTS: Final = (
     Mutant(
         "events_before_rows",
         "a session sends rows and events in the order of the code",
-        "outbox/writer.py",
+        "outbox/_writing.py",
         "        session.flush()\n",
         "",
         (f"{_WRITER}_targets.py", f"{_WRITER}_transactions.py"),
