@@ -1,7 +1,7 @@
 """The sessions and connections in whose transaction the library works, and what it refuses of them.
 
-psycopg, asyncpg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the last greenlet, and a
-service may have none of them. Objects of their classes exist only if the caller has imported them.
+No driver and nothing of SQLAlchemy is imported here: a service uses one of them, and each costs a process more time and
+memory than all the rest. Objects of their classes exist only if the caller has imported them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
-
-import sqlalchemy as sa
-from sqlalchemy.orm import Session, scoped_session
 
 from outbox.errors import SchemaError, TargetError
 
@@ -26,7 +23,10 @@ class AsyncpgConnection(Protocol):
 
 if TYPE_CHECKING:
     import psycopg
+    import sqlalchemy as sa
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+    from typing_extensions import TypeIs  # of type checkers
 
     SyncTarget = Session | scoped_session[Any] | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
     AsyncTarget = (
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _MISSING: Final = frozenset({"3F000", "42P01", "42703"})
 """SQLSTATEs of a schema, table or column that does not exist."""
+_ORM: Final = "sqlalchemy.orm"
 _SQLALCHEMY_ASYNC: Final = "sqlalchemy.ext.asyncio"
 _DJANGO: Final = "django.db.connection.connection inside transaction.atomic()"
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
@@ -53,9 +54,9 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
 
     Raises TargetError for any other object. It names the ``taker``, and for an asynchronous target the other one.
     """
-    if isinstance(target, scoped_session):
+    if isinstance(target, _classes(_ORM, "scoped_session")):
         target = target()
-    if isinstance(target, Session | sa.Connection):
+    if is_session(target) or is_connection(target):
         return target
     found = target.connection if isinstance(target, _classes("psycopg", "Cursor")) else target
     if isinstance(found, _classes("psycopg", "Connection")):
@@ -76,8 +77,8 @@ def async_target(
         found = target.connection
     if isinstance(found, _async_classes()):
         return found  # type: ignore[no-any-return]
-    sync = Session, sa.Connection, scoped_session, *_classes("psycopg", "Connection", "Cursor")
-    other = isinstance(target, sync)
+    sync = *_classes(_ORM, "Session", "scoped_session"), *_classes("psycopg", "Connection", "Cursor")
+    other = isinstance(target, sync) or is_connection(target)
     raise _refused(target, f"{taker} takes {_ASYNC}", sync_taker if other else None)
 
 
@@ -112,6 +113,16 @@ def _in_django(target: object) -> str:
     return ""
 
 
+def is_session(target: object) -> TypeIs[Session]:
+    """Return whether a target is a synchronous session of SQLAlchemy."""
+    return isinstance(target, _classes(_ORM, "Session"))
+
+
+def is_connection(target: object) -> TypeIs[sa.Connection]:
+    """Return whether a target is a synchronous connection of SQLAlchemy."""
+    return isinstance(target, _classes("sqlalchemy", "Connection"))
+
+
 def is_sqlalchemy_async(target: object) -> bool:
     """Return whether a target is one of SQLAlchemy's asyncio, which runs synchronous code with ``run_sync``."""
     return isinstance(target, _classes(_SQLALCHEMY_ASYNC, "AsyncSession", "AsyncConnection"))
@@ -124,9 +135,11 @@ def is_asyncpg(target: object) -> bool:
 
 def session_connection(session: Session) -> sa.Connection:
     """Return the connection of a session's transaction. Raises TargetError if it has no single database."""
+    from sqlalchemy.exc import UnboundExecutionError
+
     try:
         return session.connection()
-    except sa.exc.UnboundExecutionError as error:
+    except UnboundExecutionError as error:
         raise TargetError(
             "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
         ) from error

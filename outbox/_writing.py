@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 import orjson
-import sqlalchemy as sa
-from sqlalchemy.orm import Session
 
 from outbox import _payload, _statements, _targets, _topics, _trace
 from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused
@@ -24,6 +22,8 @@ from outbox.serializing import Serializer, serialize
 
 if TYPE_CHECKING:
     import psycopg
+    import sqlalchemy as sa
+    from sqlalchemy.orm import Session
 
 _MOST_LOCKS: Final = 1000
 """Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
@@ -42,7 +42,7 @@ class Batch:
     answers  the statement returns rows.
     """
 
-    statement: sa.Insert | sa.Select[Any] | sa.CompoundSelect[Any]
+    statement: _statements.Statement
     values: dict[str, Any]
     answers: bool = False
 
@@ -221,7 +221,8 @@ class Writer:
         """Send a batch in the transaction of a SQLAlchemy connection. Return its rows, if it answers."""
         _targets.check_connection(connection, "the outbox", UNBOUND)
         with self.explained():
-            result = _targets.execute(connection, batch.statement, batch.values)
+            translated = connection.get_execution_options().get("schema_translate_map") or {}
+            result = _targets.execute(connection, batch.statement.sqlalchemy(translated), batch.values)
             return result.all() if batch.answers else ()
 
     def explained(

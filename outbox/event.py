@@ -17,6 +17,9 @@ from uuid_utils.compat import uuid7
 
 from outbox.errors import EventError
 
+DEFAULT_SCHEMA: Final = "outbox"
+"""Of the outbox's tables."""
+
 MAX_AGGREGATE_TYPE: Final = 200
 MAX_AGGREGATE_ID: Final = 1000
 MAX_EVENT_TYPE: Final = 200

@@ -22,6 +22,7 @@ from sqlalchemy.dialects import postgresql as pg
 from outbox.errors import ConfigurationError
 from outbox.event import (
     CONTENT_TYPE,
+    DEFAULT_SCHEMA,
     IDEMPOTENCY_KEY,
     MAX_AGGREGATE_ID,
     MAX_AGGREGATE_TYPE,
@@ -34,7 +35,6 @@ from outbox.event import (
     TRACESTATE,
 )
 
-DEFAULT_SCHEMA: Final = "outbox"
 DEFAULT_LANES: Final = 4
 MAX_LANES: Final = 256
 

@@ -17,14 +17,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-import sqlalchemy as sa
-from sqlalchemy.orm import Session
-
-from outbox import _statements, _targets
+from outbox import _targets
 from outbox._writing import UNBOUND, Batch, Rows, Writer
-from outbox.event import MAX_EVENT_BYTES, Event, id_of
+from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
-from outbox.tables import DEFAULT_SCHEMA
 
 if TYPE_CHECKING:
     import psycopg
@@ -123,9 +119,9 @@ class Outbox(_Configured):
 
     def _sender(self, target: Any) -> Callable[[Batch], Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
-        if isinstance(found, Session):
+        if _targets.is_session(found):
             return lambda batch: self._writer.to_session(found, batch)
-        if isinstance(found, sa.Connection):
+        if _targets.is_connection(found):
             return lambda batch: self._writer.to_connection(found, batch)
         return lambda batch: self._to_psycopg(found, batch)
 
@@ -140,7 +136,7 @@ class Outbox(_Configured):
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
-            cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+            cursor.execute(batch.statement.psycopg, batch.values)
         return cursor.fetchall() if batch.answers else ()
 
 
@@ -204,11 +200,11 @@ class AsyncOutbox(_Configured):
         _targets.require_transaction(connection, UNBOUND)
         cursor = AsyncCursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
-            await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+            await cursor.execute(batch.statement.psycopg, batch.values)
         return await cursor.fetchall() if batch.answers else ()
 
     async def _to_asyncpg(self, connection: AsyncpgConnection, batch: Batch) -> Rows:
         _targets.require_asyncpg_transaction(connection, UNBOUND)
         with self._writer.explained():
-            rows: Rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
+            rows: Rows = await connection.fetch(*batch.statement.asyncpg(batch.values))
         return rows

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.orm import Session
 
-from outbox import _statements, _targets
+from outbox import _core, _targets
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.tables import DEFAULT_SCHEMA, ConsumerTables, consumer_tables
 from outbox.errors import ConfigurationError
@@ -75,9 +75,9 @@ def once(
     _targets.require_transaction(found, _UNBOUND)
     # Not connection.execute(): the caller's cursor and row factories may be others.
     cursor: psycopg.Cursor[tuple[Any, ...]] = Cursor(found, row_factory=tuple_row)
-    row = cursor.execute(_statements.psycopg_sql(_insert(schema)), wanted.values).fetchone()
+    row = cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values).fetchone()
     if wanted.is_aged(row):
-        wanted.check(cursor.execute(_statements.psycopg_sql(_forgotten(schema)), wanted.values).fetchone())
+        wanted.check(cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values).fetchone())
     return row is not None
 
 
@@ -100,20 +100,20 @@ async def once_async(
             pass
     _targets.require_transaction(found, _UNBOUND)
     cursor: psycopg.AsyncCursor[tuple[Any, ...]] = AsyncCursor(found, row_factory=tuple_row)
-    await cursor.execute(_statements.psycopg_sql(_insert(schema)), wanted.values)
+    await cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values)
     row = await cursor.fetchone()
     if wanted.is_aged(row):
-        await cursor.execute(_statements.psycopg_sql(_forgotten(schema)), wanted.values)
+        await cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values)
         wanted.check(await cursor.fetchone())
     return row is not None
 
 
 async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: str) -> bool:
     _targets.require_asyncpg_transaction(connection, _UNBOUND)
-    rows = await connection.fetch(*_statements.asyncpg_arguments(_insert(schema), wanted.values))
+    rows = await connection.fetch(*_core.asyncpg_arguments(_insert(schema), wanted.values))
     row = rows[0] if rows else None
     if wanted.is_aged(row):
-        forgotten = await connection.fetch(*_statements.asyncpg_arguments(_forgotten(schema), wanted.values))
+        forgotten = await connection.fetch(*_core.asyncpg_arguments(_forgotten(schema), wanted.values))
         wanted.check(forgotten[0] if forgotten else None)
     return row is not None
 
