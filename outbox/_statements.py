@@ -108,7 +108,10 @@ def insert_many(schema: str, *, lock_key: bool) -> Statement:
 
 @cache
 def schedule_many(schema: str) -> Statement:
-    """Return a statement that binds one list for each of COLUMNS, all of the same length, and ``not_before``."""
+    """Return a statement that binds one list for each of COLUMNS, all of the same length, ``not_before`` and ``delay``.
+
+    One of the two is NULL; ``delay`` is the text of an interval.
+    """
     return Statement(
         f"INSERT INTO {SCHEMA}scheduled ({_listed(COLUMNS)}, not_before) "
         f"SELECT {_chosen()}, {_NOT_BEFORE} FROM {_rows(COLUMNS)} ORDER BY new.n",
@@ -118,7 +121,7 @@ def schedule_many(schema: str) -> Statement:
 
 @cache
 def insert_unique(schema: str, *, scheduled: bool, lock_key: bool) -> Statement:
-    """Return a statement that binds a list for each of COLUMNS and for the keys, and ``not_before`` if ``scheduled``.
+    """Return a statement that binds a list for each of COLUMNS and for the keys, and those of ``schedule_many``.
 
     It inserts the events without a key and those whose key is new, and returns KEY_COLUMNS of the new keys, the last
     three NULL. If a key is known as that of another event it inserts nothing, and returns that event's.
@@ -167,7 +170,41 @@ SELECT pg_catalog.count(event_id) FROM gone"""
     return Statement(text, schema)
 
 
-_NOT_BEFORE: Final = "CAST(%(not_before)s AS timestamp with time zone)"
+@cache
+def reschedule(schema: str) -> Statement:
+    """Return a statement that binds ``event_id``, ``not_before`` and ``delay``, and returns the id if there was one."""
+    text = f"UPDATE {SCHEMA}scheduled SET not_before = {_NOT_BEFORE} WHERE event_id = CAST(%(event_id)s AS uuid)"
+    return Statement(f"{text} RETURNING event_id", schema)
+
+
+@cache
+def check() -> Statement:
+    """Return a statement that binds ``schema`` and lists of ``tables``, ``names`` of columns and ``rights`` or ''.
+
+    It returns what is wrong: the problem, the table and the column. It reads nothing but pg_catalog.
+    """
+    text = """
+SELECT problem, relation, name FROM (
+    SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') = 'on' THEN 'read-only'
+                WHEN a.attnum IS NULL THEN 'missing'
+                WHEN NOT pg_catalog.has_schema_privilege(n.oid, 'USAGE') THEN 'USAGE'
+                WHEN needed."right" <> '' AND NOT pg_catalog.has_column_privilege(c.oid, a.attnum, needed."right")
+                THEN needed."right" END AS problem, needed.*
+      FROM unnest(CAST(%(tables)s AS text[]), CAST(%(names)s AS text[]), CAST(%(rights)s AS text[]))
+           WITH ORDINALITY AS needed(relation, name, "right", n)
+      LEFT JOIN pg_catalog.pg_namespace AS n ON n.nspname = CAST(CAST(%(schema)s AS text) AS name)
+      LEFT JOIN pg_catalog.pg_class AS c ON c.relnamespace = n.oid AND c.relname = CAST(needed.relation AS name)
+      LEFT JOIN pg_catalog.pg_attribute AS a
+             ON a.attrelid = c.oid AND a.attname = CAST(needed.name AS name) AND NOT a.attisdropped) AS found
+ WHERE problem IS NOT NULL ORDER BY n"""
+    return Statement(text, "")
+
+
+# statement_timestamp(): the same for all events of a statement.
+_NOT_BEFORE: Final = (
+    "coalesce(CAST(%(not_before)s AS timestamp with time zone), "
+    "pg_catalog.statement_timestamp() + CAST(CAST(%(delay)s AS text) AS interval))"
+)
 
 
 def _rows(names: tuple[str, ...]) -> str:

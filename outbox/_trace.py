@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
-from outbox.event import TRACEPARENT, Event
+from outbox.event import TRACEPARENT, TRACESTATE, Event
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
@@ -104,8 +104,13 @@ def _attributes(events: Sequence[Event], ids: Sequence[UUID]) -> dict[str, str |
     return found
 
 
-def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return an event's headers with the trace added. A ``traceparent`` of the event's own replaces the whole trace:
-    ``tracestate`` belongs to one ``traceparent``.
+def merged(trace: Mapping[str, str], default: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return an event's headers with those of all events and the trace added. A ``traceparent`` of the event's own
+    replaces the whole trace: ``tracestate`` belongs to one ``traceparent``.
     """
-    return dict(headers) if TRACEPARENT in headers else {**trace, **headers}
+    own = {**default, **headers}
+    if TRACEPARENT not in own:
+        return {**trace, **own}
+    if TRACEPARENT in headers and TRACESTATE not in headers:
+        own.pop(TRACESTATE, None)
+    return own

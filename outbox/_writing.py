@@ -6,18 +6,19 @@ Nothing here knows psycopg or asyncpg.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 import orjson
 
 from outbox import _payload, _statements, _targets, _topics, _trace
-from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused
-from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id
+from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused, SchemaError, TargetError
+from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
 from outbox.serializing import Serializer, serialize
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ _OTHERS_LOCKS: Final = (
     "write the events in several transactions, or leave out lock_key and lock the aggregates' rows instead (UPDATE, "
     "SELECT … FOR UPDATE), which take no place there"
 )
+_MOST_DELAY: Final = dt.timedelta(days=36_500)
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 UNBOUND: Final = "the event would be committed apart from the business rows"
 
 
@@ -49,6 +52,7 @@ class Batch:
 
 Rows = Sequence[Sequence[Any]]
 """What a statement returned."""
+DefaultHeaders = Mapping[str, str] | Callable[[], Mapping[str, str]] | None
 Steps = Generator[Batch, Any, list[UUID]]
 """Yields what is to be sent, gets its Rows, and returns the events' ids."""
 
@@ -63,6 +67,7 @@ class Writer:
         serializer: Serializer | None,
         routed: Collection[str],
         unique_keys: bool,
+        headers: DefaultHeaders,
     ) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
@@ -73,6 +78,10 @@ class Writer:
         self._limit = max_event_bytes
         self._serializer = serializer
         self._unique_keys = unique_keys
+        self._headers = _default_headers(headers)
+        self._tables = (
+            f"run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is {schema!r} here"
+        )
 
     @property
     def serializes(self) -> bool:
@@ -108,17 +117,18 @@ class Writer:
         events: Sequence[Event],
         ids: Sequence[UUID],
         trace: Mapping[str, str],
-        not_before: dt.datetime | None,
+        when: Mapping[str, Any] | None,
         *,
         lock_key: bool,
     ) -> Steps:
         """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
-        self._check_options(events, not_before, lock_key=lock_key)
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
+        _check_locks(events, when, lock_key=lock_key)
+        headers = self._headers()
+        rows = [self._row(event, its, trace, headers) for event, its in zip(events, ids, strict=True)]
         if self._unique_keys and any(event.idempotency_key is not None for event in events):
-            return (yield from self._unique(events, rows, not_before, lock_key=lock_key))
-        if not_before is not None:
-            yield Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
+            return (yield from self._unique(events, rows, when, lock_key=lock_key))
+        if when is not None:
+            yield Batch(_statements.schedule_many(self._schema), {**_lists(rows), **when})
         elif not lock_key and len(rows) == 1:
             yield Batch(_statements.insert_one(self._schema), rows[0])
         else:
@@ -129,13 +139,12 @@ class Writer:
         self,
         events: Sequence[Event],
         rows: Sequence[dict[str, Any]],
-        not_before: dt.datetime | None,
+        when: Mapping[str, Any] | None,
         *,
         lock_key: bool,
     ) -> Steps:
         """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
-        statement = _statements.insert_unique(self._schema, scheduled=not_before is not None, lock_key=lock_key)
-        times = {} if not_before is None else {"not_before": not_before}
+        statement = _statements.insert_unique(self._schema, scheduled=when is not None, lock_key=lock_key)
         owners: dict[tuple[str, str], tuple[str, str, str]] = {}
         chosen: list[dict[str, Any]] = []
         for event, row in zip(events, rows, strict=True):
@@ -147,7 +156,7 @@ class Writer:
         _check_owners(events, owners)
         while chosen:
             values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
-            answer = yield Batch(statement, {**values, **times}, answers=True)
+            answer = yield Batch(statement, {**values, **(when or {})}, answers=True)
             owners |= _owners(row for row in answer if row[2] is not None)
             _check_owners(events, owners)
             fresh = {(kind, key) for kind, key, *_ in answer}
@@ -165,35 +174,51 @@ class Writer:
         ]
         return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
 
-    def _check_options(self, events: Sequence[Event], not_before: Any, *, lock_key: bool) -> None:
-        if not_before is not None:
-            if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
-                raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
-            if not _has_year(not_before):
-                raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
-            if lock_key:
-                raise EventError(
-                    "lock_key",
-                    "can't be combined with not_before: scheduled events are ordered by the time at which they become "
-                    "due",
-                )
-        elif lock_key:
-            keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
-            if keys > _MOST_LOCKS:
-                raise EventError(
-                    "lock_key",
-                    f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
-                    f"lock table, which all sessions share; {_OTHERS_LOCKS}",
-                )
+    def reschedule(self, event_id: UUID, when: Mapping[str, Any] | None) -> Batch:
+        """Return the statement that changes the time of a scheduled event. Raises EventError."""
+        check_event_id(event_id)
+        if when is None:
+            raise EventError("not_before", "is missing, and so is delay: one of them says when")
+        return Batch(_statements.reschedule(self._schema), {"event_id": str(event_id), **when}, answers=True)
+
+    def checking(self) -> Batch:
+        """Return the statement that shows whether the writer can work; see ``checked``."""
+        needed = [("events", name, "INSERT") for name in _statements.COLUMNS]
+        needed += [("scheduled", name, "") for name in (*_statements.COLUMNS, "not_before")]
+        rights = ("INSERT", "SELECT") if self._unique_keys else ("",)
+        needed += [("idempotency_keys", name, right) for name in _statements.KEY_COLUMNS for right in rights]
+        values = dict(zip(("tables", "names", "rights"), map(list, zip(*needed, strict=True)), strict=True))
+        return Batch(_statements.check(), {"schema": self._schema, **values}, answers=True)
+
+    def checked(self, rows: Rows) -> None:
+        """Raise SchemaError or TargetError for what ``checking`` has shown."""
+        problems: dict[str, list[str]] = {}
+        for problem, table, name in rows:
+            problems.setdefault(problem, []).append(f"{table}.{name}")
+        if "read-only" in problems:
+            raise TargetError(
+                "the transaction is read-only, so no event can be written in it: connect to the primary, and leave out "
+                "READ ONLY"
+            )
+        if missing := problems.get("missing"):
+            raise SchemaError(
+                f"the outbox's tables are missing in this database, or of another version: {missing[0]} is not there; "
+                f"{self._tables}"
+            )
+        for right, denied in problems.items():
+            what = f"the schema {self._schema}" if right == "USAGE" else denied[0]
+            raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
 
     def cancel(self, event_id: UUID) -> Batch:
         """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
         check_event_id(event_id)
         return Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
 
-    def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
+    def _row(
+        self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str] = _NO_HEADERS
+    ) -> dict[str, Any]:
         payload = _payload.encode(event)
-        headers = _trace.merged(trace, event.headers)
+        headers = _trace.merged(trace, default, event.headers)
         if payload.content_type is not None:
             headers[CONTENT_TYPE] = payload.content_type
         if event.idempotency_key is not None:
@@ -222,7 +247,10 @@ class Writer:
         _targets.check_connection(connection, "the outbox", UNBOUND)
         with self.explained():
             translated = connection.get_execution_options().get("schema_translate_map") or {}
-            result = _targets.execute(connection, batch.statement.sqlalchemy(translated), batch.values)
+            values = batch.values
+            if "schema" in values:
+                values = {**values, "schema": translated.get(self._schema, self._schema)}
+            result = _targets.execute(connection, batch.statement.sqlalchemy(translated), values)
             return result.all() if batch.answers else ()
 
     def explained(
@@ -236,8 +264,7 @@ class Writer:
         if connection is not None and _targets.in_pipeline(connection):
             return nullcontext()
         return _targets.explained(
-            "run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
-            f"{self._schema!r} here",
+            self._tables,
             {
                 "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
                 "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
@@ -248,6 +275,63 @@ class Writer:
 @lru_cache(maxsize=1000)
 def _topic_problem(aggregate_type: str) -> str | None:
     return _topics.topic_problem(_topics.default_topic(aggregate_type))
+
+
+def when(not_before: Any, delay: Any) -> dict[str, Any] | None:
+    """Return the parameters that say when an event is due, None for one that is not scheduled. Raises EventError."""
+    if delay is not None:
+        if not_before is not None:
+            raise EventError("delay", "can't be combined with not_before: give one of them")
+        if not isinstance(delay, dt.timedelta) or not dt.timedelta() <= delay <= _MOST_DELAY:
+            raise EventError("delay", f"must be a timedelta of 0 to {_MOST_DELAY.days:,} days, not {delay!r}")
+        # In seconds: a day of an interval has 23 hours when summer time begins.
+        seconds = delay.days * 86_400 + delay.seconds
+        return {"not_before": None, "delay": f"{seconds}.{delay.microseconds:06} seconds"}
+    if not_before is None:
+        return None
+    if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
+        raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
+    if not _has_year(not_before):
+        raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
+    return {"not_before": not_before, "delay": None}
+
+
+def _check_locks(events: Sequence[Event], when: object, *, lock_key: bool) -> None:
+    """Raise EventError for locks that would not help, or that are too many."""
+    if not lock_key:
+        return
+    if when is not None:
+        raise EventError(
+            "lock_key",
+            "can't be combined with not_before or delay: scheduled events are ordered by the time at which they become "
+            "due",
+        )
+    keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
+    if keys > _MOST_LOCKS:
+        raise EventError(
+            "lock_key",
+            f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's lock "
+            f"table, which all sessions share; {_OTHERS_LOCKS}",
+        )
+
+
+def _default_headers(given: DefaultHeaders) -> Callable[[], Mapping[str, str]]:
+    """Return a function that returns the headers of all events, and raises EventError. Raises ConfigurationError."""
+
+    def checked(found: object) -> Mapping[str, str]:
+        if not isinstance(found, Mapping):
+            raise EventError("headers", f"must be a mapping of text to text, not {type(found).__name__}")
+        for name, value in found.items():
+            check_header(name, value)
+        return dict(found)
+
+    if callable(given):
+        return lambda: checked(given())
+    try:
+        fixed = _NO_HEADERS if given is None else checked(given)
+    except EventError as error:
+        raise ConfigurationError(str(error)) from error
+    return lambda: fixed
 
 
 def _has_year(time: dt.datetime) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
 from outbox import _targets
-from outbox._writing import UNBOUND, Batch, Rows, Writer
+from outbox._writing import UNBOUND, Batch, DefaultHeaders, Rows, Writer, when
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
 
@@ -39,12 +39,14 @@ class _Configured:
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
         unique_keys: bool = False,
+        headers: DefaultHeaders = None,
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes.
 
-        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
+        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), and for headers that no event
+        may have.
         """
-        self._writer = Writer(schema, max_event_bytes, serializer, routed, unique_keys)
+        self._writer = Writer(schema, max_event_bytes, serializer, routed, unique_keys, headers)
 
 
 class Outbox(_Configured):
@@ -60,16 +62,25 @@ class Outbox(_Configured):
                      it is not written again, and ``add`` returns the id of the first. The database knows a key for as
                      long as OUTBOX_RELAY__IDEMPOTENCY_DAYS says. A call waits for other transactions that have added
                      the same key. Events without a key cost nothing more.
+    headers          of all events, such as the tenant: a mapping, or a function without arguments that each ``add`` and
+                     ``add_many`` calls once. An event's own headers take precedence.
     """
 
     def add(
-        self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+        self,
+        target: SyncTarget,
+        event: Event,
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> UUID:
         """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
         relay writes it like a new event of that moment, behind all earlier ones; until then it delays no other event.
-        Scheduled events of one key are published in the order in which they become due. See ``cancel``.
+        Scheduled events of one key are published in the order in which they become due. ``delay`` says the same as the
+        time from now, by the database's clock. See ``cancel`` and ``reschedule``.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
@@ -80,7 +91,7 @@ class Outbox(_Configured):
         tables are missing or of another version. The driver's other errors are passed through; where a command helps, a
         note names it. With ``unique_keys`` raises IdempotencyKeyReused for a key that another event has.
         """
-        return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
+        return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before, delay=delay)[0]
 
     def add_many(
         self,
@@ -89,17 +100,19 @@ class Outbox(_Configured):
         *,
         lock_key: bool = False,
         not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
         events = tuple(events)
         send = self._sender(target)
+        due = when(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
         ids = [id_of(event) for event in events]
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
-            steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
+            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
             rows: Rows | None = None  # what starts a generator
             while True:
                 try:
@@ -116,6 +129,28 @@ class Outbox(_Configured):
         target without a transaction, EventError for an id that is not a UUID.
         """
         return bool(self._sender(target)(self._writer.cancel(event_id))[0][0])
+
+    def reschedule(
+        self,
+        target: SyncTarget,
+        event_id: UUID,
+        *,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
+    ) -> bool:
+        """Change the time of a scheduled event, in the target's transaction. Otherwise as ``cancel``.
+
+        delay counts from now, by the database's clock.
+        """
+        return bool(self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+
+    def check(self, target: SyncTarget) -> None:
+        """Raise what would keep ``add`` from writing in the target's transaction; for a readiness probe.
+
+        Reads the catalog, and writes nothing: whether the tables have this version's columns, whether the role may
+        insert, and whether the transaction may write. Raises SchemaError, TargetError.
+        """
+        self._writer.checked(self._sender(target)(self._writer.checking()))
 
     def _sender(self, target: Any) -> Callable[[Batch], Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
@@ -144,10 +179,16 @@ class AsyncOutbox(_Configured):
     """Writes events through asynchronous sessions and connections. Otherwise the same as Outbox."""
 
     async def add(
-        self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+        self,
+        target: AsyncTarget,
+        event: Event,
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> UUID:
         """Write one event in the target's transaction; see ``Outbox.add``."""
-        return (await self.add_many(target, (event,), lock_key=lock_key, not_before=not_before))[0]
+        return (await self.add_many(target, (event,), lock_key=lock_key, not_before=not_before, delay=delay))[0]
 
     async def add_many(
         self,
@@ -156,10 +197,12 @@ class AsyncOutbox(_Configured):
         *,
         lock_key: bool = False,
         not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
         events = tuple(events)
         send = self._sender(target)
+        due = when(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
@@ -168,7 +211,7 @@ class AsyncOutbox(_Configured):
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
-            steps = self._writer.steps(ready, ids, trace, not_before, lock_key=lock_key)
+            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
             rows: Rows | None = None
             while True:
                 try:
@@ -180,6 +223,21 @@ class AsyncOutbox(_Configured):
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
         return bool((await self._sender(target)(self._writer.cancel(event_id)))[0][0])
+
+    async def reschedule(
+        self,
+        target: AsyncTarget,
+        event_id: UUID,
+        *,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
+    ) -> bool:
+        """Change the time of a scheduled event; see ``Outbox.reschedule``."""
+        return bool(await self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+
+    async def check(self, target: AsyncTarget) -> None:
+        """Raise what would keep ``add`` from writing in the target's transaction; see ``Outbox.check``."""
+        self._writer.checked(await self._sender(target)(self._writer.checking()))
 
     def _sender(self, target: Any) -> Callable[[Batch], Awaitable[Rows]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")

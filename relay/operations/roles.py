@@ -39,7 +39,7 @@ class RoleKind(StrEnum):
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
     CANCELLER = "canceller"
-    """A service that cancels scheduled events, in addition to the rights of a writer. It may delete all of them."""
+    """A service that cancels and reschedules events, in addition to a writer's rights. It may delete all of them."""
     MIGRATOR = "migrator"
     """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
     on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
@@ -136,6 +136,7 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     ),
     RoleKind.CANCELLER: (
         ("SELECT", "scheduled", ("event_id",)),
+        ("UPDATE", "scheduled", ("not_before",)),
         ("SELECT", "idempotency_keys", ("event_id",)),
     ),
     # All columns but the contents: payload, payload_bytes, headers.

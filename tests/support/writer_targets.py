@@ -75,6 +75,12 @@ class Target:
     async def cancel(self, event_id: UUID) -> Any:
         return await _settled(self._outbox.cancel(self.given, event_id))
 
+    async def reschedule(self, event_id: UUID, **options: Any) -> Any:
+        return await _settled(self._outbox.reschedule(self.given, event_id, **options))
+
+    async def check(self) -> None:
+        await _settled(self._outbox.check(self.given))
+
     async def commit(self) -> None:
         await _settled(self.owner.commit())
 

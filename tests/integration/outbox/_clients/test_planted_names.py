@@ -6,6 +6,7 @@ See ``planted``: with anything of the product left to the search path of its rol
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import re
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,8 @@ def write(target: Any) -> None:
     outbox.add(target, events()[0], lock_key=True)
     outbox.add_many(target, events(), lock_key=True)
     later = outbox.add(target, events()[0], not_before=planted.LATER)
+    outbox.check(target)
+    assert outbox.reschedule(target, later, delay=dt.timedelta(hours=1))
     assert outbox.cancel(target, later)
     unique, keyed = Outbox(unique_keys=True), [replace(event, idempotency_key=str(later)) for event in events(1)]
     unique.add_many(target, keyed, lock_key=True)

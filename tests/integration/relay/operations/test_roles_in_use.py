@@ -109,6 +109,7 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             Outbox().cancel(connection, event_id)
     with psycopg.connect(roles.of(RoleKind.CANCELLER)) as connection:
+        assert Outbox().reschedule(connection, event_id, delay=dt.timedelta(hours=1))
         assert Outbox().cancel(connection, event_id)
     with psycopg.connect(url) as connection:
         unique, keyed = Outbox(unique_keys=True), Event("Order", 6, "T", idempotency_key="k")
