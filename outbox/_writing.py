@@ -35,6 +35,10 @@ _OTHERS_LOCKS: Final = (
 )
 _MOST_DELAY: Final = dt.timedelta(days=36_500)
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_NOTES: Final = {
+    "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
+    "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
+}
 UNBOUND: Final = "the event would be committed apart from the business rows"
 
 
@@ -82,6 +86,7 @@ class Writer:
         self._tables = (
             f"run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is {schema!r} here"
         )
+        self._explained = _targets.Explained(self._tables, _NOTES)
 
     @property
     def serializes(self) -> bool:
@@ -263,13 +268,7 @@ class Writer:
         """
         if connection is not None and _targets.in_pipeline(connection):
             return nullcontext()
-        return _targets.explained(
-            self._tables,
-            {
-                "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
-                "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
-            },
-        )
+        return self._explained
 
 
 @lru_cache(maxsize=1000)

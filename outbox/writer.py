@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
@@ -154,25 +155,23 @@ class Outbox(_Configured):
 
     def _sender(self, target: Any) -> Callable[[Batch], Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
+        if _targets.is_psycopg(found):
+            return lambda batch: self._to_psycopg(found, batch)
         if _targets.is_session(found):
             return lambda batch: self._writer.to_session(found, batch)
-        if _targets.is_connection(found):
-            return lambda batch: self._writer.to_connection(found, batch)
-        return lambda batch: self._to_psycopg(found, batch)
+        return lambda batch: self._writer.to_connection(found, batch)
 
     def _to_psycopg(self, connection: psycopg.Connection[Any], batch: Batch) -> Rows:
-        from psycopg import Cursor
-        from psycopg.rows import tuple_row
-
+        module = sys.modules["psycopg"]  # faster than an import in each call
         if _targets.state_unknown(connection):
             with connection.pipeline():
                 pass
         _targets.require_transaction(connection, UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
-        cursor = Cursor(connection, row_factory=tuple_row)
+        cursor = module.Cursor(connection, row_factory=module.rows.tuple_row)
         with self._writer.explained(connection):
             cursor.execute(batch.statement.psycopg, batch.values)
-        return cursor.fetchall() if batch.answers else ()
+        return cast("Rows", cursor.fetchall()) if batch.answers else ()
 
 
 class AsyncOutbox(_Configured):
