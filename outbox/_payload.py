@@ -23,6 +23,8 @@ _JSON_TYPE: Final = re.compile(r"application/json(\s*;.*)?|[a-z]+/[a-z0-9.!#$&^_
 # A number like 1e300, which jsonb spells out in full. A match inside text only makes the estimate larger.
 _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
+_MOST_GROWTH: Final = 2 + _LONGEST_NUMBER // 3
+"""How many times as long JSON can get in ``largest_size``: a space for each byte, and a number for each three."""
 # By default orjson writes all attributes of a dataclass instance, including cached properties; we write its fields.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
 _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
@@ -59,6 +61,8 @@ def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit
     """
     fixed = len(aggregate_id.encode()) + len(payload.raw or b"")
     printed = [text for text in (payload.json, headers) if text is not None]
+    if fixed + _MOST_GROWTH * sum(map(len, printed)) <= limit:
+        return
     if fixed + sum(map(largest_size, printed)) <= limit:
         return
     size = fixed + sum(max(len(text), exact_size(text)) for text in printed)

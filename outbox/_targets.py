@@ -1,18 +1,14 @@
 """The sessions and connections in whose transaction the library works, and what it refuses of them.
 
-psycopg, asyncpg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the last greenlet, and a
-service may have none of them. Objects of their classes exist only if the caller has imported them.
+No driver and nothing of SQLAlchemy is imported here: a service uses one of them, and each costs a process more time and
+memory than all the rest. Objects of their classes exist only if the caller has imported them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
-
-import sqlalchemy as sa
-from sqlalchemy.orm import Session, scoped_session
 
 from outbox.errors import SchemaError, TargetError
 
@@ -26,7 +22,10 @@ class AsyncpgConnection(Protocol):
 
 if TYPE_CHECKING:
     import psycopg
+    import sqlalchemy as sa
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+    from typing_extensions import TypeIs  # of type checkers
 
     SyncTarget = Session | scoped_session[Any] | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
     AsyncTarget = (
@@ -40,6 +39,11 @@ if TYPE_CHECKING:
 
 _MISSING: Final = frozenset({"3F000", "42P01", "42703"})
 """SQLSTATEs of a schema, table or column that does not exist."""
+# As libpq numbers them: PQTRANS_IDLE, PQTRANS_ACTIVE, PQ_PIPELINE_OFF. psycopg's enums would be imported in each call.
+_IDLE: Final = 0
+_ACTIVE: Final = 1
+_PIPELINE_OFF: Final = 0
+_ORM: Final = "sqlalchemy.orm"
 _SQLALCHEMY_ASYNC: Final = "sqlalchemy.ext.asyncio"
 _DJANGO: Final = "django.db.connection.connection inside transaction.atomic()"
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
@@ -53,13 +57,15 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
 
     Raises TargetError for any other object. It names the ``taker``, and for an asynchronous target the other one.
     """
-    if isinstance(target, scoped_session):
+    if is_psycopg(target):
+        return target
+    if isinstance(target, _classes(_ORM, "scoped_session")):
         target = target()
-    if isinstance(target, Session | sa.Connection):
+    if is_session(target) or is_connection(target):
         return target
     found = target.connection if isinstance(target, _classes("psycopg", "Cursor")) else target
-    if isinstance(found, _classes("psycopg", "Connection")):
-        return found  # type: ignore[no-any-return]
+    if is_psycopg(found):
+        return found
     wrappers = *_classes(_SQLALCHEMY_ASYNC, "async_scoped_session"), *_classes("psycopg", "AsyncCursor")
     other = isinstance(target, (*_async_classes(), *wrappers))
     raise _refused(target, f"{taker} takes {_SYNC}", async_taker if other else None)
@@ -76,8 +82,8 @@ def async_target(
         found = target.connection
     if isinstance(found, _async_classes()):
         return found  # type: ignore[no-any-return]
-    sync = Session, sa.Connection, scoped_session, *_classes("psycopg", "Connection", "Cursor")
-    other = isinstance(target, sync)
+    sync = *_classes(_ORM, "Session", "scoped_session"), *_classes("psycopg", "Connection", "Cursor")
+    other = isinstance(target, sync) or is_connection(target)
     raise _refused(target, f"{taker} takes {_ASYNC}", sync_taker if other else None)
 
 
@@ -112,6 +118,22 @@ def _in_django(target: object) -> str:
     return ""
 
 
+def is_psycopg(target: object) -> TypeIs[psycopg.Connection[Any]]:
+    """Return whether a target is a synchronous connection of psycopg."""
+    module = sys.modules.get("psycopg")
+    return module is not None and isinstance(target, module.Connection)
+
+
+def is_session(target: object) -> TypeIs[Session]:
+    """Return whether a target is a synchronous session of SQLAlchemy."""
+    return isinstance(target, _classes(_ORM, "Session"))
+
+
+def is_connection(target: object) -> TypeIs[sa.Connection]:
+    """Return whether a target is a synchronous connection of SQLAlchemy."""
+    return isinstance(target, _classes("sqlalchemy", "Connection"))
+
+
 def is_sqlalchemy_async(target: object) -> bool:
     """Return whether a target is one of SQLAlchemy's asyncio, which runs synchronous code with ``run_sync``."""
     return isinstance(target, _classes(_SQLALCHEMY_ASYNC, "AsyncSession", "AsyncConnection"))
@@ -124,9 +146,11 @@ def is_asyncpg(target: object) -> bool:
 
 def session_connection(session: Session) -> sa.Connection:
     """Return the connection of a session's transaction. Raises TargetError if it has no single database."""
+    from sqlalchemy.exc import UnboundExecutionError
+
     try:
         return session.connection()
-    except sa.exc.UnboundExecutionError as error:
+    except UnboundExecutionError as error:
         raise TargetError(
             "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
         ) from error
@@ -151,16 +175,23 @@ def execute(connection: sa.Connection, statement: sa.Executable, values: Mapping
     return connection.execute(statement, values, execution_options={"stream_results": False, "yield_per": None})
 
 
-@contextmanager
-def explained(missing: str, notes: Mapping[str, str]) -> Iterator[None]:
-    """Say what to do about an error of the driver that is raised in the block.
+class Explained:
+    """Says what to do about an error of the driver that is raised in its block. One for any number of blocks.
 
     missing  what to do about missing tables or columns of ours, which raise SchemaError from the driver's error.
     notes    for other errors, by SQLSTATE: they are added to the error.
     """
-    try:
-        yield
-    except Exception as error:
+
+    def __init__(self, missing: str, notes: Mapping[str, str]) -> None:
+        self._missing = missing
+        self._notes = notes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if not isinstance(error, Exception):
+            return
         original = getattr(error, "orig", error)  # SQLAlchemy wraps the driver's error
         state = getattr(original, "sqlstate", None) or getattr(original, "pgcode", None) or ""
         # SQLAlchemy's adapter of asyncpg wraps it once more, and puts the name of its class before the text.
@@ -169,11 +200,10 @@ def explained(missing: str, notes: Mapping[str, str]) -> Iterator[None]:
         if state in _MISSING and not getattr(getattr(driver, "diag", driver), "context", None):
             text = str(driver).strip().partition("\n")[0]
             raise SchemaError(
-                f"the outbox's tables are missing in this database, or of another version: {text}; {missing}"
+                f"the outbox's tables are missing in this database, or of another version: {text}; {self._missing}"
             ) from error
-        if state in notes:
-            error.add_note(notes[state])
-        raise
+        if state in self._notes:
+            error.add_note(self._notes[state])
 
 
 def state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
@@ -181,27 +211,17 @@ def state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[
 
     A nested pipeline block waits for the results of all that was sent before it.
     """
-    from psycopg.pq import TransactionStatus
-
-    return (
-        connection.autocommit
-        and in_pipeline(connection)
-        and connection.info.transaction_status == TransactionStatus.ACTIVE
-    )
+    return connection.autocommit and in_pipeline(connection) and connection.pgconn.transaction_status == _ACTIVE
 
 
 def in_pipeline(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
     """Return whether a pipeline is in progress: then a statement may raise the error of one that was sent before."""
-    from psycopg.pq import PipelineStatus
-
-    return connection.info.pipeline_status != PipelineStatus.OFF
+    return connection.pgconn.pipeline_status != _PIPELINE_OFF
 
 
 def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], consequence: str) -> None:
     """Raise TargetError, with the ``consequence``, for a psycopg connection in autocommit without a transaction."""
-    from psycopg.pq import TransactionStatus
-
-    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
+    if connection.autocommit and connection.pgconn.transaction_status == _IDLE:
         in_django = "django.db" in sys.modules
         way_out = f"in Django give {_DJANGO}" if in_django else "open one with connection.transaction()"
         raise TargetError(_no_transaction(consequence, f"the connection is in autocommit mode; {way_out}"))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
-from outbox.event import TRACEPARENT, Event
+from outbox.event import TRACEPARENT, TRACESTATE, Event
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
@@ -50,16 +50,20 @@ def fail(span: Span, error: BaseException) -> None:
     span.set_status(StatusCode.ERROR)
 
 
-@contextmanager
-def writing(events: Sequence[Event], ids: Sequence[UUID]) -> Iterator[Mapping[str, str]]:
-    """Yield ``traceparent`` and ``tracestate`` for these events, which are written within the block.
+_UNTRACED: Final[AbstractContextManager[Mapping[str, str]]] = nullcontext({})
+
+
+def writing(events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
+    """Return a block that yields ``traceparent`` and ``tracestate`` for these events, which are written within it.
 
     They are those of a span of this write, or, where no tracer provider is configured, of the active span; empty
     without one. OpenTelemetry is never imported here: where it has not been imported, no span can be active.
     """
-    if "opentelemetry.trace" not in sys.modules:
-        yield {}
-        return
+    return _traced(events, ids) if "opentelemetry.trace" in sys.modules else _UNTRACED
+
+
+@contextmanager
+def _traced(events: Sequence[Event], ids: Sequence[UUID]) -> Iterator[Mapping[str, str]]:
     from opentelemetry import trace
 
     provider = trace.get_tracer_provider()
@@ -104,8 +108,13 @@ def _attributes(events: Sequence[Event], ids: Sequence[UUID]) -> dict[str, str |
     return found
 
 
-def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return an event's headers with the trace added. A ``traceparent`` of the event's own replaces the whole trace:
-    ``tracestate`` belongs to one ``traceparent``.
+def merged(trace: Mapping[str, str], default: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Return an event's headers with those of all events and the trace added. A ``traceparent`` of the event's own
+    replaces the whole trace: ``tracestate`` belongs to one ``traceparent``.
     """
-    return dict(headers) if TRACEPARENT in headers else {**trace, **headers}
+    own = {**default, **headers}
+    if TRACEPARENT not in own:
+        return {**trace, **own}
+    if TRACEPARENT in headers and TRACESTATE not in headers:
+        own.pop(TRACESTATE, None)
+    return own

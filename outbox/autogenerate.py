@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from outbox.tables import DEFAULT_SCHEMA
+from outbox.event import DEFAULT_SCHEMA
 
 _CONSUMERS: Final = "consumer"
 

@@ -68,6 +68,21 @@ class EventTooLarge(EventError):
         self.limit = limit
 
 
+class IdempotencyKeyReused(EventError):
+    """The idempotency key is that of another event of this aggregate type. The event was not written.
+
+    Nor were the others of the call, unless another transaction committed the key during the call: roll back then.
+    """
+
+    def __init__(self, key: str, kind: str, first: tuple[str, str], event_id: object) -> None:
+        aggregate_id, event_type = first
+        super().__init__(
+            "idempotency_key",
+            f"{key!r} of {kind} is the key of another event, {event_type} of {aggregate_id!r} ({event_id}): "
+            "a key names one event; put into it what tells the two apart",
+        )
+
+
 class SchemaRegistryUnavailable(OutboxError):
     """The schema registry was unavailable or returned an error. Nothing was sent to the database; retry the write."""
 

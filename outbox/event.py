@@ -17,11 +17,16 @@ from uuid_utils.compat import uuid7
 
 from outbox.errors import EventError
 
+DEFAULT_SCHEMA: Final = "outbox"
+"""Of the outbox's tables."""
+
 MAX_AGGREGATE_TYPE: Final = 200
 MAX_AGGREGATE_ID: Final = 1000
 MAX_EVENT_TYPE: Final = 200
 MAX_CONTENT_TYPE: Final = 200
-"""Lengths in characters. The table's CHECK constraints have the same limits, except for the content type."""
+MAX_IDEMPOTENCY_KEY: Final = 255
+"""Lengths in characters, of an idempotency key in bytes of UTF-8. The table's CHECK constraints have the same limits,
+except for the content type; of an idempotency key they count the characters."""
 
 MAX_EVENT_BYTES: Final = 1_000_000
 """Payload, key and headers together. Below the broker's default ``message.max.bytes`` of 1,048,588."""
@@ -45,7 +50,7 @@ EVENT_TYPE: Final = "event-type"
 AGGREGATE_TYPE: Final = "aggregate-type"
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 
-RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
+RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE})
 """Names that the relay sets itself, like all names that begin with ``ce_`` or ``outbox-``. An event can't set them, in
 upper case or lower."""
 
@@ -61,6 +66,9 @@ REPLAY: Final = "outbox-replay"
 """On an event that `outbox replay` sends once more: when the replay was asked for."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_FIELDS: Final = {CONTENT_TYPE: "content_type", IDEMPOTENCY_KEY: "idempotency_key"}
+"""Headers that an event has a field for. The row keeps both among its headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=False)
@@ -74,11 +82,15 @@ class Event:
     payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
                     tombstone, which deletes the key from a compacted topic.
     headers         text to text, sent as Kafka headers besides the relay's own.
-    event_id        the idempotency key everywhere downstream. Unless given, each ``add`` makes a new UUIDv7 and returns
-                    it: an Event that is added twice is two events. A UUID of another version works, but see
+    event_id        the id by which consumers recognize the event. Unless given, each ``add`` makes a new UUIDv7 and
+                    returns it: an Event that is added twice is two events. A UUID of another version works, but see
                     docs/operations/offsets.md on how long consumers remember it. Not compared: two events with the same
                     contents are equal.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
+    idempotency_key of your business: two events with the same key are the same fact, such as one for each request or
+                    payment. Sent as the header ``idempotency-key``, which is otherwise the event's id. By itself it
+                    prevents nothing: see ``Outbox(unique_keys=True)``, and ``Dedup(key="idempotency-key")`` of the
+                    consumers. 1-255 bytes, no control characters.
 
     Raises EventError naming the field when a name is empty, too long, or contains a NUL character.
     """
@@ -90,6 +102,7 @@ class Event:
     headers: Mapping[str, str] = field(default_factory=dict)
     event_id: UUID | None = field(default=None, compare=False)
     content_type: str | None = None
+    idempotency_key: str | None = field(default=None, kw_only=True)
 
     if TYPE_CHECKING:
 
@@ -102,6 +115,8 @@ class Event:
             headers: Mapping[str, str] = ...,
             event_id: UUID | None = None,
             content_type: str | None = None,
+            *,
+            idempotency_key: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -113,6 +128,8 @@ class Event:
             check_event_id(self.event_id)
         if self.content_type is not None:
             check_text("content_type", self.content_type, MAX_CONTENT_TYPE)
+        if self.idempotency_key is not None:
+            _check_idempotency_key(self.idempotency_key)
         if not isinstance(self.headers, Mapping):
             raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
         # A copy: what is checked here will be written, even if the caller changes its dict.
@@ -168,6 +185,17 @@ def check_text(field_name: str, value: object, longest: int) -> None:
             raise EventError(field_name, "contains a lone surrogate, which UTF-8 can't encode") from None
 
 
+def _check_idempotency_key(value: object) -> None:
+    """Raise EventError unless this can be an idempotency key."""
+    name = "idempotency_key"
+    check_text(name, value, MAX_IDEMPOTENCY_KEY)
+    assert isinstance(value, str)
+    if (size := len(value.encode())) > MAX_IDEMPOTENCY_KEY:
+        raise EventError(name, f"has {size} bytes, {MAX_IDEMPOTENCY_KEY} are allowed")
+    if found := _CONTROL.search(value):
+        raise EventError(name, f"contains the control character {found[0]!r}")
+
+
 def check_header(name: object, value: object) -> None:
     """Raise EventError unless an event may have this header."""
     shown = f"headers[{name!r}]"
@@ -177,8 +205,8 @@ def check_header(name: object, value: object) -> None:
     lower = name.lower()
     if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):
         raise EventError(shown, "is a name that the relay sets itself; choose another")
-    if lower == CONTENT_TYPE:
-        raise EventError(shown, "must be given as the event's content_type")
+    if lower in _FIELDS:
+        raise EventError(shown, f"must be given as the event's {_FIELDS[lower]}")
     if lower in {TRACEPARENT, TRACESTATE} and name != lower:
         raise EventError(shown, f"must be written {lower!r}")
     if not isinstance(value, str):

@@ -22,17 +22,19 @@ from sqlalchemy.dialects import postgresql as pg
 from outbox.errors import ConfigurationError
 from outbox.event import (
     CONTENT_TYPE,
+    DEFAULT_SCHEMA,
+    IDEMPOTENCY_KEY,
     MAX_AGGREGATE_ID,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_BYTES,
     MAX_EVENT_TYPE,
+    MAX_IDEMPOTENCY_KEY,
     RELAY_HEADER_PREFIX,
     RESERVED_HEADERS,
     TRACEPARENT,
     TRACESTATE,
 )
 
-DEFAULT_SCHEMA: Final = "outbox"
 DEFAULT_LANES: Final = 4
 MAX_LANES: Final = 256
 
@@ -53,7 +55,9 @@ _KEY_HASH: Final = "hashtextextended(aggregate_id, 0::bigint)"
 _BAD_HEADER: Final = (
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
     f'@.key like_regex "^(ce_|({"|".join(sorted(RESERVED_HEADERS))})$)" flag "i" || '
-    f'@.key like_regex "^({CONTENT_TYPE}|{TRACEPARENT}|{TRACESTATE})$" flag "i" && @.key like_regex "[A-Z]"'
+    f'@.key like_regex "^({CONTENT_TYPE}|{IDEMPOTENCY_KEY}|{TRACEPARENT}|{TRACESTATE})$" flag "i" '
+    '&& @.key like_regex "[A-Z]" || '
+    f'@.key == "{IDEMPOTENCY_KEY}" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{{1,{MAX_IDEMPOTENCY_KEY}}}$")'
 )
 
 # The relay recognizes copies of dead letters and replays by these headers.
@@ -79,6 +83,7 @@ class OutboxTables:
     pauses: sa.Table
     scheduled: sa.Table
     verified: sa.Table
+    idempotency_keys: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -96,6 +101,7 @@ class OutboxTables:
             self.pauses,
             self.scheduled,
             self.verified,
+            self.idempotency_keys,
         )
 
 
@@ -349,6 +355,22 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
     )
+    idempotency_keys = sa.Table(
+        "idempotency_keys",
+        metadata,
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("idempotency_key", sa.Text, nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        # With them the key is that of another fact, not of the same one again.
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("added_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("aggregate_type", "idempotency_key", name="idempotency_keys_pkey"),
+        sa.Index("idempotency_keys_event_id", "event_id"),
+        sa.Index("idempotency_keys_added_at", "added_at"),
+        schema=schema,
+        comment="Keys of events that were added once and are not added again. Kept for relay.idempotency_days.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -362,6 +384,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         pauses=pauses,
         scheduled=scheduled,
         verified=verified,
+        idempotency_keys=idempotency_keys,
     )
 
 

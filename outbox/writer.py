@@ -13,193 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+import sys
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-import orjson
-import sqlalchemy as sa
-from sqlalchemy.orm import Session
-
-from outbox import _payload, _statements, _targets, _topics, _trace
-from outbox.errors import ConfigurationError, EventError
-from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, id_of
-from outbox.serializing import Serializer, serialize
-from outbox.tables import DEFAULT_SCHEMA
+from outbox import _targets
+from outbox._writing import UNBOUND, Batch, DefaultHeaders, Rows, Writer, when
+from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
+from outbox.serializing import Serializer
 
 if TYPE_CHECKING:
     import psycopg
 
     from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
-
-_MOST_LOCKS: Final = 1000
-"""Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
-the table is full, any statement of any session may fail."""
-_OTHERS_LOCKS: Final = (
-    "write the events in several transactions, or leave out lock_key and lock the aggregates' rows instead (UPDATE, "
-    "SELECT … FOR UPDATE), which take no place there"
-)
-_UNBOUND: Final = "the event would be committed apart from the business rows"
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What is ready to be sent: a statement and its parameters.
-
-    counts   the statement returns one number.
-    """
-
-    statement: sa.Insert | sa.Select[tuple[int]]
-    values: dict[str, Any]
-    counts: bool = False
-
-
-class _Writer:
-    """The common part of both outboxes: everything except sending."""
-
-    def __init__(
-        self,
-        schema: str,
-        max_event_bytes: int,
-        serializer: Serializer | None,
-        routed: Collection[str],
-    ) -> None:
-        if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
-            raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
-        if isinstance(routed, str):
-            raise ConfigurationError(f"routed must be a collection of aggregate types, not the text {routed!r}")
-        self._routed = frozenset(routed)
-        self._schema = schema
-        self._limit = max_event_bytes
-        self._serializer = serializer
-
-    @property
-    def serializes(self) -> bool:
-        """Return whether events have to go through ``serialized``."""
-        return self._serializer is not None
-
-    def serialized(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
-        """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
-        serializer = self._serializer
-        if serializer is None:
-            return events
-        return [serialize(serializer, replace(event, event_id=its)) for event, its in zip(events, ids, strict=True)]
-
-    def check_events(self, events: Sequence[Event]) -> None:
-        """Raise EventError for an object that is not an event, or an aggregate type that can't name a topic."""
-        for event in events:
-            if not isinstance(event, Event):
-                raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
-            kind = event.aggregate_type
-            if kind not in self._routed and (problem := _topic_problem(kind)):
-                raise EventError(
-                    "aggregate_type",
-                    f"{kind!r} can't be part of a topic's name: {problem}; choose another name, or add it to "
-                    "Outbox(routed=…) if the relay's routes give it a topic",
-                )
-
-    def writing(self, events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
-        """Yield the trace of events that are written within the block."""
-        return _trace.writing(events, ids)
-
-    def prepare(
-        self,
-        events: Sequence[Event],
-        ids: Sequence[UUID],
-        trace: Mapping[str, str],
-        not_before: dt.datetime | None,
-        *,
-        lock_key: bool,
-    ) -> _Batch:
-        """Return the events ready to be sent, with these ids. Raises EventError and its subclasses."""
-        if not_before is not None:
-            return self._scheduled(events, ids, trace, not_before, lock_key=lock_key)
-        if lock_key:
-            keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
-            if keys > _MOST_LOCKS:
-                raise EventError(
-                    "lock_key",
-                    f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's "
-                    f"lock table, which all sessions share; {_OTHERS_LOCKS}",
-                )
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
-        if not lock_key and len(rows) == 1:
-            return _Batch(_statements.insert_one(self._schema), rows[0])
-        return _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
-
-    def cancel(self, event_id: UUID) -> _Batch:
-        """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
-        check_event_id(event_id)
-        return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, counts=True)
-
-    def _scheduled(
-        self, events: Sequence[Event], ids: Sequence[UUID], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
-    ) -> _Batch:
-        """Return rows of the table of scheduled events."""
-        if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
-            raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
-        if not _has_year(not_before):
-            raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
-        if lock_key:
-            raise EventError(
-                "lock_key",
-                "can't be combined with not_before: scheduled events are ordered by the time at which they become due",
-            )
-        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
-        return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
-
-    def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
-        payload = _payload.encode(event)
-        headers = _trace.merged(trace, event.headers)
-        if payload.content_type is not None:
-            headers[CONTENT_TYPE] = payload.content_type
-        # The option allows header names that are members of a StrEnum.
-        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
-        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
-        return {
-            "event_id": str(event_id),
-            "aggregate_type": event.aggregate_type,
-            "aggregate_id": event.aggregate_id,
-            "event_type": event.event_type,
-            "payload": None if payload.json is None else payload.json.decode(),
-            "payload_bytes": payload.raw,
-            "headers": None if stored is None else stored.decode(),
-        }
-
-    def to_session(self, session: Session, batch: _Batch) -> int | None:
-        """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
-        # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
-        session.flush()
-        return self.to_connection(_targets.session_connection(session), batch)
-
-    def to_connection(self, connection: sa.Connection, batch: _Batch) -> int | None:
-        """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
-        _targets.check_connection(connection, "the outbox", _UNBOUND)
-        with self.explained():
-            result = _targets.execute(connection, batch.statement, batch.values)
-        return int(result.scalar_one()) if batch.counts else None
-
-    def explained(
-        self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None
-    ) -> AbstractContextManager[None]:
-        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError.
-
-        connection  of psycopg: within a pipeline, errors in the block may be those of the caller's own statements, and
-                    are left as they are.
-        """
-        if connection is not None and _targets.in_pipeline(connection):
-            return nullcontext()
-        return _targets.explained(
-            "run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is "
-            f"{self._schema!r} here",
-            {
-                "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
-                "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
-            },
-        )
 
 
 class _Configured:
@@ -212,12 +39,15 @@ class _Configured:
         max_event_bytes: int = MAX_EVENT_BYTES,
         serializer: Serializer | None = None,
         routed: Collection[str] = (),
+        unique_keys: bool = False,
+        headers: DefaultHeaders = None,
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes.
 
-        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK).
+        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), and for headers that no event
+        may have.
         """
-        self._writer = _Writer(schema, max_event_bytes, serializer, routed)
+        self._writer = Writer(schema, max_event_bytes, serializer, routed, unique_keys, headers)
 
 
 class Outbox(_Configured):
@@ -229,16 +59,29 @@ class Outbox(_Configured):
                      AsyncOutbox calls it in a thread, because it may send requests.
     routed           aggregate types to which the relay's routes assign a topic. All others may contain only characters
                      that a topic's name can have.
+    unique_keys      an event whose ``idempotency_key`` was added before, for the same aggregate type, is the same one:
+                     it is not written again, and ``add`` returns the id of the first. The database knows a key for as
+                     long as OUTBOX_RELAY__IDEMPOTENCY_DAYS says. A call waits for other transactions that have added
+                     the same key. Events without a key cost nothing more.
+    headers          of all events, such as the tenant: a mapping, or a function without arguments that each ``add`` and
+                     ``add_many`` calls once. An event's own headers take precedence.
     """
 
     def add(
-        self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+        self,
+        target: SyncTarget,
+        event: Event,
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> UUID:
         """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
         relay writes it like a new event of that moment, behind all earlier ones; until then it delays no other event.
-        Scheduled events of one key are published in the order in which they become due. See ``cancel``.
+        Scheduled events of one key are published in the order in which they become due. ``delay`` says the same as the
+        time from now, by the database's clock. See ``cancel`` and ``reschedule``.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
@@ -247,9 +90,9 @@ class Outbox(_Configured):
         Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
         transaction: then the transaction stays usable. Raises SchemaError, from the driver's error, if the outbox's
         tables are missing or of another version. The driver's other errors are passed through; where a command helps, a
-        note names it.
+        note names it. With ``unique_keys`` raises IdempotencyKeyReused for a key that another event has.
         """
-        return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
+        return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before, delay=delay)[0]
 
     def add_many(
         self,
@@ -258,19 +101,26 @@ class Outbox(_Configured):
         *,
         lock_key: bool = False,
         not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
         events = tuple(events)
         send = self._sender(target)
+        due = when(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
         ids = [id_of(event) for event in events]
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
-            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            send(batch)
-        return ids
+            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
+            rows: Rows | None = None  # what starts a generator
+            while True:
+                try:
+                    batch = steps.send(rows)
+                except StopIteration as end:
+                    return cast("list[UUID]", end.value)
+                rows = send(batch)
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
@@ -279,39 +129,65 @@ class Outbox(_Configured):
         transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
         target without a transaction, EventError for an id that is not a UUID.
         """
-        return bool(self._sender(target)(self._writer.cancel(event_id)))
+        return bool(self._sender(target)(self._writer.cancel(event_id))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], int | None]:
+    def reschedule(
+        self,
+        target: SyncTarget,
+        event_id: UUID,
+        *,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
+    ) -> bool:
+        """Change the time of a scheduled event, in the target's transaction. Otherwise as ``cancel``.
+
+        delay counts from now, by the database's clock.
+        """
+        return bool(self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+
+    def check(self, target: SyncTarget) -> None:
+        """Raise what would keep ``add`` from writing in the target's transaction; for a readiness probe.
+
+        Reads the catalog, and writes nothing: whether the tables have this version's columns, whether the role may
+        insert, and whether the transaction may write. Raises SchemaError, TargetError.
+        """
+        self._writer.checked(self._sender(target)(self._writer.checking()))
+
+    def _sender(self, target: Any) -> Callable[[Batch], Rows]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
-        if isinstance(found, Session):
+        if _targets.is_psycopg(found):
+            return lambda batch: self._to_psycopg(found, batch)
+        if _targets.is_session(found):
             return lambda batch: self._writer.to_session(found, batch)
-        if isinstance(found, sa.Connection):
-            return lambda batch: self._writer.to_connection(found, batch)
-        return lambda batch: self._to_psycopg(found, batch)
+        return lambda batch: self._writer.to_connection(found, batch)
 
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> int | None:
-        from psycopg import Cursor
-        from psycopg.rows import scalar_row
-
+    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: Batch) -> Rows:
+        module = sys.modules["psycopg"]  # faster than an import in each call
         if _targets.state_unknown(connection):
             with connection.pipeline():
                 pass
-        _targets.require_transaction(connection, _UNBOUND)
+        _targets.require_transaction(connection, UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
-        cursor = Cursor(connection, row_factory=scalar_row)
+        cursor = module.Cursor(connection, row_factory=module.rows.tuple_row)
         with self._writer.explained(connection):
-            cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        return cursor.fetchone() if batch.counts else None
+            cursor.execute(batch.statement.psycopg, batch.values)
+        return cast("Rows", cursor.fetchall()) if batch.answers else ()
 
 
 class AsyncOutbox(_Configured):
     """Writes events through asynchronous sessions and connections. Otherwise the same as Outbox."""
 
     async def add(
-        self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+        self,
+        target: AsyncTarget,
+        event: Event,
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> UUID:
         """Write one event in the target's transaction; see ``Outbox.add``."""
-        return (await self.add_many(target, (event,), lock_key=lock_key, not_before=not_before))[0]
+        return (await self.add_many(target, (event,), lock_key=lock_key, not_before=not_before, delay=delay))[0]
 
     async def add_many(
         self,
@@ -320,10 +196,12 @@ class AsyncOutbox(_Configured):
         *,
         lock_key: bool = False,
         not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
         events = tuple(events)
         send = self._sender(target)
+        due = when(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
@@ -332,15 +210,35 @@ class AsyncOutbox(_Configured):
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
-            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
-            await send(batch)
-        return ids
+            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
+            rows: Rows | None = None
+            while True:
+                try:
+                    batch = steps.send(rows)
+                except StopIteration as end:
+                    return cast("list[UUID]", end.value)
+                rows = await send(batch)
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
-        return bool(await self._sender(target)(self._writer.cancel(event_id)))
+        return bool((await self._sender(target)(self._writer.cancel(event_id)))[0][0])
 
-    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[int | None]]:
+    async def reschedule(
+        self,
+        target: AsyncTarget,
+        event_id: UUID,
+        *,
+        not_before: dt.datetime | None = None,
+        delay: dt.timedelta | None = None,
+    ) -> bool:
+        """Change the time of a scheduled event; see ``Outbox.reschedule``."""
+        return bool(await self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+
+    async def check(self, target: AsyncTarget) -> None:
+        """Raise what would keep ``add`` from writing in the target's transaction; see ``Outbox.check``."""
+        self._writer.checked(await self._sender(target)(self._writer.checking()))
+
+    def _sender(self, target: Any) -> Callable[[Batch], Awaitable[Rows]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
         if _targets.is_asyncpg(found):
             return lambda batch: self._to_asyncpg(found, batch)
@@ -349,39 +247,21 @@ class AsyncOutbox(_Configured):
         send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
         return lambda batch: found.run_sync(send, batch)
 
-    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> int | None:
+    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: Batch) -> Rows:
         from psycopg import AsyncCursor
-        from psycopg.rows import scalar_row
+        from psycopg.rows import tuple_row
 
         if _targets.state_unknown(connection):
             async with connection.pipeline():
                 pass
-        _targets.require_transaction(connection, _UNBOUND)
-        cursor = AsyncCursor(connection, row_factory=scalar_row)
+        _targets.require_transaction(connection, UNBOUND)
+        cursor = AsyncCursor(connection, row_factory=tuple_row)
         with self._writer.explained(connection):
-            await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        return await cursor.fetchone() if batch.counts else None
+            await cursor.execute(batch.statement.psycopg, batch.values)
+        return await cursor.fetchall() if batch.answers else ()
 
-    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> int | None:
-        _targets.require_asyncpg_transaction(connection, _UNBOUND)
+    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: Batch) -> Rows:
+        _targets.require_asyncpg_transaction(connection, UNBOUND)
         with self._writer.explained():
-            rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
-        return int(rows[0][0]) if batch.counts else None
-
-
-@lru_cache(maxsize=1000)
-def _topic_problem(aggregate_type: str) -> str | None:
-    return _topics.topic_problem(_topics.default_topic(aggregate_type))
-
-
-def _has_year(time: dt.datetime) -> bool:
-    """Return whether a time has a year that the table takes, which is one of UTC."""
-    # asyncpg sends the first moment of the year 1 as -infinity.
-    try:
-        return 2 <= time.astimezone(dt.UTC).year <= 9998
-    except OverflowError:
-        return False
-
-
-def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: [row[name] for row in rows] for name in _statements.COLUMNS}
+            rows: Rows = await connection.fetch(*batch.statement.asyncpg(batch.values))
+        return rows

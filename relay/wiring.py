@@ -50,6 +50,7 @@ from relay.reports import LoopReports
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
+from relay.tasks.idempotency_keys import IdempotencyKeys
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.tracing import TracedPublisher
 from relay.upkeep import MaintenanceTask
@@ -64,6 +65,7 @@ _WATCH_SECONDS: Final = 10.0
 # Without a statement while nothing is due.
 _SCHEDULED_SECONDS: Final = 0.2
 _ARCHIVE_SECONDS: Final = 60.0
+_KEYS_SECONDS: Final = 600.0
 _TRANSACTIONS_SECONDS: Final = 60.0
 _PARTITIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
@@ -332,6 +334,8 @@ def _upkeep(
     if settings.source is SourceKind.WAL:
         healing = SlotHealing(connect, slot_names(settings), instance, slot_repairs(registry).inc)
         tasks.append(MaintenanceTask("slot_repair", healing.look, _WATCH_SECONDS))
+    keys = IdempotencyKeys(connect, settings.db_schema, settings.relay.idempotency_days)
+    tasks.append(MaintenanceTask("idempotency_keys", keys.forget, _KEYS_SECONDS))
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
         tasks.append(MaintenanceTask("archive", retention.keep, _ARCHIVE_SECONDS))

@@ -24,8 +24,10 @@ _KEY_HASH = sa.text("hashtextextended(aggregate_id, 0::bigint)")
 _HEADERS = (
     "jsonb_typeof(headers) = 'object' AND NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ("
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
-    '@.key like_regex "^(ce_|(aggregate-type|event-type|id|idempotency-key)$)" flag "i" || '
-    '@.key like_regex "^(content-type|traceparent|tracestate)$" flag "i" && @.key like_regex "[A-Z]")\')'
+    '@.key like_regex "^(ce_|(aggregate-type|event-type|id)$)" flag "i" || '
+    '@.key like_regex "^(content-type|idempotency-key|traceparent|tracestate)$" flag "i" '
+    '&& @.key like_regex "[A-Z]" || '
+    '@.key == "idempotency-key" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{1,255}$"))\')'
 )
 _NO_RELAY_HEADER = (
     'NOT pg_catalog.jsonb_path_exists(headers, \'$.keyvalue() ? (@.key like_regex "^outbox-" flag "i")\')'
@@ -234,6 +236,20 @@ def upgrade() -> None:
         schema=schema,
         comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
     )
+    op.create_table(
+        "idempotency_keys",
+        sa.Column("aggregate_type", sa.Text(), nullable=False),
+        sa.Column("idempotency_key", sa.Text(), nullable=False),
+        sa.Column("event_id", pg.UUID(), nullable=False),
+        sa.Column("aggregate_id", sa.Text(), nullable=False),
+        sa.Column("event_type", sa.Text(), nullable=False),
+        sa.Column("added_at", _time(), nullable=False, server_default=_NOW),
+        sa.PrimaryKeyConstraint("aggregate_type", "idempotency_key", name="idempotency_keys_pkey"),
+        schema=schema,
+        comment="Keys of events that were added once and are not added again. Kept for relay.idempotency_days.",
+    )
+    for column in ("event_id", "added_at"):
+        op.create_index(f"idempotency_keys_{column}", "idempotency_keys", [column], schema=schema)
     op.bulk_insert(lanes, [{"lane": lane} for lane in range(lane_count)])
 
 
@@ -241,6 +257,7 @@ def downgrade() -> None:
     schema, _ = _settings()
     # The archive's partitions are dropped with it.
     tables = (
+        "idempotency_keys",
         "verified",
         "scheduled",
         "pauses",

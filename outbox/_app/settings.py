@@ -113,6 +113,8 @@ class RelaySettings(Section):
     at_most_once_acks: int = Field(1, ge=0, le=1)
     """With at-most-once only. 1: a partition's leader acknowledges an event. 0: no broker does, and the relay does not
     see what Kafka never got or refused."""
+    idempotency_days: int = Field(30, ge=1, le=3650)
+    """For how many days a key of ``Outbox(unique_keys=True)`` is known: added again, the event is not written again."""
 
     @field_validator("sink_url")
     @classmethod

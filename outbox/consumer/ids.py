@@ -33,6 +33,11 @@ def day(id_: UUID) -> dt.date:
     return NO_TIME + dt.timedelta(days) if days <= LAST_DAY else NO_TIME
 
 
+def key_id(source: bytes, kind: bytes, key: bytes) -> str:
+    """Return the id of all messages with an idempotency key. Each source and aggregate type has keys of its own."""
+    return uuid8(b"\0".join((b"key", source, kind, key)))
+
+
 def uuid8(content: bytes) -> str:
     """Return a UUID of version 8 (RFC 9562: custom contents) from a SHA-256 of the content."""
     digits = hashlib.sha256(content).hexdigest()

@@ -58,6 +58,7 @@ class Settings:
     wait: tuple[float, float]
     most_dead: int
     dedup: bool
+    key: str | None
     at_end: bool
     at_most_once: bool
 
@@ -283,7 +284,9 @@ class Applier:
         for message, waits, id_ in zip(batch, behind, ids, strict=True):
             if waits:
                 why = MessageFailed(message, "behind", BEHIND).why
-                self._letters.bury(connection, part.position.topic_id, message, _id_or_none(message), why, 1)
+                self._letters.bury(
+                    connection, part.position.topic_id, message, _id_or_none(message, self._settings.key), why, 1
+                )
                 continue
             if id_ is not None:
                 if id_ not in new:
@@ -322,7 +325,7 @@ class Applier:
         if not self._settings.dedup:
             return None
         try:
-            return message_id(message)
+            return message_id(message, self._settings.key)
         except MessageIdMissing as error:
             raise MessageFailed(message, "no-id", str(error)) from error
 
@@ -362,7 +365,7 @@ class Applier:
     def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
         """Make a message a dead letter, in the transaction that moves the position behind it."""
         assert part.position is not None
-        topic_id, id_ = part.position.topic_id, _id_or_none(message)
+        topic_id, id_ = part.position.topic_id, _id_or_none(message, self._settings.key)
 
         def step(connection: psycopg.Connection[Any]) -> None:
             self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
@@ -415,8 +418,8 @@ class Applier:
         self.interrupted(error, "retrying a dead letter")
 
 
-def _id_or_none(message: KafkaMessage) -> UUID | None:
+def _id_or_none(message: KafkaMessage, key: str | None) -> UUID | None:
     try:
-        return message_id(message)
+        return message_id(message, key)
     except MessageIdMissing:
         return None

@@ -28,7 +28,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.orm import Session
 
-from outbox import _statements, _targets
+from outbox import _core, _targets
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.tables import DEFAULT_SCHEMA, ConsumerTables, consumer_tables
 from outbox.errors import ConfigurationError
@@ -45,12 +45,15 @@ _OWNER: Final = "outbox.inbox.once"
 _STRATEGY: Final = "Dedup"
 
 
-def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DEFAULT_SCHEMA) -> bool:
+def once(
+    target: SyncTarget, message: object, *, consumer: str, key: str | None = None, schema: str = DEFAULT_SCHEMA
+) -> bool:
     """Return whether a message is new to a consumer: True, apply it; False, it was applied before.
 
     target    in whose transaction the message is applied: a SQLAlchemy Session or Connection, or a psycopg one.
     message   see ``message_id``.
     consumer  whose effect it is. Each consumer applies each event once.
+    key       see ``message_id``: with "idempotency-key", events with the same key are applied once.
     schema    of the consumers' tables, which must be in the same database as the effect.
 
     Waits while another transaction applies the same message. Raises TargetError for a target without a transaction,
@@ -58,7 +61,7 @@ def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DE
     through; SerializationFailure, above READ COMMITTED, means that the whole transaction is to be run again.
     """
     found = _targets.sync_target(target, "once", "once_async")
-    wanted = _Wanted(message, consumer, schema)
+    wanted = _Wanted(message, consumer, key, schema)
     if isinstance(found, Session):
         return wanted.on_connection(_targets.session_connection(found))
     if isinstance(found, sa.Connection):
@@ -72,16 +75,18 @@ def once(target: SyncTarget, message: object, *, consumer: str, schema: str = DE
     _targets.require_transaction(found, _UNBOUND)
     # Not connection.execute(): the caller's cursor and row factories may be others.
     cursor: psycopg.Cursor[tuple[Any, ...]] = Cursor(found, row_factory=tuple_row)
-    row = cursor.execute(_statements.psycopg_sql(_insert(schema)), wanted.values).fetchone()
+    row = cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values).fetchone()
     if wanted.is_aged(row):
-        wanted.check(cursor.execute(_statements.psycopg_sql(_forgotten(schema)), wanted.values).fetchone())
+        wanted.check(cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values).fetchone())
     return row is not None
 
 
-async def once_async(target: AsyncTarget, message: object, *, consumer: str, schema: str = DEFAULT_SCHEMA) -> bool:
+async def once_async(
+    target: AsyncTarget, message: object, *, consumer: str, key: str | None = None, schema: str = DEFAULT_SCHEMA
+) -> bool:
     """Return the same as ``once`` in the transaction of an asynchronous session or connection."""
     found: Any = _targets.async_target(target, "once_async", "once")
-    wanted = _Wanted(message, consumer, schema)
+    wanted = _Wanted(message, consumer, key, schema)
     if _targets.is_sqlalchemy_async(found):
         new: bool = await found.run_sync(wanted.on_target)
         return new
@@ -95,20 +100,20 @@ async def once_async(target: AsyncTarget, message: object, *, consumer: str, sch
             pass
     _targets.require_transaction(found, _UNBOUND)
     cursor: psycopg.AsyncCursor[tuple[Any, ...]] = AsyncCursor(found, row_factory=tuple_row)
-    await cursor.execute(_statements.psycopg_sql(_insert(schema)), wanted.values)
+    await cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values)
     row = await cursor.fetchone()
     if wanted.is_aged(row):
-        await cursor.execute(_statements.psycopg_sql(_forgotten(schema)), wanted.values)
+        await cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values)
         wanted.check(await cursor.fetchone())
     return row is not None
 
 
 async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: str) -> bool:
     _targets.require_asyncpg_transaction(connection, _UNBOUND)
-    rows = await connection.fetch(*_statements.asyncpg_arguments(_insert(schema), wanted.values))
+    rows = await connection.fetch(*_core.asyncpg_arguments(_insert(schema), wanted.values))
     row = rows[0] if rows else None
     if wanted.is_aged(row):
-        forgotten = await connection.fetch(*_statements.asyncpg_arguments(_forgotten(schema), wanted.values))
+        forgotten = await connection.fetch(*_core.asyncpg_arguments(_forgotten(schema), wanted.values))
         wanted.check(forgotten[0] if forgotten else None)
     return row is not None
 
@@ -116,10 +121,10 @@ async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: 
 class _Wanted:
     """One message of one consumer: what the statements take, and what their rows mean."""
 
-    def __init__(self, message: object, consumer: str, schema: str) -> None:
+    def __init__(self, message: object, consumer: str, key: str | None, schema: str) -> None:
         check_name(consumer)
         self._schema = schema
-        self._id: UUID = message_id(message)
+        self._id: UUID = message_id(message, key)
         self._day: dt.date = day(self._id)
         self.values: dict[str, Any] = {
             "grp": consumer,

@@ -48,6 +48,7 @@ class Consumer:
     most_dead   more dead letters in a row than this, in one partition, stop the consumer: messages are not the cause.
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
                 applied twice by this consumer, but a message that Kafka has twice is applied twice.
+    key         with "idempotency-key", events with the same idempotency key are applied once: see ``message_id``.
     start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
     delivery    "exactly-once": the position is committed with the effect. "at-most-once", where a late or second effect
                 is worse than none: it is committed before it. Nothing is retried: a message that fails, and a batch
@@ -71,6 +72,7 @@ class Consumer:
         wait: tuple[float, float] = (0.1, 30.0),
         most_dead: int = 20,
         dedup: bool = True,
+        key: str | None = None,
         start: Start = "earliest",
         delivery: Delivery = "exactly-once",
         idle_seconds: float = 60.0,
@@ -96,6 +98,8 @@ class Consumer:
             )
         if not 0 < wait[0] <= wait[1]:
             raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
+        if key is not None and not dedup:
+            raise ConfigurationError("key: recognizes nothing with dedup=False")
         if idle_seconds < 0.001:
             raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
         owner = f"inbox {connections.process_name()}"
@@ -113,6 +117,7 @@ class Consumer:
             wait=wait,
             most_dead=most_dead,
             dedup=dedup,
+            key=key,
             at_end=start == "latest",
             at_most_once=delivery == "at-most-once",
         )

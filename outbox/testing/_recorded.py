@@ -11,8 +11,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings no psycopg until it connects
 from sqlalchemy.orm import Session
 
-from outbox import _statements, _targets
-from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
+from outbox import _core, _targets
+from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
 from outbox.testing._scheduled import ScheduledEvent
 
@@ -96,7 +96,7 @@ async def read_async(target: AsyncTarget, schema: str) -> list[Event]:
 
 async def _read_asyncpg(connection: AsyncpgConnection, schema: str) -> list[Event]:
     _targets.require_asyncpg_transaction(connection, _NONE_OPEN)
-    return _events(_decoded(await connection.fetch(*_statements.asyncpg_arguments(query(schema, json_text=True), {}))))
+    return _events(_decoded(await connection.fetch(*_core.asyncpg_arguments(query(schema, json_text=True), {}))))
 
 
 def _for_psycopg(schema: str) -> tuple[bytes, Any]:
@@ -126,6 +126,7 @@ def _event(row: Sequence[Any]) -> Event:
     content_type = own.pop(CONTENT_TYPE, None)
     usual = JSON_CONTENT_TYPE if payload_bytes is None else BYTES_CONTENT_TYPE
     given: dict[str, Any] = {
+        "idempotency_key": own.pop(IDEMPOTENCY_KEY, None),
         "aggregate_type": aggregate_type,
         "aggregate_id": aggregate_id,
         "event_type": event_type,

@@ -12,7 +12,7 @@ import typer
 from outbox import __version__
 
 _GROUPS: Final = {
-    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "audit")},
+    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "audit", "contracts")},
     "sandbox": "outbox.sandbox.cli",
     "dead-letters": "relay.cli.dead_letters",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from outbox._app.choices import HeaderSet
 from outbox.event import (
     AGGREGATE_TYPE,
@@ -25,13 +27,18 @@ from relay.core.ports import Claim
 
 Headers = list[tuple[str, str | bytes | None]]
 
+_NAMED: Final = frozenset({CONTENT_TYPE, IDEMPOTENCY_KEY})
+_NAMED_IN_CLOUDEVENTS: Final = frozenset({CONTENT_TYPE})
+"""Headers of the row that have their place before the event's own."""
+
 
 def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:
     """Return the Kafka headers of one event, in a fixed order: CloudEvents, the plain names, then the event's own.
 
-    Every set has ``ce_id``, by which consumers recognize a repeated event.
+    Every set has ``ce_id``, by which consumers recognize a repeated event, and the idempotency key of an event that has
+    its own.
     """
-    event_id = claim.event_id
+    event_id, own = claim.event_id, claim.headers
     headers: Headers
     if which is HeaderSet.DEBEZIUM:
         headers = [(CE_ID, event_id)]
@@ -49,9 +56,8 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
             (ID, event_id),
             (EVENT_TYPE, claim.event_type),
             (AGGREGATE_TYPE, claim.aggregate_type),
-            (IDEMPOTENCY_KEY, event_id),
+            (IDEMPOTENCY_KEY, event_id if own is None else own.get(IDEMPOTENCY_KEY, event_id)),
         ]
-    own = claim.headers
     if own is None:
         if claim.value is not None:
             headers.append((CONTENT_TYPE, JSON_CONTENT_TYPE))
@@ -62,5 +68,6 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
         headers.append((CE_TRACEPARENT, own[TRACEPARENT]))
         if TRACESTATE in own:
             headers.append((CE_TRACESTATE, own[TRACESTATE]))
-    headers.extend((name, value) for name, value in own.items() if name != CONTENT_TYPE)
+    named = _NAMED_IN_CLOUDEVENTS if which is HeaderSet.CLOUDEVENTS else _NAMED
+    headers.extend((name, value) for name, value in own.items() if name not in named)
     return headers

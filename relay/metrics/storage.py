@@ -35,6 +35,7 @@ _OWN: Final = frozenset(
         "pauses",
         "scheduled",
         "verified",
+        "idempotency_keys",
         "ledger",
         "ledger_state",
         "groups",

@@ -62,7 +62,7 @@ _HEADERS: Final[Mapping[str, Mapping[str, Any]]] = {
     ID: _UUID,
     EVENT_TYPE: {"type": "string", "description": "The event's type."},
     AGGREGATE_TYPE: {"type": "string", "description": "The aggregate's type."},
-    IDEMPOTENCY_KEY: _UUID,
+    IDEMPOTENCY_KEY: {"type": "string", "description": "The writer's idempotency key, or else the event's id."},
     CE_TRACEPARENT: _TRACE,
     CE_TRACESTATE: _TRACE,
     TRACEPARENT: _TRACE,

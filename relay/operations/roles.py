@@ -8,6 +8,7 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
+from outbox._statements import KEY_COLUMNS
 from outbox.errors import ConfigurationError
 
 
@@ -15,7 +16,7 @@ class RoleKind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
-    """A service that writes events and schedules them. It can't read any."""
+    """A service that writes events and schedules them. It can't read any, but whose an idempotency key is."""
     RELAY = "relay"
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
@@ -38,7 +39,7 @@ class RoleKind(StrEnum):
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
     CANCELLER = "canceller"
-    """A service that cancels scheduled events, in addition to the rights of a writer. It may delete all of them."""
+    """A service that cancels and reschedules events, in addition to a writer's rights. It may delete all of them."""
     MIGRATOR = "migrator"
     """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
     on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
@@ -68,7 +69,7 @@ _AUDITS: Final = ("INSERT", "audit", ("what", "why", "details"))
 """Lines in the audit. Not ``who`` and ``at``: the server sets them, to the session's user and the time."""
 
 TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
-    RoleKind.CANCELLER: (("DELETE", ("scheduled",)),),
+    RoleKind.CANCELLER: (("DELETE", ("scheduled", "idempotency_keys")),),
     RoleKind.RELAY: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, UPDATE", ("lanes",)),
@@ -78,6 +79,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT", ("streams", "pauses", "verified")),
         # UPDATE to lock them; it changes none.
         ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
+        ("SELECT, DELETE", ("idempotency_keys",)),
     ),
     RoleKind.OPERATOR: (
         ("SELECT, INSERT, DELETE", ("events",)),
@@ -88,7 +90,7 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT", ("audit",)),
         # Not requested_by and requested_at: the server sets them.
         ("SELECT, INSERT (scope, name, reason), DELETE", ("pauses",)),
-        ("SELECT, DELETE", ("scheduled",)),
+        ("SELECT, DELETE", ("scheduled", "idempotency_keys")),
         # For `outbox audit --follow`.
         ("SELECT, INSERT, UPDATE", ("verified",)),
     ),
@@ -131,8 +133,15 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
         ("INSERT", "scheduled", (*EVENT_COLUMNS, "not_before")),
+        # For Outbox(unique_keys=True).
+        ("SELECT", "idempotency_keys", KEY_COLUMNS),
+        ("INSERT", "idempotency_keys", KEY_COLUMNS),
     ),
-    RoleKind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
+    RoleKind.CANCELLER: (
+        ("SELECT", "scheduled", ("event_id",)),
+        ("UPDATE", "scheduled", ("not_before",)),
+        ("SELECT", "idempotency_keys", ("event_id",)),
+    ),
     RoleKind.OPERATOR: (_AUDITS,),
     RoleKind.CONSUMER: (_AUDITS,),
     RoleKind.CONSUMER_OPERATOR: (_AUDITS,),

@@ -21,9 +21,11 @@ SELECT event_id, aggregate_type, aggregate_id, event_type, not_before, scheduled
   FROM {scheduled} WHERE %(type)s::text IS NULL OR aggregate_type = %(type)s
  ORDER BY not_before, id LIMIT %(limit)s"""
 
-# The whole event, so that a mistake can be undone. It fitted into a row, so it fits into this one too.
+# The whole event, so that a mistake can be undone. It fitted into a row, so it fits into this one too. Its key is free
+# again: what was cancelled has not happened.
 _CANCEL: Final = """
 WITH gone AS (DELETE FROM {scheduled} WHERE event_id = %(event_id)s RETURNING *),
+freed AS (DELETE FROM {idempotency_keys} AS k USING gone WHERE k.event_id = gone.event_id),
 noted AS (
     INSERT INTO {audit} (what, why, details)
     SELECT 'cancel scheduled event', %(why)s, jsonb_build_object(

@@ -21,6 +21,7 @@ _TABLES: Final = (
     "pauses",
     "scheduled",
     "verified",
+    "idempotency_keys",
 )
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set

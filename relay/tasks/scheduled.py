@@ -19,6 +19,7 @@ moves; one at a time, by an advisory lock, because two could give later events l
 | two relays look at the same time            | one has the lock; the other moves nothing, and looks again             |
 | an event is cancelled at the same moment    | the first to lock the row wins. A locked row is skipped, and moved by  |
 |                                             | a later look                                                           |
+| … or gets another time                      | the same: it is moved, or waits for that time                          |
 | the transaction that schedules commits late | the event is moved then                                                |
 | no relay runs                               | they wait; `outbox status` and `outbox doctor` name them               |
 | the database's clock goes back              | what is moved stays moved; the rest waits for its time                 |

@@ -171,9 +171,23 @@ class _Forgetting:
 
 @dataclass(frozen=True, slots=True)
 class Dedup(_Remembering):
-    """Remember the id of every message that was applied. The default."""
+    """Remember the id of every message that was applied. The default.
 
+    key                     a header by which messages are recognized that have it, instead of their id. With
+                            "idempotency-key", events with the same idempotency key are applied once.
+    allow_producer_repeats  apply messages without an id too, once for each topic, partition and offset. If the producer
+                            sends one again, it has another offset: it is not recognized, and applied again.
+
+    Only ids of version 7 can be forgotten by day: those made of a key or of a place are kept forever.
+    """
+
+    key: str | None = None
+    allow_producer_repeats: bool = False
     required: tuple[str, ...] = ("message_id",)
+
+    def __post_init__(self) -> None:
+        if self.key == "":
+            raise JobError("Dedup: key must be the name of a header, such as 'idempotency-key'")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ from psycopg import sql
 from outbox.consumer.errors import JobError
 from outbox.errors import EventError
 from outbox.event import (
+    DEFAULT_SCHEMA,
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_TYPE,
     TRACEPARENT,
     TRACESTATE,
     check_text,
 )
-from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
 from spark_jobs.payloads.decoding import Decoder, decoder_of
 

@@ -30,7 +30,7 @@ from outbox.consumer.errors import JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition, Range
 from outbox.event import TRACEPARENT, TRACESTATE
-from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
+from spark_jobs.dedup.strategies import WHOLE_TIMES, Dedup, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
@@ -219,7 +219,9 @@ def task_decoder(job: ConsumerJob) -> TaskDecoder:
     fields, plan = job.decoder.task_plan()
     traced = isinstance(job.schema, Traced)
     plan()  # Raises here what would otherwise fail in every task.
-    incoming = Incoming(chosen, ids_from(job.strategy), traced)
+    incoming = Incoming(
+        chosen, ids_from(job.strategy), traced, job.strategy.key if isinstance(job.strategy, Dedup) else None
+    )
     columns = _columns(job, fields, traced=traced)
     return TaskDecoder(arrow_type(_schema(job)), plan, incoming, columns, job.max_payload_bytes)
 
@@ -271,7 +273,7 @@ def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "pl
     match strategy:
         case Fingerprint():
             return "columns" if strategy.decoded else "content"
-        case OffsetsOnly():
+        case OffsetsOnly() | Dedup(allow_producer_repeats=True):
             return "place"
         case _:
             return "headers"

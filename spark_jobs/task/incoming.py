@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from outbox.consumer.ids import uuid8
+from outbox.consumer.ids import key_id, uuid8
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import (
     FIRST_TIME,
@@ -101,11 +101,13 @@ class Incoming:
     ids     their source: "headers"; "content": key and value, whatever the headers say; "columns": decoded columns,
             from which Spark makes them; "place": the headers or else the message's place.
     traced  add the columns of the message's trace: see effects.produce.Traced.
+    key     of "headers" and "place": a header that counts before the id, see Dedup.
     """
 
     types: tuple[str, ...] | None
     ids: Literal["headers", "content", "columns", "place"]
     traced: bool = False
+    key: str | None = None
 
     def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
         """Return the columns of META, the payloads, the headers that refer to their schemas, and problems or null."""
@@ -133,7 +135,7 @@ class Incoming:
     def letters(self, messages: Messages, why: Callable[[MessageRef], RejectedRecord]) -> list[DeadLetter]:
         """Return each message as a dead letter. ``why`` returns the reason for the message at a place."""
         unknown = self.ids in {"content", "columns"}
-        ids = [None] * len(messages) if unknown else _ids(_Headers.of(messages)).to_pylist()
+        ids = [None] * len(messages) if unknown else self._named(_Headers.of(messages)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
             DeadLetter(why((messages.topic, messages.part, offset)), id_, key, value, stored_headers(headers), time)
@@ -159,13 +161,29 @@ class Incoming:
             return pa.array([uuid8(content(key, value)) for key, value in pairs], pa.string())
         if self.ids == "columns":
             return pa.nulls(len(messages), pa.string())
-        ids = _ids(headers)
+        ids = self._named(headers)
         if self.ids == "headers" or not ids.null_count:
             return ids
         times = messages.times.cast(pa.int64()).to_pylist()
         made = [
             id_ or uuid8(place(messages.topic, messages.part, offset, time))
             for id_, offset, time in zip(ids.to_pylist(), messages.offsets, times, strict=True)
+        ]
+        return pa.array(made, pa.string())
+
+    def _named(self, headers: _Headers) -> pa.Array:
+        """Return the ids from the headers, with those of the keys."""
+        ids = _ids(headers)
+        keys = headers.first(self.key).to_pylist() if self.key is not None else []
+        if not any(keys):
+            return ids
+        of_each = (
+            headers.first(*names).to_pylist() for names in (("ce_id", "id"), ("ce_source",), ("aggregate-type",))
+        )
+        made = [
+            # The relay's, for an event without a key of its own, is the event's id.
+            id_ if not key or key == given else key_id(source or b"", kind or b"", key)
+            for id_, key, given, source, kind in zip(ids.to_pylist(), keys, *of_each, strict=True)
         ]
         return pa.array(made, pa.string())
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -61,6 +61,7 @@ class Log:
         partition: int | None = None,
         transactional: bool = False,
         written_at: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> list[UUID | None]:
         """Write a message for each of the keys, numbered in each key. Returns their ids.
 
@@ -75,11 +76,11 @@ class Log:
         for key, id_ in zip(keys, ids, strict=True):
             numbers = self.written[key]
             numbers.append(len(numbers))
-            headers = {} if id_ is None else {"ce_id": str(id_)}
+            given = {**(headers or {}), **({} if id_ is None else {"ce_id": str(id_)})}
             if written_at is not None:
-                headers["ce_time"] = dt.datetime.fromtimestamp(written_at, dt.UTC).isoformat()
+                given["ce_time"] = dt.datetime.fromtimestamp(written_at, dt.UTC).isoformat()
             where = {} if partition is None else {"partition": partition}
-            producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=headers, **where)
+            producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=given, **where)
             producer.poll(0)
         if transactional:
             producer.commit_transaction(30)

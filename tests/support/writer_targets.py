@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -63,6 +63,8 @@ class Target:
     owner: Any
     """What commits: the session, or the connection of a cursor."""
     schema: str = "outbox"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the outbox."""
 
     async def add(self, given: Event, **options: Any) -> Any:
         return await _settled(self._outbox.add(self.given, given, **options))
@@ -72,6 +74,12 @@ class Target:
 
     async def cancel(self, event_id: UUID) -> Any:
         return await _settled(self._outbox.cancel(self.given, event_id))
+
+    async def reschedule(self, event_id: UUID, **options: Any) -> Any:
+        return await _settled(self._outbox.reschedule(self.given, event_id, **options))
+
+    async def check(self) -> None:
+        await _settled(self._outbox.check(self.given))
 
     async def commit(self) -> None:
         await _settled(self.owner.commit())
@@ -92,7 +100,7 @@ class Target:
     @property
     def _outbox(self) -> Any:
         is_async = inspect.iscoroutinefunction(self.owner.commit) or isinstance(self.owner, async_scoped_session)
-        return (AsyncOutbox if is_async else Outbox)(schema=self.schema)
+        return (AsyncOutbox if is_async else Outbox)(schema=self.schema, **self.options)
 
 
 async def _settled(answer: Any) -> Any:

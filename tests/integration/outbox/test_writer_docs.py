@@ -30,7 +30,7 @@ def test_the_examples_run(outbox_postgres, capsys, monkeypatch):
 def run(outbox_postgres, registry_url: str) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 11
+    assert [language for _, language, _ in blocks].count("python") == 14
     # Dataclasses and mapped classes look their module up.
     namespace = {
         "url": outbox_postgres.url,
@@ -60,8 +60,9 @@ def run(outbox_postgres, registry_url: str) -> None:
         ("Order", "4712", "OrderPacked"),
         ("Order", "4713", "OrderPlaced"),
         *[("Order", str(n), "OrderPlaced") for n in range(1000)],
+        ("Payment", "4711", "PaymentReceived"),
         ("Order", "4711", "OrderSent"),
         ("Invoice", "17", "InvoiceIssued"),
         ("Stock", "tea", "Counted"),
     ]
-    assert namespace["cancelled"] is True
+    assert (namespace["moved"], namespace["cancelled"]) == (True, True)

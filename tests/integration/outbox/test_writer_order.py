@@ -12,7 +12,7 @@ from support import wait_until
 from writer_targets import event, numbers, stored, waits_for_a_lock
 
 from outbox import Event, Outbox
-from outbox._statements import LOCK_SEED, insert_many, psycopg_sql
+from outbox._statements import LOCK_SEED, insert_many
 
 outbox = Outbox()
 
@@ -131,7 +131,7 @@ def test_the_locks_are_sorted_and_taken_before_any_id_is_drawn(outbox_postgres):
         "payload_bytes": [b"x", None, None],
         "headers": [None] * 3,
     }
-    statement = psycopg_sql(insert_many("outbox", lock_key=True))
+    statement = insert_many("outbox", lock_key=True).psycopg.decode()
     with outbox_postgres.connect() as connection:
         plan = connection.execute(f"EXPLAIN (FORMAT JSON, VERBOSE) {statement}", values).fetchone()[0][0]["Plan"]
     (locks,) = (node for node in nodes(plan) if node.get("Subplan Name") == "CTE locks")

@@ -87,6 +87,18 @@ def test_headers_are_checked(headers, field):
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("key", ["", "x" * 256, "ü" * 128, "a\0b", "a\nb", "a\x7fb", "\ud800", 4711])
+def test_idempotency_keys_are_checked(key):
+    with pytest.raises(EventError) as caught:
+        Event("Order", "1", "T", idempotency_key=key)
+    assert caught.value.field == "idempotency_key"
+
+
+def test_idempotency_keys_have_up_to_255_bytes():
+    assert Event("Order", "1", "T", idempotency_key="ü" * 127 + "x").idempotency_key == "ü" * 127 + "x"
+    assert Event("Order", "1", "T", idempotency_key="a") != Event("Order", "1", "T", idempotency_key="b")
+
+
 def test_event_id_is_a_uuid7_of_now_or_the_one_given():
     given = Event("Order", "1", "T")
     made = id_of(given)

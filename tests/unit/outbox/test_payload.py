@@ -231,3 +231,8 @@ def test_a_lower_limit_counts_key_and_headers():
 @given(st.binary(max_size=200))
 def test_any_bytes_pass_unchanged(data):
     assert _payload.encode(Event("Order", "1", "T", data)).raw == data
+
+
+@pytest.mark.parametrize("text", [b"1e9", b"1e9" * 50, b"[1e9,1e9]", b",:,:", b"[]", b"", b'{"a":1e300}', b"0e0e0e0e0"])
+def test_the_quick_bound_is_never_below_the_exact_one(text):
+    assert _payload.largest_size(text) <= _payload._MOST_GROWTH * len(text)

@@ -6,7 +6,9 @@ See ``planted``: with anything of the product left to the search path of its rol
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import re
+from dataclasses import replace
 from typing import Any
 
 import asyncpg
@@ -96,7 +98,15 @@ def write(target: Any) -> None:
     outbox.add(target, events()[0], lock_key=True)
     outbox.add_many(target, events(), lock_key=True)
     later = outbox.add(target, events()[0], not_before=planted.LATER)
+    outbox.check(target)
+    assert outbox.reschedule(target, later, delay=dt.timedelta(hours=1))
     assert outbox.cancel(target, later)
+    unique, keyed = Outbox(unique_keys=True), [replace(event, idempotency_key=str(later)) for event in events(1)]
+    unique.add_many(target, keyed, lock_key=True)
+    unique.add_many(target, keyed)
+    connection = target.connection() if isinstance(target, sa.orm.Session) else target
+    removed = "DELETE FROM outbox.events WHERE headers OPERATOR(pg_catalog.->>) 'idempotency-key' IS NOT NULL"
+    assert connection.execute(sa.text(removed) if isinstance(connection, sa.Connection) else removed).rowcount == 1
     assert once(target, message, consumer="billing")
     assert not once(target, message, consumer="billing")
 

@@ -207,3 +207,17 @@ def test_the_delays_of_what_is_applied_can_be_scraped(log):
     total = value("sum")
     assert total is not None
     assert 0 < total - 3 * day < 5 * (time.monotonic() - begun + 60)
+
+
+def test_events_with_one_idempotency_key_are_applied_once(log):
+    log.produce(["k"] * 3, headers={"idempotency-key": "request 1"})
+    log.produce(["k"], headers={"idempotency-key": "request 2"})
+    log.produce(["k"])
+    with log.consuming(key="idempotency-key") as running:
+        running.wait(lambda: log.positions() == {0: 5}, "the position")
+    assert log.applied() == {"k": [0, 3, 4]}
+
+
+def test_a_key_recognizes_nothing_without_dedup(log):
+    with pytest.raises(ConfigurationError, match=r"^key: "):
+        log.consumer(key="idempotency-key", dedup=False)

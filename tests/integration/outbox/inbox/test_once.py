@@ -65,6 +65,25 @@ async def test_a_message_is_new_once(target, outbox_postgres):
 
 @each_driver
 @on_target
+async def test_events_with_one_idempotency_key_are_new_once(target, outbox_postgres):
+    asynchronous = inspect.iscoroutinefunction(target.owner.commit)
+
+    async def new(value: str | None, kind: str = "Order", **options) -> bool:
+        id_ = str(uuid7())
+        headers = {"ce_id": id_, "aggregate-type": kind, "idempotency-key": value or id_}
+        answer = (once_async if asynchronous else once)(target.given, headers, consumer="billing", **options)
+        return await answer if asynchronous else answer
+
+    key = {"key": "idempotency-key"}
+    assert [await new("a", **key), await new("a", **key), await new("a", "Invoice", **key)] == [True, False, True]
+    # Events without a key of their own, and a consumer that does not ask for keys.
+    assert [await new(None, **key), await new(None, **key), await new("a"), await new("a")] == [True] * 4
+    await target.commit()
+    assert await new("a", **key) is False
+
+
+@each_driver
+@on_target
 async def test_a_rollback_makes_it_new_again(target, outbox_postgres):
     id_ = uuid7()
     assert await is_new(target, id_) is True

@@ -36,7 +36,7 @@ GIVEN = [
     Event("Order", "1", "OrderPlaced", {"price": 1.5, "lines": [1, None, "ü"]}, headers={"tenant": "a"}),
     Event("Order", "2", "OrderPrinted", b"\x00\xff", content_type="application/pdf"),
     Event("Order", "3", "OrderPrinted", b"plain"),
-    Event("Order", "4", "OrderChanged", {"a": 1}, content_type="application/merge-patch+json"),
+    Event("Order", "4", "OrderChanged", {"a": 1}, content_type="application/merge-patch+json", idempotency_key="c-1"),
     Event("Order", "5", "OrderForgotten", None, event_id=UUID(int=7)),
 ]
 

@@ -96,9 +96,9 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
     for each in (
         Event("Order", "4711", "OrderForgotten"),
         Event("Order", "4711", "OrderSigned", b"\x00\xff"),
-        Event("Order", "4711", "OrderSealed", b"\x01", content_type="application/avro"),
+        Event("Order", "4711", "OrderSealed", b"\x01", content_type="application/avro", idempotency_key="seal 1"),
         Event("Order", "4711", "OrderPatched", [1], content_type="application/merge-patch+json"),
-        Event("Order", "4711", "OrderPhotographed", photograph),
+        Event("Order", "4711", "OrderPhotographed", photograph, idempotency_key="photo 1"),
     ):
         write(outbox_postgres, each)
     drained(outbox_postgres.url)
@@ -107,6 +107,8 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
     assert "content-type" not in dict(tombstone.headers())
     assert (cloud_event(tombstone).get_type(), cloud_event(tombstone).get_subject()) == ("OrderForgotten", "4711")
     assert (raw.value(), avro.value(), patch.value()) == (b"\x00\xff", b"\x01", b"[1]")
+    keys = [dict(each.headers())["idempotency-key"] for each in (raw, avro)]
+    assert keys == [dict(raw.headers())["ce_id"], b"seal 1"]
     types = [cloud_event(each).get_datacontenttype() for each in (raw, avro, patch)]
     assert types == ["application/octet-stream", "application/avro", "application/merge-patch+json"]
 
@@ -116,6 +118,7 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
     assert marks == {name: text.replace("order-events", topic) for name, text in on_copy.items()}
     assert (copy.key(), copy.value()) == (b"4711", photograph)
     assert (headers["ce_type"], headers["ce_time"]) == ("OrderPhotographed", "2026-11-23T09:15:04.128317Z")
+    assert headers["idempotency-key"] == "photo 1"
 
     address = {"OUTBOX_DATABASE_URL": outbox_postgres.url}
     asked = CliRunner().invoke(app, ["replay", "--event-id", expected["headers"][1]["ce_id"], "--yes"], env=address)

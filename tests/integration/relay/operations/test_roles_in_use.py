@@ -111,9 +111,18 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             Outbox().cancel(connection, event_id)
     with psycopg.connect(roles.of(RoleKind.CANCELLER)) as connection:
+        assert Outbox().reschedule(connection, event_id, delay=dt.timedelta(hours=1))
         assert Outbox().cancel(connection, event_id)
+    with psycopg.connect(url) as connection:
+        unique, keyed = Outbox(unique_keys=True), Event("Order", 6, "T", idempotency_key="k")
+        assert unique.add(connection, keyed) == unique.add(connection, keyed)
     refused(
         url,
+        "SELECT added_at FROM outbox.idempotency_keys",
+        "DELETE FROM outbox.idempotency_keys",
+        "UPDATE outbox.idempotency_keys SET event_type = 'U'",
+        "INSERT INTO outbox.idempotency_keys (aggregate_type, idempotency_key, event_id, aggregate_id, event_type, "
+        "added_at) VALUES ('A', 'k', gen_random_uuid(), '1', 'T', now())",
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) VALUES ('A', '1', 'T', true)",
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
         "VALUES ('A', '1', 'T', now())",

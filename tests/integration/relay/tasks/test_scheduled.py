@@ -79,6 +79,69 @@ async def test_written_and_cancelled_in_the_targets_transaction(target, outbox_p
     assert events(url) == []
 
 
+@each_driver
+@on_target
+async def test_a_delay_and_another_time_count_by_the_databases_clock(target, outbox_postgres):
+    url = outbox_postgres.url
+    due = "SELECT payload ->> 'n', extract(epoch FROM not_before - scheduled_at)::float8 FROM outbox.scheduled"
+    first = await target.add(Event("Order", 1, "T", {"n": 1}), delay=HOUR)
+    await target.add_many(
+        [Event("Order", 1, "T", {"n": n}) for n in (2, 3)], delay=dt.timedelta(days=2, microseconds=5)
+    )
+    await target.commit()
+    seconds = dict(look_up(url, due))
+    assert seconds == {"1": pytest.approx(3_600, abs=30), "2": pytest.approx(172_800, abs=30), "3": seconds["2"]}
+    assert await target.reschedule(first, delay=dt.timedelta()) is True
+    await target.rollback()
+    assert dict(look_up(url, due)) == seconds
+    assert await target.reschedule(first, delay=10 * HOUR) is True
+    assert await target.reschedule(uuid.uuid4(), delay=HOUR) is False
+    await target.commit()
+    assert dict(look_up(url, due))["1"] == pytest.approx(36_000, abs=60)
+    day = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
+    assert await target.reschedule(first, not_before=day) is True
+    await target.commit()
+    assert look_up(url, "SELECT not_before FROM outbox.scheduled WHERE event_id = %s", first) == [(day,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"delay": dt.timedelta(seconds=-1)}, "delay"),
+        ({"delay": dt.timedelta(days=36_501)}, "delay"),
+        ({"delay": 5}, "delay"),
+        ({"delay": HOUR, "not_before": now()}, "delay"),
+        ({"delay": HOUR, "lock_key": True}, "lock_key"),
+    ],
+)
+def test_delays_that_are_refused(outbox_postgres, options, field):
+    with psycopg.connect(outbox_postgres.url) as connection:
+        with pytest.raises(EventError) as caught:
+            Outbox().add(connection, Event("Order", 1, "T"), **options)
+        assert caught.value.field == field
+        for wrong in ({}, {"delay": HOUR, "not_before": now()}):
+            with pytest.raises(EventError):
+                Outbox().reschedule(connection, uuid.uuid4(), **wrong)
+
+
+@pytest.mark.parametrize("ends", ["commit", "rollback"])
+def test_what_is_being_rescheduled_holds_up_nothing(outbox_postgres, mover, ends):
+    found, due = mover
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        ids = Outbox().add_many(connection, [Event("Order", n, "T", {"n": n}) for n in range(3)], not_before=now())
+    with psycopg.connect(url) as connection:
+        assert Outbox().reschedule(connection, ids[1], delay=HOUR)
+        found.look()
+        assert events(url) == ["0", "2"]
+        getattr(connection, ends)()
+        # What a relay has moved is an event, and no longer scheduled.
+        assert not Outbox().reschedule(connection, ids[0], delay=HOUR)
+    due.set(0.0)
+    found.look()
+    assert (events(url), scheduled(url)) == ((["0", "2", "1"], []) if ends == "rollback" else (["0", "2"], ["1"]))
+
+
 @pytest.mark.parametrize("time", [dt.datetime(2030, 1, 1), "2030-01-01T00:00:00Z"])
 def test_a_time_without_a_zone_is_refused(outbox_postgres, time):
     with psycopg.connect(outbox_postgres.url) as connection:

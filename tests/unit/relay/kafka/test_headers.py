@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from outbox._app.choices import HeaderSet
 from relay.core.ports import Claim
 from relay.kafka.headers import message_headers
@@ -12,6 +14,9 @@ PLAIN = ["id", "event-type", "aggregate-type", "idempotency-key"]
 OWN = ["content-type", "tenant"]
 
 
+KEYED = CLAIM._replace(headers={"tenant": "acme", "idempotency-key": "order 4711"})
+
+
 def names(which: HeaderSet) -> list[str]:
     return [name for name, _ in message_headers(CLAIM, "/shop", which)]
 
@@ -20,3 +25,11 @@ def test_each_set_has_its_own_names_and_the_events_id_and_headers():
     assert names(HeaderSet.BOTH) == CLOUDEVENTS + PLAIN + OWN
     assert names(HeaderSet.CLOUDEVENTS) == CLOUDEVENTS + OWN
     assert names(HeaderSet.DEBEZIUM) == ["ce_id", *PLAIN, *OWN]
+
+
+@pytest.mark.parametrize("which", HeaderSet)
+def test_the_writers_idempotency_key_is_in_each_set_once(which):
+    found = message_headers(KEYED, "/shop", which)
+    assert [value for name, value in found if name == "idempotency-key"] == ["order 4711"]
+    assert sorted(name for name, _ in found) == sorted({*names(which), "idempotency-key"})
+    assert ("idempotency-key", "id-7") not in found

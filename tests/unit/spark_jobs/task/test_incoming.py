@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+from contextlib import suppress
 from typing import Any
 from uuid import UUID
 
 import pytest
 
+from outbox.consumer.ids import key_id
+from outbox.inbox import MessageIdMissing
+from outbox.inbox.ids import message_id
 from spark_jobs.payloads.framing import HEADER
 from spark_jobs.task.incoming import Incoming, Messages
 
@@ -21,7 +25,7 @@ def taken(*headers: tuple[str, bytes | None], ids: Any = "headers", **given: Any
     """Return the columns of META, and ``schema``, of one message."""
     at, key, value = given.get("at", NOON), given.get("key", b"k"), given.get("value", b"{}")
     messages = Messages("t", 3, [given.get("offset", 5)], [at], [key], [value], [headers])
-    meta, _, schemas, _ = Incoming(None, ids, traced=True).taken(messages)
+    meta, _, schemas, _ = Incoming(None, ids, traced=True, key=given.get("header")).taken(messages)
     return {name: column.to_pylist()[0] for name, column in {**meta, "schema": schemas}.items()}
 
 
@@ -66,6 +70,41 @@ def test_the_id_of_a_message(headers, expected):
     # A neighbour's that has to be hashed changes nothing.
     beside = Messages("t", 0, [0, 1], [0, 0], [None] * 2, [None] * 2, [headers, [("ce_id", b"x")]])
     assert Incoming(None, "headers").taken(beside)[0]["message_id"].to_pylist()[0] == expected
+
+
+KEY = "idempotency-key"
+OF_KEY = key_id(b"/shop", b"Order", b"request 1")
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([("ce_id", V7), ("ce_source", b"/shop"), ("aggregate-type", b"Order"), (KEY, b"request 1")], OF_KEY),
+        # The same key again, under another id, or without any.
+        ([("ce_id", b"x"), ("ce_source", b"/shop"), ("aggregate-type", b"Order"), (KEY, b"request 1")], OF_KEY),
+        ([("ce_source", b"/shop"), ("aggregate-type", b"Order"), (KEY, b"request 1")], OF_KEY),
+        # Another aggregate type, and another source, have keys of their own; also if they are UUIDs.
+        ([("ce_id", V7), ("aggregate-type", b"Order"), (KEY, b"request 1")], key_id(b"", b"Order", b"request 1")),
+        ([("ce_id", b"x"), ("aggregate-type", b"Order"), (KEY, V7)], key_id(b"", b"Order", V7)),
+        ([(KEY, b"request 1")], key_id(b"", b"", b"request 1")),
+        # An event without a key of its own.
+        ([("ce_id", V7), ("aggregate-type", b"Order"), (KEY, V7)], V7.decode()),
+        ([("ce_id", V7)], V7.decode()),
+        ([("ce_id", V7), (KEY, None)], V7.decode()),
+        ([("ce_id", V7), (KEY, b"")], V7.decode()),
+        ([("Idempotency-Key", b"request 1")], None),
+    ],
+)
+def test_the_id_of_a_message_with_a_key(headers, expected):
+    assert taken(*headers, header=KEY)["message_id"] == expected
+    found = None
+    with suppress(MessageIdMissing):
+        found = str(message_id(headers, KEY))
+    assert found == expected
+    without = taken(*headers)["message_id"]
+    assert without != expected or without in {None, V7.decode()}
+    placed = taken(*headers, ids="place", header=KEY)["message_id"]
+    assert placed == expected or (expected is None and UUID(placed).version == 8)
 
 
 @pytest.mark.parametrize(
