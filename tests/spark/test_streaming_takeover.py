@@ -78,7 +78,7 @@ def test_the_younger_of_two_queries_goes_on(stream):
     def transform(rows: Any) -> Any:
         # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
         if taken == [1]:
-            taken.append(stream.function()._store.take_over())
+            taken.append(stream.function()._group.store.take_over())
         return rows
 
     older = stream.function(replace(JOB, transform=transform))
@@ -106,7 +106,7 @@ def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
 
     def staged(*arguments: Any, **options: Any) -> Any:
         found = real(*arguments, **options)
-        stream.function()._store.take_over()
+        stream.function()._group.store.take_over()
         return found
 
     monkeypatch.setattr(streaming, "stage", staged)
@@ -126,7 +126,7 @@ def test_a_take_over_before_staging(stream, monkeypatch):
         monkeypatch.undo()
         plan = real(tables, *arguments, **options)
         newer = stream.function()
-        newer._staging_tables().drop_older(newer._store.take_over())
+        newer._staging_tables().drop_older(newer._group.store.take_over())
         return plan
 
     monkeypatch.setattr(StagingTables, "create", created)

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.consumer.errors import JobError
 from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide
-from spark_jobs.driver.streaming import ExactlyOnce
+from spark_jobs.driver.stream_group import StreamGroup, StreamOptions
 from spark_jobs.errors import CheckpointConflict
 from spark_jobs.job import ConsumerJob
 
@@ -115,4 +115,4 @@ def test_an_unknown_form_of_the_log_is_no_proof(text):
 def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})
     with pytest.raises(JobError, match=f"{name}: has no meaning"):
-        ExactlyOnce(job, "postgresql://h/d", "consumer", 14, accept=None, from_beginning=False, patience=1)
+        StreamGroup(job, StreamOptions("postgresql://h/d", "consumer", 14), "owner")
