@@ -348,15 +348,17 @@ class BatchTable:
         if not self._kept:
             return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
-        if not self.placed or self.count() == table.num_rows:
+        left = self.count()
+        if left == table.num_rows:
             # The usual case, without a tuple for each of hundreds of thousands of rows.
             return table
-        left = self.places()
-        if len(left) < table.num_rows:
-            table = table.filter(pa.array([place in left for place in refs_of(table)], pa.bool_()))
-        if not self._strategy.remembers and self.count() < table.num_rows:
-            # Some rows of a message were dropped and others kept; only the database knows which.
-            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
+        if self.placed:
+            places = self.places()
+            table = table.filter(pa.array([place in places for place in refs_of(table)], pa.bool_()))
+        if left < table.num_rows:
+            # Some rows of a message, or of none, were dropped and others kept; only the database knows which.
+            order = sql.SQL(_PLACE + ", ctid" if self.placed else "ctid")
+            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), order)
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

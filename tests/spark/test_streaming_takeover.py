@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
-from stream_to_sink import JOB, Stream, stream
+from stream_to_sink import EFFECT, JOB, Stream, stream
 
 from outbox.consumer.errors import Fenced
 from spark_jobs.driver import streaming
@@ -55,10 +55,15 @@ def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_pa
     assert stream.seen() == list(range(15))
 
 
-def test_an_id_twice_in_a_batch_counts_once(stream):
+def inserted(cursor: Any, rows: Any) -> None:
+    cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
+
+
+@pytest.mark.parametrize("effect", [EFFECT, inserted], ids=["SQL", "a function"])
+def test_an_id_twice_in_a_batch_counts_once(stream, effect):
     stream.add(4)
     rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
-    stream.run(rows=rows)
+    stream.run(stream.function(replace(JOB, effect=effect)), rows)
     assert stream.seen() == [0, 1, 2, 3]
     assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
 
