@@ -119,6 +119,7 @@ class StreamGroup:
         _check_job(job)
         self.job = job
         self.options = options
+        self.owner = owner
         self.store = PostgresGroupStore(options.url, options.schema, job.group, owner)
         self._sinks = PostgresSinks(options.url, options.schema, job, self.store)
         self._dedup = DedupStore(options.schema, job.group)
@@ -133,7 +134,7 @@ class StreamGroup:
     def maintain_days(self) -> None:
         """Maintain the days of ids, once an hour: a query may run for weeks, and days are created for a few ahead."""
         if self._maintained_at is None or time.monotonic() - self._maintained_at > 3600:
-            self.store.maintain_days(self.options.keep_days, _report)
+            self.store.maintain_days(self.options.keep_days, report)
             self._maintained_at = time.monotonic()
 
     def effect(self, columns: Mapping[str, str]) -> str | PythonEffect:
@@ -180,7 +181,8 @@ class StreamGroup:
             if not self._swap(cursor, stored, batch):
                 raise ConsumerUnavailable(f"batch {batch.batch_id}: another transaction has moved the group meanwhile")
             applying = BatchTable(cursor, self._dedup, columns, Dedup(), effect, bisect=False, max_dead=0)
-            applying.take(staged.table, staged.names, staged.rows)
+            if staged.names:
+                applying.take(staged.table, staged.names, staged.rows)
             if ids:
                 self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
@@ -203,8 +205,8 @@ class StreamGroup:
                     raise
                 raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
 
-        with LockMonitor(self.options.url, self.job.group, _report):
-            wait_for_servers(attempted, Patience(self.options.patience), _report, then="start the query again")
+        with LockMonitor(self.options.url, self.job.group, report):
+            wait_for_servers(attempted, Patience(self.options.patience), report, then="start the query again")
 
     def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
         """Move the sink from ``stored`` to the batch. Returns False if the sink no longer has ``stored``."""
@@ -258,7 +260,7 @@ def without_causes(error: OutboxError) -> OutboxError:
     return copy.copy(error).with_traceback(None)
 
 
-def _report(text: str, figures: Mapping[str, Any]) -> None:
+def report(text: str, figures: Mapping[str, Any]) -> None:
     _LOG.warning("%s: %s", text, "  ".join(f"{name}={value}" for name, value in figures.items()))
 
 

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.errors import ConsumerUnavailable, shown
+from outbox.consumer.errors import shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import DedupStore, Strategy
-from spark_jobs.errors import Reject
+from spark_jobs.errors import Reject, StagedRowsLost
 from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
 from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
 from spark_jobs.postgres.unfit import without_unfit
@@ -117,7 +117,7 @@ class BatchTable:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
 
         Raises RejectedRecords where values do not fit; EffectError if the rows do not identify messages;
-        ConsumerUnavailable if rows are missing.
+        StagedRowsLost if rows are missing.
         """
         self._staged = staged, list(names)
         source, order = self._taken()
@@ -125,6 +125,8 @@ class BatchTable:
         try:
             with self._cursor.connection.transaction():
                 taken = self._cursor.execute(insert.format(self._listed, self._cast, source, order), ()).rowcount
+        except psycopg.errors.UndefinedTable as error:
+            raise StagedRowsLost(f"{staged.as_string(None)} is gone: another driver has dropped it") from error
         except psycopg.Error as error:
             if passing(error):
                 raise
@@ -135,7 +137,7 @@ class BatchTable:
                 raise RejectedRecords(found) from error
             taken = self.count()
         if taken != rows:
-            raise ConsumerUnavailable(
+            raise StagedRowsLost(
                 f"{rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
                 "staging table"
             )
