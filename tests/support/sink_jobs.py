@@ -34,8 +34,8 @@ def comes(url: str, what: str) -> bool:
 
 
 def die(what: str) -> None:
-    """Kill this process or, if the driver is to die, Spark's JVM, which ends this process too."""
-    if what.startswith("driver"):
+    """Kill this process; before it Spark's JVM, unless what dies is only this one."""
+    if what.startswith(("driver", "executor")):
         for parent in psutil.Process().parents():
             if parent.name() == "java":
                 parent.kill()
@@ -96,18 +96,14 @@ class Troubled(OutboxSinkSource):
 
 class TroubledWriter(OutboxWriter):
     def write(self, iterator: Any) -> Any:
-        if comes(self._plan.url, "task dies before"):
-            die("task")
+        self._come("task dies before", "executor dies before")
         staged = super().write(iterator)
-        if comes(self._plan.url, "task dies after"):
-            die("task")
+        self._come("task dies after", "executor dies after")
         return staged
 
     def commit(self, messages: Any, batchId: int) -> None:  # noqa: N803
         url = self._plan.url
-        for what in ("commit dies before", "driver dies before"):
-            if comes(url, what):
-                die(what)
+        self._come("commit dies before", "driver dies before")
         if comes(url, "rows are lost"):
             with psycopg.connect(url) as connection:
                 table = sql.Identifier(self._plan.schema, messages[0].table)
@@ -115,8 +111,11 @@ class TroubledWriter(OutboxWriter):
         super().commit(messages, batchId)
         if comes(url, "commit runs twice"):
             super().commit(messages, batchId)
-        for what in ("commit dies after", "driver dies after"):
-            if comes(url, what):
-                die(what)
+        self._come("commit dies after", "driver dies after")
         if comes(url, "commit fails after"):
             raise Planned
+
+    def _come(self, *troubles: str) -> None:
+        for what in troubles:
+            if comes(self._plan.url, what):
+                die(what)
