@@ -22,11 +22,12 @@ if TYPE_CHECKING:
         TopicRecreated,
     )
     from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
+    from spark_jobs.driver.outbox_sink import OutboxSinkSource, register
     from spark_jobs.driver.query import RunningConsumer, run
     from spark_jobs.driver.streaming import exactly_once
     from spark_jobs.effects.mapped import Insert, Upsert
     from spark_jobs.effects.produce import Produce, Traced
-    from spark_jobs.errors import BadMessage, CheckpointConflict, Reject
+    from spark_jobs.errors import BadMessage, CheckpointConflict, Reject, StagedRowsLost
     from spark_jobs.job import ConsumerJob
     from spark_jobs.payloads.decoding import Avro, Json, Protobuf, Raw
     from spark_jobs.payloads.registry import Registry
@@ -48,17 +49,20 @@ __all__ = [
     "Json",
     "Natural",
     "OffsetsOnly",
+    "OutboxSinkSource",
     "Produce",
     "Protobuf",
     "Raw",
     "Registry",
     "Reject",
     "RunningConsumer",
+    "StagedRowsLost",
     "TopicRecreated",
     "Traced",
     "Upsert",
     "Version",
     "exactly_once",
+    "register",
     "run",
 ]
 
@@ -69,9 +73,10 @@ _MODULES: Final = {
     "spark_jobs.payloads.decoding": ("Avro", "Json", "Protobuf", "Raw"),
     "spark_jobs.payloads.registry": ("Registry",),
     "spark_jobs.effects.mapped": ("Insert", "Upsert"),
-    "spark_jobs.errors": ("BadMessage", "CheckpointConflict", "Reject"),
+    "spark_jobs.errors": ("BadMessage", "CheckpointConflict", "Reject", "StagedRowsLost"),
     "spark_jobs.job": ("ConsumerJob",),
     "spark_jobs.effects.produce": ("Produce", "Traced"),
+    "spark_jobs.driver.outbox_sink": ("OutboxSinkSource", "register"),
     "spark_jobs.driver.query": ("RunningConsumer", "run"),
     "spark_jobs.dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
     "spark_jobs.driver.streaming": ("exactly_once",),

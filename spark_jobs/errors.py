@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.consumer.errors import ConsumerError
+from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 
 
 class BadMessage(ConsumerError):
@@ -27,12 +27,19 @@ class Reject(Exception):
 class CheckpointConflict(ConsumerError):
     """A stream's batch does not follow the one that the sink has: applying it might duplicate or lose rows.
 
-    state  what the sink has, as ``exactly_once(job, accept=…)`` takes it.
+    state  what the sink has, as ``exactly_once(job, accept=…)`` and the option ``accept`` take it.
     """
 
     def __init__(self, text: str, state: str = "") -> None:
         super().__init__(text)
         self.state = state
+
+
+class StagedRowsLost(ConsumerUnavailable):
+    """Rows that tasks have staged are gone: Postgres crashed, or another driver of the group dropped them.
+
+    Nothing of the batch was applied. A round stages them again; a query of the format "outbox" must be started again.
+    """
 
 
 class InputCut(ConsumerError):

@@ -85,12 +85,14 @@ class Consumer:
         for name, number in (("batch", batch), ("attempts", attempts), ("most_dead", most_dead)):
             if number < 1:
                 raise ConfigurationError(f"{name} must be 1 or more, not {number}")
-        if on_failure not in get_args(OnFailure):
-            raise ConfigurationError(f"on_failure must be 'stop' or 'dead-letter', not {on_failure!r}")
-        if start not in get_args(Start):
-            raise ConfigurationError(f"start must be 'earliest' or 'latest', not {start!r}")
-        if delivery not in get_args(Delivery):
-            raise ConfigurationError(f"delivery must be 'exactly-once' or 'at-most-once', not {delivery!r}")
+        for name, chosen, choices in (
+            ("on_failure", on_failure, OnFailure),
+            ("start", start, Start),
+            ("delivery", delivery, Delivery),
+        ):
+            if chosen not in get_args(choices):
+                allowed = " or ".join(map(repr, get_args(choices)))
+                raise ConfigurationError(f"{name} must be {allowed}, not {chosen!r}")
         if delivery == "at-most-once" and on_failure != "stop":
             raise ConfigurationError(
                 f"on_failure={on_failure!r} is not for delivery='at-most-once': a message that fails is recorded in "

@@ -21,9 +21,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from outbox.consumer.errors import JobError
+from outbox.consumer.errors import JobError, shown
 from spark_jobs.errors import CheckpointConflict
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def decide(
         raise CheckpointConflict(
             f"{problem}. Nothing of this batch was applied. Put back the checkpoint that belongs to the sink; or "
             "make sure where the stream begins and what the sink has, and continue with "
-            f"exactly_once(job, accept={state!r})",
+            f"exactly_once(job, accept={state!r}), or the option accept of the format outbox",
             state,
         )
     return "accepted"
@@ -159,6 +160,38 @@ def _content(jvm: Any, query: Any, batch_id: int) -> str | None:
     return content_of(bytes(written.toByteArray()).decode())
 
 
+def planned_in(folder: str, batch_id: int, run_id: str) -> Batch:
+    """Return a batch as Spark planned it in the checkpoint in a folder: a path, or a URI that pyarrow.fs knows.
+
+    Raises JobError if the plan can't be read there.
+    """
+    from pyarrow import ArrowException, fs
+
+    # Spark's scheme is that of Hadoop's client.
+    uri = folder.replace("s3a://", "s3://", 1) if ":" in folder else str(Path(folder).absolute())
+
+    def read(name: str) -> str:
+        files, path = fs.FileSystem.from_uri(uri)
+        with files.open_input_stream(f"{path}/{name}") as stream:
+            return bytes(stream.read()).decode()
+
+    try:
+        query_id = json.loads(read("metadata"))["id"]
+        content = content_of(read(f"offsets/{batch_id}"))
+        try:
+            before = content_of(read(f"offsets/{batch_id - 1}")) if batch_id > 0 else None
+        except FileNotFoundError:
+            # Spark keeps the last ones only.
+            before = None
+    except (OSError, ArrowException, ValueError, KeyError, TypeError) as error:
+        raise JobError(
+            f"checkpointLocation {folder}: the driver's Python can't read the plan of batch {batch_id} there, so a "
+            f"batch that comes again could not be known: {shown(error)}. It must be a path that Python can read too, "
+            "or a URI that pyarrow.fs knows; asynchronous progress tracking has to be off"
+        ) from error
+    return Batch(query_id, run_id, batch_id, content, before)
+
+
 def content_of(text: str) -> str:
     """Return a hash of a batch's entry in the offset log: when it was planned, and the end of each source.
 
@@ -170,9 +203,7 @@ def content_of(text: str) -> str:
     try:
         planned_at = json.loads(metadata)["batchTimestampMs"]
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(
-            f"exactly_once: the checkpoint's offset log has a form that is not known: {text[:80]!r}"
-        ) from error
+        raise JobError(f"the checkpoint's offset log has a form that is not known: {text[:80]!r}") from error
     identity = json.dumps([planned_at, *map(_canonical, offsets.splitlines())], separators=(",", ":"))
     return hashlib.sha256(identity.encode()).hexdigest()
 

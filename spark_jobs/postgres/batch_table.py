@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.errors import ConsumerUnavailable, shown
+from outbox.consumer.errors import shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import DedupStore, Strategy
-from spark_jobs.errors import Reject
+from spark_jobs.errors import Reject, StagedRowsLost
 from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
 from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
 from spark_jobs.postgres.unfit import without_unfit
@@ -117,7 +117,7 @@ class BatchTable:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
 
         Raises RejectedRecords where values do not fit; EffectError if the rows do not identify messages;
-        ConsumerUnavailable if rows are missing.
+        StagedRowsLost if rows are missing.
         """
         self._staged = staged, list(names)
         source, order = self._taken()
@@ -125,6 +125,8 @@ class BatchTable:
         try:
             with self._cursor.connection.transaction():
                 taken = self._cursor.execute(insert.format(self._listed, self._cast, source, order), ()).rowcount
+        except psycopg.errors.UndefinedTable as error:
+            raise StagedRowsLost(f"{staged.as_string(None)} is gone: another driver has dropped it") from error
         except psycopg.Error as error:
             if passing(error):
                 raise
@@ -135,7 +137,7 @@ class BatchTable:
                 raise RejectedRecords(found) from error
             taken = self.count()
         if taken != rows:
-            raise ConsumerUnavailable(
+            raise StagedRowsLost(
                 f"{rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
                 "staging table"
             )
@@ -358,15 +360,17 @@ class BatchTable:
         if not self._kept:
             return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
-        if not self.placed or self.count() == table.num_rows:
+        left = self.count()
+        if left == table.num_rows:
             # The usual case, without a tuple for each of hundreds of thousands of rows.
             return table
-        left = self.places()
-        if len(left) < table.num_rows:
-            table = table.filter(pa.array([place in left for place in refs_of(table)], pa.bool_()))
-        if not self._strategy.remembers and self.count() < table.num_rows:
-            # Some rows of a message were dropped and others kept; only the database knows which.
-            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
+        if self.placed:
+            places = self.places()
+            table = table.filter(pa.array([place in places for place in refs_of(table)], pa.bool_()))
+        if left < table.num_rows:
+            # Some rows of a message, or of none, were dropped and others kept; only the database knows which.
+            order = sql.SQL(_PLACE + ", ctid" if self.placed else "ctid")
+            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), order)
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

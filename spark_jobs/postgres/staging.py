@@ -19,8 +19,9 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
@@ -40,6 +41,9 @@ _OLDER: Final = r"""
 SELECT relname FROM pg_class
  WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
    AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
+_SHARED: Final = r"""
+SELECT relname FROM pg_class
+ WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s) AND relname LIKE %(like)s"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class StagePlan:
     @property
     def identifier(self) -> sql.Identifier:
         return sql.Identifier(self.schema, self.table)
+
+    def creating(self, condition: sql.SQL) -> sql.Composed:
+        """Return the statement that creates the table."""
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self.staged_columns.items()
+        )
+        return sql.SQL("CREATE UNLOGGED TABLE {} {} ({})").format(condition, self.identifier, fields)
 
     @property
     def staged_columns(self) -> dict[str, str]:
@@ -86,15 +97,12 @@ class StagingTables:
         """
         table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
         plan = StagePlan(self._url, self._schema, table, self._group, columns)
-        fields = sql.SQL(", ").join(
-            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in plan.staged_columns.items()
-        )
         # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(plan.identifier)
         with self._store.transaction() as connection:
             if check:
                 self._store.rows.require(connection, generation, advice=self._advice)
-            connection.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(plan.identifier, fields))
+            connection.execute(plan.creating(sql.SQL("")))
         return plan
 
     def drop_made(self) -> None:
@@ -116,18 +124,51 @@ class StagingTables:
             self._cleaned = generation
 
     def _drop(self, table: sql.Identifier) -> bool:
-        """Drop a table. Returns False if that must be tried again: a round does not fail because of it."""
-        try:
-            with self._store.transaction() as connection:
-                connection.execute(_PATIENCE)
-                # The driver that created it may be dropping it at the same time.
-                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
-        except (psycopg.Error, ConsumerUnavailable):
-            return False
-        return True
+        return drop(self._store, table)
 
     def _stem(self) -> str:
-        return f"staged_{hashlib.sha256(self._group.encode()).hexdigest()[:12]}"
+        return f"staged_{_digest(self._group)}"
+
+
+def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
+    """Drop a table. Returns False if that must be tried again: a round does not fail because of it."""
+    try:
+        with store.transaction() as connection:
+            connection.execute(_PATIENCE)
+            # The driver that created it may be dropping it at the same time.
+            connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
+    except (psycopg.Error, ConsumerUnavailable):
+        return False
+    return True
+
+
+def shared_name(group: str) -> str:
+    """Return a new name for a table that the first of a batch's tasks creates."""
+    return f"staged_shared_{_digest(group)}_{uuid.uuid4().hex[:12]}"
+
+
+def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
+    """Create a table for all tasks of a batch, unless one of them has."""
+    # IF NOT EXISTS alone fails when two sessions create the table at the same time.
+    connection.execute("SELECT pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtextextended(%s, 0))", (plan.table,))
+    connection.execute(plan.creating(sql.SQL("IF NOT EXISTS")))
+
+
+def drop_shared(store: PostgresGroupStore, schema: str, group: str) -> None:
+    """Drop all tables of ``shared_name`` that the group has. What can't be dropped now is left to the next call."""
+    tables: list[tuple[str]] = []
+    with suppress(psycopg.Error, ConsumerUnavailable), store.transaction() as connection:
+        values = {
+            "schema": sql.Identifier(schema).as_string(connection),
+            "like": f"staged\\_shared\\_{_digest(group)}\\_%",
+        }
+        tables = connection.execute(_SHARED, values).fetchall()
+    for (name,) in tables:
+        drop(store, sql.Identifier(schema, name))
+
+
+def _digest(group: str) -> str:
+    return hashlib.sha256(group.encode()).hexdigest()[:12]
 
 
 def named(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -404,23 +404,55 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
         if name == PROBLEM:
             picked.append(column)
             continue
-        if name.startswith(OWN) or name in _SYSTEM:
-            raise JobError(f"column {name}: the name is reserved for the consumer or Postgres; rename yours")
-        if name in META:
-            types[name] = META[name]
-            if kind == "void":
-                column = column.cast(_META_KINDS[name])
-            elif kind != _META_KINDS[name]:
-                raise JobError(f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; rename yours")
-        elif (plain := _plain(kind)) is not None:
-            types[name] = plain
-        elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
-            types[name] = "jsonb"
+        types[name] = _of_column(name, kind)
+        if kind == "void":
+            column = column.cast(_META_KINDS[name])
+        elif types[name] == "jsonb":
             column = F.to_json(column, WHOLE_TIMES)
-        else:
-            raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")
         if name == "message_tombstone":
             # A row that a join added is not a tombstone. NULL would match neither a condition nor its opposite.
             column = F.coalesce(column, F.lit(False))
         picked.append(column.alias(name))
     return rows.select(*picked), types
+
+
+def stream_columns(schema: StructType) -> tuple[dict[str, str], pa.Schema]:
+    """Return the columns of ``batch`` for rows of this schema with their Postgres types, and their Arrow types.
+
+    Raises JobError for a type without a counterpart.
+    """
+    import pyarrow as pa
+    from pyspark.sql import types as t
+
+    types: dict[str, str] = {}
+    form: list[pa.Field] = []
+    atoms: list[DataType] = [t.StringType(), t.IntegerType(), t.LongType(), t.TimestampType(), t.BooleanType()]
+    meta = {one.simpleString(): one for one in atoms}
+    for field in schema.fields:
+        name, kind = field.name, field.dataType.simpleString()
+        # As in exactly_once, a stream's own column of this name is left out.
+        if name == PROBLEM:
+            continue
+        if name in types:
+            raise JobError(f"column {name}: two columns have the name; rename one")
+        types[name] = _of_column(name, kind)
+        read = meta[_META_KINDS[name]] if kind == "void" else field.dataType
+        if types[name] == "jsonb" and ("variant" in kind or not has_json(arrow_type(read))):
+            raise JobError(f"column {name}: {kind} can't be written as JSON here; use to_json in the query")
+        form.append(pa.field(name, arrow_type(read)))
+    return types, pa.schema(form)
+
+
+def _of_column(name: str, kind: str) -> str:
+    """Return the Postgres type of a column of ``batch``. Raises JobError for a name or type that can't be one."""
+    if name.startswith(OWN) or name in _SYSTEM:
+        raise JobError(f"column {name}: the name is reserved for the consumer or Postgres; rename yours")
+    if name in META:
+        if kind not in ("void", _META_KINDS[name]):
+            raise JobError(f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; rename yours")
+        return META[name]
+    if (plain := _plain(kind)) is not None:
+        return plain
+    if kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
+        return "jsonb"
+    raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")

@@ -17,7 +17,7 @@ from support import wait_until
 
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
-from spark_jobs.driver import streaming
+from spark_jobs.driver import stream_group
 from spark_jobs.errors import CheckpointConflict
 
 __all__ = ["stream"]
@@ -85,8 +85,8 @@ def test_an_error_before_or_after_commit_and_a_restart(stream, when):
 
 def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch):
     """The mutation that the tests above are there for."""
-    monkeypatch.setattr(streaming, "decide", lambda *_, **__: "apply")
-    monkeypatch.setattr(streaming, "_SWAP", streaming._SWAP.partition(" WHERE (c.query_id")[0])
+    monkeypatch.setattr(stream_group, "decide", lambda *_, **__: "apply")
+    monkeypatch.setattr(stream_group, "_SWAP", stream_group._SWAP.partition(" WHERE (c.query_id")[0])
     stream.add()
 
     def ended(rows: Any, batch_id: int) -> None:

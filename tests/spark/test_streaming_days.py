@@ -12,7 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import stream
 
 from outbox.consumer import retention
-from spark_jobs.driver import streaming
+from spark_jobs.driver import stream_group
 
 __all__ = ["stream"]
 
@@ -46,14 +46,14 @@ def test_days_are_created_and_forgotten_within_one_run(stream, moved_clock, monk
     function = stream.function(keep_days=2)
     calls: list[dt.datetime] = []
     hours: list[int] = [0]
-    monkeypatch.setattr(streaming, "time", SimpleNamespace(monotonic=lambda: 3601.0 * hours[-1]))
-    real = function._store.maintain_days
+    monkeypatch.setattr(stream_group, "time", SimpleNamespace(monotonic=lambda: 3601.0 * hours[-1]))
+    real = function._group.store.maintain_days
 
     def maintained(*arguments: Any) -> None:
         calls.append(stream.sink("SELECT at FROM public.clock")[0][0])
         real(*arguments)
 
-    function._store.maintain_days = maintained
+    function._group.store.maintain_days = maintained
 
     def moving(rows: Any, batch_id: int) -> None:
         # Two batches in each hour, and four days between the hours.

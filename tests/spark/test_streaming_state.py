@@ -14,7 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import Stream, killed
 
 from spark_jobs import ConsumerJob
-from spark_jobs.driver import streaming
+from spark_jobs.driver import stream_group
 
 pytestmark = pytest.mark.spark
 
@@ -109,7 +109,7 @@ def test_a_driver_killed_between_commit_and_sparks_own(counts):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_batch_that_is_tried_again(counts, monkeypatch, when):
     """The sink is away before or after COMMIT: the next try of the batch must not break the checkpoint either."""
-    real = streaming.transaction
+    real = stream_group.transaction
     lost: list[int] = []
 
     class Losing:
@@ -132,7 +132,7 @@ def test_a_batch_that_is_tried_again(counts, monkeypatch, when):
     counts.run()
     for _ in range(2):
         counts.add()
-    monkeypatch.setattr(streaming, "transaction", Losing)
+    monkeypatch.setattr(stream_group, "transaction", Losing)
     counts.run()
     assert lost
     assert counts.told() == of_batches(3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
-from stream_to_sink import JOB, Stream, stream
+from stream_to_sink import EFFECT, JOB, Stream, stream
 
 from outbox.consumer.errors import Fenced
 from spark_jobs.driver import streaming
@@ -55,10 +55,15 @@ def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_pa
     assert stream.seen() == list(range(15))
 
 
-def test_an_id_twice_in_a_batch_counts_once(stream):
+def inserted(cursor: Any, rows: Any) -> None:
+    cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
+
+
+@pytest.mark.parametrize("effect", [EFFECT, inserted], ids=["SQL", "a function"])
+def test_an_id_twice_in_a_batch_counts_once(stream, effect):
     stream.add(4)
     rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
-    stream.run(rows=rows)
+    stream.run(stream.function(replace(JOB, effect=effect)), rows)
     assert stream.seen() == [0, 1, 2, 3]
     assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
 
@@ -78,7 +83,7 @@ def test_the_younger_of_two_queries_goes_on(stream):
     def transform(rows: Any) -> Any:
         # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
         if taken == [1]:
-            taken.append(stream.function()._store.take_over())
+            taken.append(stream.function()._group.store.take_over())
         return rows
 
     older = stream.function(replace(JOB, transform=transform))
@@ -106,7 +111,7 @@ def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
 
     def staged(*arguments: Any, **options: Any) -> Any:
         found = real(*arguments, **options)
-        stream.function()._store.take_over()
+        stream.function()._group.store.take_over()
         return found
 
     monkeypatch.setattr(streaming, "stage", staged)
@@ -126,7 +131,7 @@ def test_a_take_over_before_staging(stream, monkeypatch):
         monkeypatch.undo()
         plan = real(tables, *arguments, **options)
         newer = stream.function()
-        newer._staging_tables().drop_older(newer._store.take_over())
+        newer._staging_tables().drop_older(newer._group.store.take_over())
         return plan
 
     monkeypatch.setattr(StagingTables, "create", created)

@@ -10,7 +10,7 @@ from docs_support import DOCS
 from relay.config import Delivery, SourceKind
 from relay.operations.guarantee import Strategy, guarantee, slot_cost
 from spark_jobs.dedup import strategies
-from spark_jobs.driver.streaming import STREAM
+from spark_jobs.driver.stream_group import STREAM
 
 MOST, LEAST, EXACTLY = "at-most-once", "at-least-once", "exactly-once"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from outbox.consumer.errors import JobError
-from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide
-from spark_jobs.driver.streaming import ExactlyOnce
+from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide, planned_in
+from spark_jobs.driver.stream_group import StreamGroup, StreamOptions
 from spark_jobs.errors import CheckpointConflict
 from spark_jobs.job import ConsumerJob
 
@@ -115,4 +116,39 @@ def test_an_unknown_form_of_the_log_is_no_proof(text):
 def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})
     with pytest.raises(JobError, match=f"{name}: has no meaning"):
-        ExactlyOnce(job, "postgresql://h/d", "consumer", 14, accept=None, from_beginning=False, patience=1)
+        StreamGroup(job, StreamOptions("postgresql://h/d", "consumer", 14), "owner")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of Spark's with batches 1 and 2; the plan of batch 0 was purged."""
+    folder = tmp_path / "a check point"
+    (folder / "offsets").mkdir(parents=True)
+    (folder / "metadata").write_text('{"id":"q"}')
+    for number in (1, 2):
+        (folder / "offsets" / str(number)).write_text(plan(number))
+    return folder
+
+
+def test_a_plan_is_read_from_the_checkpoints_files(checkpoint, monkeypatch):
+    one, two = (content_of(plan(number)) for number in (1, 2))
+    monkeypatch.chdir(checkpoint.parent)
+    for folder in (str(checkpoint), checkpoint.as_uri(), checkpoint.name):
+        assert planned_in(folder, 2, "r") == Batch("q", "r", 2, two, one)
+    assert planned_in(str(checkpoint), 1, "r") == Batch("q", "r", 1, one, None)
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "dbfs:/nowhere", "s3a://"])
+def test_a_checkpoint_that_python_can_not_read(folder):
+    with pytest.raises(
+        JobError, match=f"checkpointLocation {folder}: the driver's Python can't read the plan of batch 0"
+    ):
+        planned_in(folder, 0, "r")
+
+
+def test_a_batch_without_a_plan_is_refused(checkpoint):
+    with pytest.raises(JobError, match="asynchronous progress tracking has to be off"):
+        planned_in(str(checkpoint), 3, "r")
+    (checkpoint / "metadata").write_text("?")
+    with pytest.raises(JobError, match="can't read the plan of batch 2"):
+        planned_in(str(checkpoint), 2, "r")

@@ -1,0 +1,253 @@
+"""The format "outbox": whatever dies, each batch of a query is in the sink once; and what can't be known is refused."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import psycopg
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F  # noqa: N812
+from sink_stream import SinkStream, stream
+from stream_to_sink import Stream
+
+__all__ = ["stream"]
+
+pytestmark = pytest.mark.spark
+
+
+def test_batches_are_applied_and_counted(stream: SinkStream):
+    for _ in range(3):
+        stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    assert stream.sink("SELECT strategy, atomic, generation FROM consumer.groups") == [("Stream", "batch", 1)]
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(12))
+    # A run takes the group over once, in its first batch.
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(2,)]
+    assert stream.left() == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_task_that_dies_before_or_after_its_copy(stream: SinkStream, when: str):
+    """After it its rows are staged twice."""
+    stream.add()
+    stream.trouble(f"task dies {when}")
+    stream.run()
+    assert stream.seen() == [0, 1, 2]
+    assert stream.sink("SELECT * FROM trouble") == []
+    assert stream.left() == []
+
+
+def test_rows_of_an_upstream_that_fails_in_the_middle(stream: SinkStream):
+    """The writer's input ends as if all was well, and its COPY is committed; the task fails, and none of it is read."""
+
+    @F.udf("long")
+    def once(n):
+        from pyspark import TaskContext
+
+        if n == 25_000 and TaskContext.get().attemptNumber() == 0:
+            raise ValueError("in the middle")
+        return n
+
+    stream.add(30_001)
+    stream.run(stream.rows().withColumn("n", once("n")), job="plain")
+    assert stream.seen() == list(range(30_001))
+    assert stream.left() == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["commit dies before", "commit dies within", "commit dies after", "effect fails", "commit fails after"],
+)
+def test_a_commit_that_dies_and_a_restart(stream: SinkStream, what: str):
+    stream.add()
+    stream.run()
+    stream.add()
+    stream.trouble(what)
+    with pytest.raises(StreamingQueryException):
+        stream.run()
+    assert stream.seen() == list(range(6 if what.endswith("after") else 3))
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    assert stream.left() == []
+
+
+def test_a_batch_that_is_there_is_not_applied_again(stream: SinkStream):
+    stream.add()
+    stream.trouble("commit runs twice")
+    stream.run()
+    assert stream.sink("SELECT * FROM trouble") == []
+    assert stream.seen() == [0, 1, 2]
+
+
+def test_a_session_that_the_server_ends_is_another_try(stream: SinkStream):
+    stream.add()
+    stream.trouble("session ends")
+    stream.run()
+    assert stream.sink("SELECT * FROM trouble") == []
+    assert stream.seen() == [0, 1, 2]
+
+
+def test_staged_rows_that_are_lost(stream: SinkStream):
+    """As Postgres leaves an unlogged table after a crash."""
+    stream.add()
+    stream.trouble("rows are lost")
+    with pytest.raises(StreamingQueryException, match="StagedRowsLost: 3 rows were staged and 0 are there"):
+        stream.run()
+    assert stream.checkpoints() == []
+    stream.run()
+    assert stream.seen() == [0, 1, 2]
+
+
+def test_a_lost_checkpoint_is_refused(stream: SinkStream):
+    stream.add()
+    stream.run()
+    shutil.rmtree(stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one") as caught:
+        stream.run()
+    assert stream.seen() == [0, 1, 2]
+    # It did not end the query that has the group.
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
+    state = str(caught.value).partition("accept='")[2].partition("'")[0]
+    with psycopg.connect(stream.url) as connection:
+        connection.execute("TRUNCATE seen")
+    stream.run(accept=state)
+    assert stream.seen() == [0, 1, 2]
+    assert stream.sink("SELECT what, details->>'instead of' FROM consumer.audit") == [("checkpoint accepted", state)]
+    # It was true once.
+    shutil.rmtree(stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
+        stream.run(accept=state)
+
+
+def test_an_older_checkpoint_is_refused(stream: SinkStream, tmp_path: Any):
+    stream.add()
+    stream.run()
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
+    stream.add()
+    stream.run()
+    stream.add()
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
+        stream.run()
+    assert stream.seen() == list(range(6))
+
+
+def test_a_query_goes_on_when_one_way_replaces_the_other(stream: SinkStream):
+    """The checkpoint is Spark's, and both store of it the same."""
+
+    def by_function() -> None:
+        assert Stream.start(stream, stream.function()).awaitTermination(120)
+
+    for run in (by_function, stream.run, by_function):
+        stream.add()
+        run()
+    assert stream.seen() == list(range(9))
+    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+
+
+def with_ids(rows: Any) -> Any:
+    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
+
+
+def test_rows_with_ids_are_known_when_a_checkpoint_is_lost(stream: SinkStream):
+    stream.add()
+    stream.run(with_ids(stream.rows()), fromBeginning="true")
+    shutil.rmtree(stream.checkpoint)
+    stream.add(4)
+    twice = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
+    stream.run(twice, fromBeginning="true")
+    # A function is given what is left of them, too.
+    assert stream.seen() == list(range(7))
+    assert stream.checkpoints() == [("numbers", 1, 7, 3 + 7)]
+
+
+def test_a_row_that_the_sink_refuses_ends_the_query_before_its_batch(stream: SinkStream):
+    for _ in range(3):
+        stream.add()
+    with pytest.raises(StreamingQueryException, match=r"EffectFailed: batch 1: .*seen_n_check"):
+        stream.run(job="checked")
+    assert stream.seen() == [0, 1, 2]
+    with psycopg.connect(stream.url) as connection:
+        connection.execute("ALTER TABLE seen DROP CONSTRAINT seen_n_check")
+    stream.run(job="checked")
+    assert stream.seen() == list(range(9))
+    assert stream.left() == []
+
+
+def test_a_value_that_no_column_takes(stream: SinkStream):
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="EffectFailed: batch 0: a row can't be staged"):
+        stream.run(stream.rows().withColumn("text", F.lit("a\0b")))
+    assert stream.left() == []
+
+
+def test_types_and_a_users_session_settings(stream: SinkStream):
+    """Nested values are jsonb, and times are instants, whatever zone and Arrow types the session has."""
+    conf = stream.spark.conf
+    theirs = {"spark.sql.session.timeZone": "America/New_York", "spark.sql.execution.arrow.useLargeVarTypes": "true"}
+    before = {name: conf.get(name) for name in theirs}
+    rows = stream.rows().select(
+        F.col("n").cast("int").alias("n"),
+        F.timestamp_seconds("n").alias("at"),
+        F.expr("CAST(n / 4 AS decimal(10,2))").alias("price"),
+        F.col("n").cast("string").cast("binary").alias("raw"),
+        F.struct(F.timestamp_seconds("n").alias("at"), F.lit('ä"').alias("text")).alias("detail"),
+        F.array(F.lit("x"), F.lit(None)).alias("list"),
+        F.create_map(F.lit("k"), F.col("n")).alias("named"),
+    )
+    stream.add(2)
+    for name, value in theirs.items():
+        conf.set(name, value)
+    try:
+        stream.run(rows, job="typed")
+    finally:
+        for name, value in before.items():
+            conf.set(name, value)
+    found = stream.sink("SELECT n, at = to_timestamp(n), price::text, raw, detail, list, named FROM typed ORDER BY n")
+    assert found == [
+        (
+            *(n, True, f"{n / 4:.2f}", str(n).encode()),
+            {"at": f"1970-01-01T00:00:0{n}.000000Z", "text": 'ä"'},
+            *(["x", None], {"k": n}),
+        )
+        for n in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"jobs": "x"}, "JobError: option jobs: the format outbox has job, checkpointLocation"),
+        ({"keepDays": "many"}, "JobError: option keepDays: must be a number, not 'many'"),
+        ({"fromBeginning": "yes"}, "JobError: option fromBeginning: must be true or false, not 'yes'"),
+        ({"job": "moving"}, "JobError: transform: apply it to the stream"),
+        ({"job": "none_such"}, "ConfigurationError: .*there is no 'none_such' in sink_jobs"),
+        ({"fromBeginning": "true"}, "JobError: from_beginning: .*no column message_id"),
+    ],
+)
+def test_options_that_can_not_work(stream: SinkStream, options: dict[str, str], why: str):
+    stream.add()
+    with pytest.raises(StreamingQueryException, match=why):
+        stream.run(**options)
+    assert stream.checkpoints() == []
+
+
+def test_a_checkpoint_that_python_can_not_read(stream: SinkStream, tmp_path: Any):
+    """Spark's default location, which is not among the options, is none that the sink knows."""
+    stream.add()
+    stream.spark.conf.set("spark.sql.streaming.checkpointLocation", str(tmp_path / "default"))
+    try:
+        with pytest.raises(StreamingQueryException, match="JobError: option checkpointLocation: must be given"):
+            stream.run(checkpointLocation="")
+    finally:
+        stream.spark.conf.unset("spark.sql.streaming.checkpointLocation")
