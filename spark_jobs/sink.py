@@ -11,6 +11,9 @@ A task applies one range of a partition in one transaction, with these calls in 
             into.apply()                              # the effect
                                                       # COMMIT, once the rows are proved complete
 
+In a small round the driver may apply several ranges so, with rows of all of them: ``fence_all`` takes the place of
+``fence``, and ``move`` is called for each inside ``at_once``. After any error each range is applied by itself.
+
 For dead letters that are retried ``hold`` takes the place of ``fence``, and ``resolve`` that of ``move``.
 ``postgres.sink`` implements this for Postgres; tests/integration/spark_jobs/test_sink_contract.py is the contract that
 every implementation must pass. ``GroupStore`` is what rounds need in the driver.
@@ -69,6 +72,15 @@ class Transaction(Protocol):
         Return False if it is already at the end or beyond: this generation has applied the range before. Raises Fenced
         when another generation has the group or the topic is another; OffsetMoved when the offset is within the range.
         """
+
+    def fence_all(self, spans: Mapping[Partition, Range]) -> bool:
+        """Lock the group's offsets of several ranges, for one transaction over all of them.
+
+        Return whether each is at its range's start; ``fence`` tells what is the matter with a single one.
+        """
+
+    def at_once(self) -> AbstractContextManager[object]:
+        """Return a block in which ``move`` is called several times: the sink may send all statements at its end."""
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, drop those that were applied before, and return how many are left.
@@ -140,8 +152,11 @@ class Sinks(Protocol):
         Raises JobError for columns that the job's effect can't use.
         """
 
-    def look_again(self) -> None:
-        """Forget what is known of the sink's tables: they may have been altered."""
+    def look_again(self, *, checked: bool = True) -> None:
+        """Forget what is known of the sink's tables: they may have been altered.
+
+        checked  also what each transaction compares with the table by itself.
+        """
 
 
 class GroupStore(Protocol):

@@ -157,17 +157,22 @@ def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psy
 
 
 @contextmanager
-def transaction(url: str, name: str, *, reset: bool, pinned: bool | None = None) -> Iterator[psycopg.Connection[Any]]:
+def transaction(
+    url: str, name: str, *, reset: bool, pinned: bool | None = None, settings: Mapping[str, int] | None = None
+) -> Iterator[psycopg.Connection[Any]]:
     """Run a transaction on a kept session: COMMIT at the end, ROLLBACK and a closed session on an error.
 
-    reset   it runs statements of users, which may leave something that the next transaction must not see.
-    pinned  names mean pg_catalog's. By default unless users' statements are run, which need the role's search path: in
-            such transactions and in ``read``, ours are written for any path (see ``outbox._clients.search_path``).
+    reset     it runs statements of users, which may leave something that the next transaction must not see.
+    settings  hold until the transaction ends; sent together with BEGIN.
+    pinned    names mean pg_catalog's. By default unless users' statements are run, which need the role's search path:
+              in such transactions and in ``read``, ours are written for any path (see ``outbox._clients.search_path``).
 
     Afterwards the connection is closed to anyone who still holds it. Raises psycopg's errors.
     """
     key = url, application_name(name)
-    session, connection = _begin(key, _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED)
+    begin = _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED
+    begin = "; ".join([begin, *(f"SET LOCAL {setting} = {value:d}" for setting, value in (settings or {}).items())])
+    session, connection = _begin(key, begin)
     try:
         yield connection
         # A statement failed and its error was caught: COMMIT is a ROLLBACK.

@@ -65,6 +65,13 @@ SELECT topic_id, next_offset, generation, pg_catalog.date_part('epoch', pg_catal
        pg_catalog.set_config('idle_in_transaction_session_timeout',
            coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s {lock}"""
+# In one order: two transactions that lock the same rows wait for each other in one direction only.
+_FENCE_ALL: Final = """
+SELECT o.topic, o.part, o.topic_id, o.next_offset, o.generation,
+       pg_catalog.date_part('epoch', pg_catalog.clock_timestamp())
+  FROM {offsets} AS o JOIN unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
+       ON o.topic = w.topic AND o.part = w.part
+ WHERE o.grp = %(grp)s ORDER BY o.topic, o.part FOR UPDATE OF o"""
 _MOVE: Final = """
 UPDATE {offsets}
    SET next_offset = greatest(next_offset, %(end)s::bigint, %(reached)s::bigint),
@@ -199,6 +206,19 @@ class GroupStore:
             )
         if row[1] > here.next_offset:
             raise OffsetMoved(partition, row[1])
+
+    def fence_all(self, connection: psycopg.Connection[Any], here: Mapping[Partition, ClaimedOffset]) -> bool:
+        """Lock the rows of several partitions until the transaction ends.
+
+        Returns whether each is exactly as in ``here``; ``fence`` says of a single one why it is not.
+        """
+        wanted = {"topics": [topic for topic, _ in here], "parts": [part for _, part in here]}
+        asked_at = time.monotonic()
+        rows = self._run(connection, _FENCE_ALL, **wanted).fetchall()
+        if rows:
+            self.clock.note(rows[0][5], asked_at)
+        found = {(topic, part): tuple(stored) for topic, part, *stored, _ in rows}
+        return found == {at: (one.topic_id, one.next_offset, one.generation) for at, one in here.items()}
 
     def move(
         self,

@@ -42,6 +42,13 @@ def copy_ids(cursor: psycopg.Cursor[Any], dedup: DedupStore, batches: Sequence[I
         copy.write(TAIL)
 
 
+def insert_ids(cursor: psycopg.Cursor[Any], dedup: DedupStore, batches: Sequence[Ids]) -> None:
+    """Do the same in one statement, for a few ids."""
+    from spark_jobs.dedup.strategies import REMEMBER_THESE
+
+    dedup.run(cursor, REMEMBER_THESE, ids=[one.tobytes().hex() for one in _joined(batches)])
+
+
 def any_before(batches: Sequence[Ids], day: int) -> bool:
     """Return whether an id is of a day before this one, in days since 1970-01-01. Ids without a time are ignored."""
     found = identity.days(_joined(batches))

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _REMEMBER: Final = """
 INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
+REMEMBER_THESE: Final = """
+INSERT INTO {processed_messages} (grp, day, message_id)
+SELECT %(grp)s, {day}, message_id FROM pg_catalog.unnest(%(ids)s::uuid[]) AS given (message_id)
+ ORDER BY {day}, message_id"""
+"""SQL: the same with ids that are not in ``batch``."""
 # Of messages with the same id in one batch the one with the lowest offset counts.
 _DROP_REPEATS: Final = """
 DELETE FROM batch AS later USING batch AS first
@@ -435,8 +440,13 @@ def forgotten_before(cursor: psycopg.Cursor[Any], dedup: DedupStore) -> int | No
 
     Call it after inserting the ids, which locks the table against DROP: then nothing can be forgotten until COMMIT.
     """
-    row = dedup.run(cursor, _FORGOTTEN_BEFORE).fetchone()
+    row = ask_forgotten_before(cursor, dedup).fetchone()
     return None if row is None else row[0]
+
+
+def ask_forgotten_before(cursor: psycopg.Cursor[Any], dedup: DedupStore) -> psycopg.Cursor[Any]:
+    """Ask for ``forgotten_before``, in a pipeline too: the cursor's only row, if there is one, has only that."""
+    return dedup.run(cursor, _FORGOTTEN_BEFORE)
 
 
 def _columns(what: str, names: Sequence[str]) -> None:

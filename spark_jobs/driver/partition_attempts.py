@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
 from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
@@ -43,7 +44,7 @@ class Attempts(Protocol):
     @property
     def put_aside_behind(self) -> bool: ...
 
-    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         ...
 
@@ -66,7 +67,7 @@ class PartitionAttempts:
         """Return whether tasks apply what they read. A transform must not see those messages."""
         return self._context.task_decoder.columns is not None
 
-    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Apply the ranges once; see Attempts."""
         if self._context.task_decoder.columns is not None:
             return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
@@ -83,17 +84,43 @@ class PartitionAttempts:
 
     def _attempt_reading(
         self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
-    ) -> dict[Partition, TaskResult]:
+    ) -> Mapping[Partition, TaskResult]:
         """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver.
 
         Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
         """
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
-            return task.run_here(plan, read)
+            return self._run_here(plan, read)
         results = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         _require_reports(span, results)
         return results
+
+    def _run_here(
+        self, plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]
+    ) -> Mapping[Partition, TaskResult]:
+        """Apply what was read: all of it in one transaction, or else each range in its own."""
+        if len(read) > 1 and self._as_one and self._context.all_is_well(plan):
+            again = {partition: messages.again() for partition, messages in read.items()}
+            if (results := task.run_together(plan, again)) is not None:
+                return results
+            self._context.keep_apart()
+            # The messages are looked at once more.
+            self._context.forget_times()
+        return task.run_here(plan, read)
+
+    @property
+    def _as_one(self) -> bool:
+        """Return whether it makes no difference to the effect whether ``batch`` has rows of several partitions.
+
+        For SQL of the user's it may. The strategies are those that leave all rows, unless there is a repeat.
+        """
+        return (
+            # At-most-once moves the offsets in transactions of their own.
+            self._job.delivery == "exactly-once"
+            and isinstance(self._job.effect, Insert | Upsert)
+            and isinstance(self._job.strategy, Dedup | Fingerprint | OffsetsOnly)
+        )
 
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""

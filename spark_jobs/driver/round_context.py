@@ -15,7 +15,7 @@ from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.sink import GroupStore, Sinks
+from spark_jobs.sink import GroupStore, Sinks, Way
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 SUSPECT_ROUNDS: Final = 5
 """For how many rounds a partition takes the slower way after it had a repeat, because repeats come in bursts. The same
-holds after its rows could not be copied directly into the sink's table."""
+holds after its rows could not be copied directly into the sink's table, and for all partitions after one transaction
+could not have all of a round."""
 ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.FENCED: Fenced,
     RangeOutcome.BROKEN: EffectFailed,
@@ -147,6 +148,7 @@ class RoundContext:
         self._times: TimeSample | None = None
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
+        self._apart = 0
 
     @property
     def session(self) -> SparkSession:
@@ -197,9 +199,19 @@ class RoundContext:
             {partition: left - 1 for partition, left in known.items() if left > 1}
             for known in (self._suspects, self._slow)
         )
-        self.sinks.look_again()
+        self._apart = max(0, self._apart - 1)
+        # Only what takes the straight way is compared with the sink's table by its transaction.
+        self.sinks.look_again(checked=bool(self._suspects or self._slow))
         if self._sizes is not None:
             self._sizes.value = {}
+
+    def keep_apart(self) -> None:
+        """Apply each range in its own transaction for some rounds: one of them would roll back all others."""
+        self._apart = SUSPECT_ROUNDS
+
+    def all_is_well(self, plan: TaskPlan) -> bool:
+        """Return whether nothing speaks against one transaction for all ranges of a plan."""
+        return not self._apart and all(plan.way(partition) == Way() for partition in plan.ranges)
 
     @property
     def suspicious(self) -> bool:

@@ -166,7 +166,7 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[record.place], record) for record in found]
 
-    def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+    def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
         self._context.forget_times()
         try:

@@ -2,8 +2,11 @@
 
 For schemas of plain fields, structs and arrays, and payloads that have no other fields. Arrow then accepts the same
 values as json_text, apart from differences that are checked here. Other payloads are read one by one, by json_text; the
-rest of their batch is read here, in smaller pieces. Payloads with unknown fields are not read here: to find one that is
-repeated, Arrow would have to build a column for each name.
+rest of their batch is read here, in smaller pieces.
+
+To find a field that is repeated, Arrow has to build a column for each name. So fields that the schema lacks are learned
+from a few payloads once most of a batch has some, as after a producer's new version, and are then read and dropped. Not
+if there are very many of them, as in an object whose names are keys.
 
 One payload is one line. Arrow could take two lines for one value and another line for two, which leaves the number of
 rows unchanged. But each line begins with ``{`` and ends with ``}``, and a ``}``, a newline and a ``{`` can't follow
@@ -66,6 +69,11 @@ _TRIES: Final = 40
 _PIECE: Final = 64
 """Pieces of up to this number of payloads are not divided further."""
 _MOST_MISSES: Final = 4
+_FEW: Final = 100
+"""Fewer payloads are read one by one: Arrow takes as long for one as for this many."""
+_SAMPLE: Final = 64
+"""From so many payloads fields are learned that the schema lacks."""
+_MOST_LEARNED: Final = 200
 
 
 class JsonReader:
@@ -81,7 +89,7 @@ class JsonReader:
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
         """Read payloads; see ManyReader."""
-        return None if self._whole is None else self._whole.read(payloads)
+        return None if self._whole is None or len(payloads) < _FEW else self._whole.read(payloads)
 
 
 class WholeReader:
@@ -90,6 +98,8 @@ class WholeReader:
     def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
         self._declared = declared
         self._schema = pa.schema(zip(declared.fieldNames(), kinds, strict=True))
+        self._wide = self._schema
+        self._learns = policy.unknown == "ignore"
         self._numbers, self._texts = (_decimals_as(kind, self._schema) for kind in (pa.float64(), pa.string()))
         self._required = [one.name for one in declared.fields if not (one.nullable and policy.missing == "null")]
         self._doubles = [one.name for one in declared.fields if type(one.dataType) is t.DoubleType]
@@ -112,8 +122,10 @@ class WholeReader:
         if self._skips:
             self._skips -= 1
             return None
-        pieces = self._pieces(values.drop_null() if values.null_count else values)
-        unread = np.repeat([found is None for _, found in pieces], [size for size, _ in pieces])
+        given = values.drop_null() if values.null_count else values
+        pieces, unread = self._pieces(given)
+        if 2 * unread.sum() > len(unread) and self._learn(given):
+            pieces, unread = self._pieces(given)
         self._misses = min(self._misses + 1, _MOST_MISSES) if 2 * unread.sum() > len(unread) else 0
         self._skips = 2**self._misses - 1
         if unread.all():
@@ -133,8 +145,34 @@ class WholeReader:
             alone |= _doubtful(columns[name])
         return list(columns.values()), set(np.flatnonzero(alone).tolist())
 
-    def _pieces(self, values: pa.Array) -> list[_Piece]:
-        """Read payloads, none of which is null. What can't be read in one piece is halved."""
+    def _learn(self, values: pa.Array) -> bool:
+        """Learn which other fields these payloads have. Returns whether there are some that were not known."""
+        for sample in (values[:_SAMPLE], values[:1], values[-1:]):
+            if not self._learns:
+                return False
+            if any(one.count(b"[") + one.count(b"{") > _MOST_LEARNED for one in sample.to_pylist()):
+                # Arrow would make a type as deep as the value, and dies of one that is too deep.
+                continue
+            try:
+                # Arrow does not check the names. And not as the declared types: see _check_decimals.
+                sample.cast(pa.string())
+                found = _parsed(_lines(sample), None, "infer").schema
+            except pa.ArrowInvalid:
+                continue
+            wide = _widened(pa.struct(self._schema), pa.struct(self._wide), pa.struct(found))
+            if _number_of_fields(wide) - _number_of_fields(pa.struct(self._schema)) > _MOST_LEARNED:
+                self._wide, self._learns = self._schema, False
+                return False
+            if wide != pa.struct(self._wide):
+                self._wide = pa.schema(list(wide))
+                return True
+        return False
+
+    def _pieces(self, values: pa.Array) -> tuple[list[_Piece], Any]:
+        """Read payloads, none of which is null. What can't be read in one piece is halved.
+
+        Returns a mask of the payloads that could not be read, too.
+        """
         pieces: list[_Piece] = []
         left = [(0, len(values))]
         failed = 0
@@ -150,7 +188,7 @@ class WholeReader:
                     left += [(start + half, size - half), (start, half)]
                     continue
             pieces.append((size, found))
-        return pieces
+        return pieces, np.repeat([found is None for _, found in pieces], [size for size, _ in pieces])
 
     def _try(self, values: pa.Array) -> dict[str, pa.Array] | None:
         try:
@@ -165,14 +203,15 @@ class WholeReader:
             raise pa.ArrowInvalid("not all of them are objects and nothing else")
         # The cast checks that it is UTF-8; the parser does not.
         texts = values.cast(pa.string())
-        whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
-        buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
+        buffer = _lines(values)
         if self._numbers:
             # Before they are parsed as decimals, which a tiny number does not survive.
             self._check_decimals(buffer, texts)
-        table = _parsed(buffer, self._schema, "error")
+        table = _parsed(buffer, self._wide, "error")
         if table.num_rows != len(values):
             raise pa.ArrowInvalid("not a row for each payload")
+        if self._wide is not self._schema:
+            _require_finite(table)
         return {
             one.name: _finished(table.column(one.name).combine_chunks(), one.dataType, inside=False)
             for one in self._declared.fields
@@ -203,7 +242,48 @@ def _joined(pieces: Sequence[_Piece]) -> dict[str, pa.Array]:
     }
 
 
-def _parsed(buffer: pa.Buffer, schema: pa.Schema, unexpected: Literal["error", "ignore"]) -> pa.Table:
+def _lines(values: pa.Array) -> pa.Buffer:
+    whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+    return pc.binary_join(whole, b"\n")[0].as_buffer()
+
+
+def _widened(declared: pa.DataType | None, old: pa.DataType | None, found: pa.DataType) -> pa.DataType:
+    """Return a type with the fields that were found besides, in the plainest types: any number is a double, and a text
+    that looks like a time is a text.
+
+    declared  stays as it is; None where nothing is declared.
+    old       the type until now, with its fields first.
+    """
+    if pa.types.is_struct(found) and (declared is None or pa.types.is_struct(declared)):
+        known = {one.name: one.type for one in declared} if declared is not None else {}
+        fields = {one.name: one.type for one in old} if old is not None and pa.types.is_struct(old) else {}
+        for one in found:
+            fields[one.name] = _widened(known.get(one.name), fields.get(one.name), one.type)
+        return pa.struct(list(fields.items()))
+    if pa.types.is_list(found) and (declared is None or pa.types.is_list(declared)):
+        inside = old.value_type if old is not None and pa.types.is_list(old) else None
+        return pa.list_(_widened(None if declared is None else declared.value_type, inside, found.value_type))
+    if declared is not None or (old is not None and pa.types.is_null(found)):
+        return old
+    if pa.types.is_null(found) or pa.types.is_boolean(found):
+        return found
+    return pa.string() if pa.types.is_string(found) or pa.types.is_timestamp(found) else pa.float64()
+
+
+def _number_of_fields(kind: pa.DataType) -> int:
+    if pa.types.is_struct(kind):
+        return sum(1 + _number_of_fields(one.type) for one in kind)
+    return _number_of_fields(kind.value_type) if pa.types.is_list(kind) else 0
+
+
+def _require_finite(table: pa.Table) -> None:
+    """Raise pa.ArrowInvalid for NaN and Infinity, which Arrow accepts and JSON does not."""
+    for leaf in _all_leaves(table):
+        if pa.types.is_floating(leaf.type) and pc.all(pc.is_finite(leaf)).as_py() is False:
+            raise pa.ArrowInvalid("a number that JSON does not have")
+
+
+def _parsed(buffer: pa.Buffer, schema: pa.Schema | None, unexpected: Literal["error", "ignore", "infer"]) -> pa.Table:
     return arrow_json.read_json(
         pa.BufferReader(buffer),
         read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
@@ -268,7 +348,8 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
         items = _finished(column.flatten(), kind.elementType, inside=True)
         return pa.ListArray.from_arrays(offsets_of(column), items, mask=column.is_null())
     if isinstance(kind, t.StructType):
-        parts = zip(column.flatten(), kind.fields, strict=True)
+        # Behind the declared fields there may be others, which were learned.
+        parts = zip(column.flatten(), kind.fields, strict=False)
         inner = [_finished(part, one.dataType, inside=True) for part, one in parts]
         return pa.StructArray.from_arrays(inner, names=kind.fieldNames(), mask=column.is_null())
     if isinstance(kind, t.DecimalType):

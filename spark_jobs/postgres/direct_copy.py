@@ -22,8 +22,8 @@ from spark_jobs.dedup.strategies import (
     Fingerprint,
     OffsetsOnly,
     Strategy,
+    ask_forgotten_before,
     column_types,
-    forgotten_before,
     identifier,
 )
 from spark_jobs.effects.mapped import Insert
@@ -60,6 +60,9 @@ _AS_TEXT: Final = frozenset({"character varying", "bpchar"})
 _STRICT: Final = frozenset({"uuid", "json", "jsonb"})
 _SPELT: Final = {"timestamptz": "timestamp with time zone", "timestamp": "timestamp without time zone"}
 
+_FEW: Final = 2_000
+"""Up to this many ids are inserted by a statement, which needs no answer of its own; more of them by COPY."""
+
 OTHERWISE: Final = "otherwise"
 """In place of a type: the whole row is sent as CSV."""
 
@@ -87,12 +90,7 @@ class DirectCopy:
         counts: list[int] = []
         try:
             copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, counts, ids))
-            # COPY has locked the table, so it can't be altered any more until COMMIT.
-            if _look(cursor, self.table, self.columns) != (True, self.seen):
-                raise FallbackToBatch
-            if ids is not None:
-                self._remember(cursor, dedup, ids)
-            cursor.execute(IMMEDIATE)
+            self._finish(cursor, dedup, ids)
         except (psycopg.Error, Unfit) as error:
             if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
                 raise
@@ -117,15 +115,30 @@ class DirectCopy:
                 batch = batch.filter(pc.invert(gone))  # noqa: PLW2901
             yield pa.RecordBatch.from_pydict({there: batch.column(here) for there, here in self.columns.items()})
 
-    @staticmethod
-    def _remember(cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: list[Ids]) -> None:
+    def _finish(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: list[Ids] | None) -> None:
+        """Insert the ids, and check everything; all of it is sent before the first answer is awaited."""
         from spark_jobs.dedup import processed
 
-        processed.copy_ids(cursor, dedup, ids)
-        # After the ids were inserted: see strategies.forgotten_before.
-        before = forgotten_before(cursor, dedup)
-        if before is not None and processed.any_before(ids, before):
+        connection = cursor.connection
+        small = ids is not None and sum(map(len, ids)) <= _FEW
+        if ids is not None and not small:
+            # COPY does not go into a pipeline.
+            processed.copy_ids(cursor, dedup, ids)
+        with connection.pipeline():
+            # COPY has locked the table, so it can't be altered any more until COMMIT.
+            looked = _ask(connection.cursor(), self.table, self.columns)
+            if ids is not None and small:
+                processed.insert_ids(connection.cursor(), dedup, ids)
+            # After the ids were inserted: see strategies.forgotten_before.
+            asked = None if ids is None else ask_forgotten_before(connection.cursor(), dedup)
+            connection.cursor().execute(IMMEDIATE)
+        if _answer(looked) != (True, self.seen):
             raise FallbackToBatch
+        if ids is not None and asked is not None:
+            row = asked.fetchone()
+            before = None if row is None else row[0]
+            if before is not None and processed.any_before(ids, before):
+                raise FallbackToBatch
 
 
 def direct_for(
@@ -152,8 +165,16 @@ def direct_for(
 
 def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:
     """Return whether COPY into these columns is the same as INSERT, and a description of the table."""
+    return _answer(_ask(cursor, table, columns))
+
+
+def _ask(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> psycopg.Cursor[Any]:
     values = {"table": identifier(table).as_string(cursor), "columns": list(columns)}
-    row = cursor.execute(_LOOK, values).fetchone()
+    return cursor.execute(_LOOK, values)
+
+
+def _answer(asked: psycopg.Cursor[Any]) -> tuple[bool, str]:
+    row = asked.fetchone()
     return (False, "") if row is None else (bool(row[0]), str(row[1]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
     from spark_jobs.job import ConsumerJob, PythonEffect
 
-_KEEPALIVES: Final = (
-    "SELECT pg_catalog.set_config('tcp_keepalives_idle', '30', true), "
-    "pg_catalog.set_config('tcp_keepalives_interval', '10', true), "
-    "pg_catalog.set_config('tcp_keepalives_count', '3', true)"
-)
+_KEEPALIVES: Final = {"tcp_keepalives_idle": 30, "tcp_keepalives_interval": 10, "tcp_keepalives_count": 3}
 _HOLD: Final = """
 SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
 
@@ -53,10 +49,8 @@ def transaction(url: str, name: str, rows: Whole) -> Iterator[psycopg.Cursor[Any
     If this machine vanishes, the server ends the transaction within a minute instead of two hours, its default: until
     then the rows of the offsets stay locked, and a take-over has to wait.
     """
-    with connections.transaction(url, name, reset=True) as connection:
-        cursor = connection.cursor()
-        cursor.execute(_KEEPALIVES)
-        yield cursor
+    with connections.transaction(url, name, reset=True, settings=_KEEPALIVES) as connection:
+        yield connection.cursor()
         if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             rows.require_whole()
 
@@ -138,6 +132,19 @@ class PostgresTransaction:
     def fence(self, partition: Partition, span: Range) -> bool:
         """Lock the group's offset, which is to be at the range's start."""
         return found_at(self._group, self.cursor.connection, partition, span, self._sink.generation)
+
+    def fence_all(self, spans: Mapping[Partition, Range]) -> bool:
+        """Lock the group's offsets of several ranges."""
+        generation = self._sink.generation
+        here = {
+            partition: ClaimedOffset(span.topic_id, span.start, generation=generation)
+            for partition, span in spans.items()
+        }
+        return self._group.fence_all(self.cursor.connection, here)
+
+    def at_once(self) -> AbstractContextManager[object]:
+        """Send the statements of several calls before the first answer is awaited."""
+        return self.cursor.connection.pipeline()
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, directly or through ``batch``, and return how many are new."""
@@ -261,8 +268,14 @@ class PostgresSinks:
         self._statements: dict[tuple[str, ...], str] = {}
         self._directs: dict[tuple[tuple[str, str], ...], DirectCopy | None] = {}
 
-    def look_again(self) -> None:
-        """Forget what is known of the sink's tables: they may have been altered since the last round."""
+    def look_again(self, *, checked: bool = True) -> None:
+        """Forget what is known of the sink's tables: they may have been altered since the last round.
+
+        A direct copy compares the table with what was known of it, and takes the way through ``batch`` if it is
+        another; then all is forgotten.
+        """
+        if not checked and self._directs and None not in self._directs.values():
+            return
         self._statements.clear()
         self._directs.clear()
 

@@ -59,11 +59,17 @@ class TaskInput(Generic[Batch]):
         reached: Callable[[], int] | None = None,
         size: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._given = batches
         self._batches = iter(batches)
         self._check_end = check_end
         self._reached = reached
         self._size = size
         self._whole = False
+
+    def again(self) -> TaskInput[Batch]:
+        """Return the same input from its beginning; only if its batches are in memory."""
+        assert isinstance(self._given, Sequence)
+        return TaskInput(self._given, self._check_end, self._reached, self._size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

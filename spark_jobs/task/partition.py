@@ -45,7 +45,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
-from spark_jobs.sink import Sink, Way
+from spark_jobs.sink import Sink, Transaction, Way
 from spark_jobs.task.behind import Behind
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text
@@ -286,12 +286,65 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     except RangeStopped as stop:
         return TaskResult(stop.outcome, detail=stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
-    aside: list[DeadLetter] = []
-    rows = plan.decoder.copyable(_ahead(plan, parts, aside))
-    share = 0 if plan.behind is None else plan.behind.share
-    result = _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
+    result = _run(plan, partition, _fed(plan, parts), messages)
     plan.decoder.note_size(partition, messages.size)
     return result
+
+
+def run_together(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> dict[Partition, TaskResult] | None:
+    """Do the tasks' work in this process, in one transaction for all ranges.
+
+    None if that does not work, whatever the reason: a repeat, a message that can't be applied, a locked offset. Each
+    range is then tried by itself, which finds the reason; or finds its range applied, if COMMIT had no answer.
+    """
+    assert plan.decoder is not None
+    spans = {partition: plan.ranges[partition] for partition in sorted(read)}
+    feeds = {partition: _fed(plan, read[partition]) for partition in spans}
+    where = f"{len(spans)} ranges at once"
+    try:
+        with stopping(where), plan.sink.transaction(where, _All(read.values()), most=0, here=True) as into:
+            fresh = -1
+            if into.fence_all(spans):
+                fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
+            if fresh != sum(feed.rows for feed in feeds.values()):
+                into.rollback()
+                return None
+            with into.at_once():
+                for partition, feed in feeds.items():
+                    _move(plan, into, partition, feed, feed.rows, read[partition])
+            if fresh:
+                into.apply()
+            committed = into.now()
+    except Exception:  # noqa: BLE001  found again, and reported, where each range is tried by itself
+        return None
+    for partition, messages in read.items():
+        plan.decoder.note_size(partition, messages.size)
+    return {
+        partition: TaskResult(
+            RangeOutcome.APPLIED, feed.rows, feed.rows, behind=len(feed.aside), size=feed.size, committed=committed
+        )
+        for partition, feed in feeds.items()
+    }
+
+
+class _All:
+    """The proof that several inputs are complete."""
+
+    def __init__(self, inputs: Iterable[TaskInput[Any]]) -> None:
+        self._inputs = inputs
+
+    def require_whole(self) -> None:
+        """Raise InputCut unless all of them were read to a proved end."""
+        for one in self._inputs:
+            one.require_whole()
+
+
+def _fed(plan: TaskPlan, parts: Iterable[Messages]) -> Feed:
+    """Return the rows of a range's messages."""
+    assert plan.decoder is not None
+    aside: list[DeadLetter] = []
+    rows = plan.decoder.copyable(_ahead(plan, parts, aside))
+    return Feed(plan.required, rows, plan.max_dead, aside, 0 if plan.behind is None else plan.behind.share)
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -> Iterator[Messages]:
@@ -375,12 +428,24 @@ def _apply(
             into.rollback()
             return None
         fresh = into.remember(feed.whole(), plan.way(partition))
-        dead = (*plan.dead.get(partition, ()), *feed.aside)
-        log_end = plan.log_ends.get(partition)
-        into.move(partition, span, log_end=log_end, read=feed.rows, fresh=fresh, dead=dead, reached=batches.reached)
+        _move(plan, into, partition, feed, fresh, batches)
         if fresh:
             into.apply()
     return fresh, into.now()
+
+
+def _move(
+    plan: TaskPlan, into: Transaction, partition: Partition, feed: Feed, fresh: int, batches: TaskInput[Any]
+) -> None:
+    into.move(
+        partition,
+        plan.ranges[partition],
+        log_end=plan.log_ends.get(partition),
+        read=feed.rows,
+        fresh=fresh,
+        dead=(*plan.dead.get(partition, ()), *feed.aside),
+        reached=batches.reached,
+    )
 
 
 def _apply_retried(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from urllib.parse import urlsplit
 
 from proxy import Connection, TcpProxy
@@ -63,3 +64,24 @@ class AnotherPid(Counting):
             pid = int.from_bytes(data[key + 5 : key + 9], "big")
             data = data[: key + 5] + (pid + 1).to_bytes(4, "big") + data[key + 9 :]
         self._to_client(connection, data)
+
+
+class RoundTrips(Counting):
+    """Counts how often the client waits for an answer, and makes it wait longer: as a network would."""
+
+    def __init__(self, url: str, seconds: float = 0.0) -> None:
+        super().__init__(url)
+        self.seconds = seconds
+        self.round_trips = 0
+        self._asking: set[Connection] = set()
+
+    def _from_client(self, connection: Connection, data: bytes) -> None:
+        self._asking.add(connection)
+        super()._from_client(connection, data)
+
+    def _from_target(self, connection: Connection, data: bytes) -> None:
+        if connection in self._asking:
+            self._asking.discard(connection)
+            self.round_trips += 1
+            time.sleep(self.seconds)
+        super()._from_target(connection, data)

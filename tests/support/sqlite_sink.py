@@ -11,7 +11,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,14 @@ class SqliteTransaction:
         if span.start < row[0] < span.end:
             raise OffsetMoved(partition, row[0])
         return bool(row[0] == span.start)
+
+    def fence_all(self, spans: Mapping[Partition, Range]) -> bool:
+        """Compare the offsets of several ranges."""
+        return all(self.fence(partition, span) for partition, span in spans.items())
+
+    def at_once(self) -> AbstractContextManager[object]:
+        """Nothing is sent anywhere."""
+        return nullcontext()
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Take rows in, and leave out those whose ids are known."""
@@ -202,7 +210,7 @@ class SqliteSinks:
         assert isinstance(self.job.effect, str)
         return SqliteSink(self.path, self.job.group, generation, tuple(columns), self.job.effect)
 
-    def look_again(self) -> None:
+    def look_again(self, *, checked: bool = True) -> None:
         """Nothing is kept."""
 
 

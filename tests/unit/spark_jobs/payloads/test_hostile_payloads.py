@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
@@ -24,6 +24,7 @@ from spark_jobs.effects.produce import Traced
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads import json_whole
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
 from spark_jobs.payloads.decoding import PROBLEM
@@ -53,6 +54,16 @@ READERS: dict[str, tuple[t.StructType, Any]] = {
     "nested": (NESTED, JsonReader(NESTED, Policy())),
     "variant": (TEXT, json_payload.variant_reader),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def of_any_size() -> Iterator[None]:
+    """Batches of any size are read as many are."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(json_whole, "_FEW", 0)
+        yield
+
+
 every_reader = pytest.mark.parametrize("way", READERS)
 
 
