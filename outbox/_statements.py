@@ -224,7 +224,7 @@ def _locks() -> tuple[str, str]:
     key = f"pg_catalog.hashtextextended(aggregate_id, {of_type})"
     keys = f"SELECT DISTINCT {key} AS key FROM given ORDER BY 1"
     ctes = f", locks AS MATERIALIZED (SELECT pg_catalog.pg_advisory_xact_lock(key) FROM ({keys}) AS keys)"
-    return ctes, " AND (SELECT count(*) FROM locks) > 0::bigint"
+    return ctes, " AND (SELECT pg_catalog.count(*) FROM locks) > 0::bigint"
 
 
 def _texts() -> str:

@@ -88,9 +88,16 @@ def async_target(
 
 
 def _classes(module: str, *names: str) -> tuple[Any, ...]:
-    """Return these classes if their module is imported, else none: then no object of them exists."""
+    """Return these classes if their module is imported, else none: then no object of them exists.
+
+    Another thread may be importing it.
+    """
     found = sys.modules.get(module)
-    return () if found is None else tuple([getattr(found, name) for name in names])  # faster than a generator
+    if found is None:
+        return ()
+    return tuple(
+        [made for name in names if (made := getattr(found, name, None)) is not None]
+    )  # faster than a generator
 
 
 def _async_classes() -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from outbox.errors import OutboxError, PayloadError
@@ -43,12 +44,4 @@ def serialize(serializer: Serializer, event: Event) -> Event:
         raise PayloadError("payload", f"the serializer returned a {type(made).__name__}, not outbox.Serialized or None")
     if not isinstance(made.payload, bytes | bytearray | memoryview):
         raise PayloadError("payload", f"the serializer's payload is a {type(made.payload).__name__}, not bytes")
-    return Event(
-        event.aggregate_type,
-        event.aggregate_id,
-        event.event_type,
-        bytes(made.payload),
-        event.headers,
-        event.event_id,
-        made.content_type,
-    )
+    return replace(event, payload=bytes(made.payload), content_type=made.content_type)

@@ -171,7 +171,8 @@ def transaction(
     """
     key = url, application_name(name)
     begin = _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED
-    begin = "; ".join([begin, *(f"SET LOCAL {setting} = {value:d}" for setting, value in (settings or {}).items())])
+    for setting, value in (settings or {}).items():
+        begin += f"; SET LOCAL {setting} = {value:d}"
     session, connection = _begin(key, begin)
     try:
         yield connection

@@ -90,6 +90,10 @@ class ShortLivedProducer(Producer):
         values = {
             **options,
             "transactional.id": transactional_id,
+            # At-most-once has others.
+            "acks": "all",
+            "enable.idempotence": "true",
+            "message.send.max.retries": "2147483647",
             # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
             "retry.backoff.ms": "100",
             "retry.backoff.max.ms": "500",

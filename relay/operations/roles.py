@@ -129,6 +129,8 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
 }
 
 _SEEN: Final = ("lane", "id", *_NAMED, "created_at")
+_WIDER_ELSEWHERE: Final = ("idempotency_keys",)
+"""Tables of which another kind of the same role may have all columns: nothing is revoked."""
 COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
@@ -237,9 +239,10 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
         yield grant("GRANT {rights} ON {tables} TO {role}", rights=sql.SQL(rights), tables=named)
     for right, name, columns in COLUMNS.get(kind, ()):
         table = sql.Identifier(schema, name)
-        # A right on the whole table includes every column; and the audit stays as it is.
-        revoked = "INSERT, UPDATE, DELETE, TRUNCATE, TRIGGER" if name == "audit" else right
-        yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(revoked), table=table)
+        if name not in _WIDER_ELSEWHERE:
+            # A right on the whole table includes every column; and the audit stays as it is.
+            revoked = "INSERT, UPDATE, DELETE, TRUNCATE, TRIGGER" if name == "audit" else right
+            yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(revoked), table=table)
         listed = sql.SQL(", ").join(map(sql.Identifier, columns))
         yield grant("GRANT {right} ({columns}) ON {table} TO {role}", right=sql.SQL(right), columns=listed, table=table)
     if kind is RoleKind.RELAY and wal:

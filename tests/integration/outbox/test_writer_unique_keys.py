@@ -12,7 +12,7 @@ import pytest
 from support import wait_until
 from writer_targets import each_driver, every_target, numbers, on_target, round_trips, stored, waits_for_a_lock
 
-from outbox import Event, EventError, IdempotencyKeyReused, Outbox
+from outbox import Event, EventError, IdempotencyKeyReused, Outbox, Serialized
 from relay.database import Connector
 from relay.tasks import idempotency_keys
 
@@ -160,6 +160,13 @@ def test_a_scheduled_events_key_is_known_at_once_and_free_when_it_is_cancelled(o
     assert numbers(outbox_postgres) == [3]
 
 
+def test_a_serializer_keeps_the_key(outbox_postgres):
+    unique = Outbox(unique_keys=True, serializer=lambda event: Serialized(b"x", "text/plain"))
+    with outbox_postgres.connect() as connection:
+        assert unique.add(connection, keyed(1, "a")) == unique.add(connection, keyed(1, "a"))
+    assert [row["headers"]["idempotency-key"] for row in stored(outbox_postgres)] == ["a"]
+
+
 def test_keys_are_forgotten_after_their_days(outbox_postgres, monkeypatch):
     monkeypatch.setattr(idempotency_keys, "_AT_ONCE", 2)
     with outbox_postgres.connect() as connection:
@@ -167,9 +174,12 @@ def test_keys_are_forgotten_after_their_days(outbox_postgres, monkeypatch):
         aged = "UPDATE outbox.idempotency_keys SET added_at = now() - make_interval(days => %s, mins => %s) "
         connection.execute(aged + "WHERE idempotency_key < 'k5'", (30, 1))
         connection.execute(aged + "WHERE idempotency_key = 'k5'", (30, -1))
+        # It waits for longer than keys are kept: added again, it would be published twice.
+        outbox.add(connection, keyed(7, "waits"), not_before=LATER)
+        connection.execute(aged + "WHERE idempotency_key = 'waits'", (30, 1))
     connector = Connector(outbox_postgres.url, "test")
     idempotency_keys.IdempotencyKeys(connector, "outbox", 30).forget()
-    assert sorted(known(outbox_postgres)) == ["k5", "k6"]
+    assert sorted(known(outbox_postgres)) == ["k5", "k6", "waits"]
     with closing(connector()) as connection, connection.transaction():
         ids = outbox.add_many(connection, [keyed(10, "k4", "4"), keyed(11, "k5", "5")])
     assert [row["event_id"] for row in stored(outbox_postgres)][5::2] == ids[::-1]

@@ -115,7 +115,7 @@ def test_a_transaction_locks_its_position_first_and_moves_it_once(bench):
         sent = [" ".join(one.decode().split()) for one in counting.statements]
     of_offsets = [one.partition(" ")[0] for one in sent if '"offsets"' in one]
     assert (of_offsets, len(sent)) == (
-        (["SELECT", "WITH"], 7) if bench.kind is OnInbox else (["SELECT", "UPDATE"], 19)
+        (["SELECT", "WITH"], 7) if bench.kind is OnInbox else (["SELECT", "UPDATE"], 18)
     ), "\n".join(sent)
 
 

@@ -139,6 +139,21 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(RoleKind.WRITER, RoleKind.CANCELLER), (RoleKind.CANCELLER, RoleKind.WRITER)]
+)
+def test_a_role_of_two_kinds_may_do_what_both_may(roles, first, second):
+    role = roles.make("both")
+    for kind in (first, second):
+        outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
+    url = roles.url.replace("postgres@", f"{role}@")
+    unique, keyed = Outbox(unique_keys=True), Event("Order", 1, "T", idempotency_key="k")
+    with psycopg.connect(url) as connection:
+        event_id = unique.add(connection, keyed, delay=dt.timedelta(days=1))
+        assert unique.add(connection, keyed) == event_id
+        assert unique.cancel(connection, event_id)
+
+
 def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbox_relay, order):
     kind, topic = order
     url = roles.of(RoleKind.RELAY)
