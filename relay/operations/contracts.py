@@ -10,9 +10,11 @@ is required from now on.
 | event                  | another content type or kind of schema; a tombstone that gets a payload, and the reverse    |
 | field                  | removed; required from now on, or no longer; added where readers allow no others            |
 | value                  | another type, format or const; fewer values of an enum; a bound that is tighter             |
+| in Avro                | another name of a record or enum; more symbols of an enum without a default                 |
 | header                 | as a field; but one that is added breaks nothing                                            |
 
-Texts and examples are not compared. What a schema says beyond these keywords breaks whenever it differs.
+JSON's readers are taken to accept values of an enum that they do not know. Texts and examples are not compared. What a
+schema says beyond these keywords breaks whenever it differs.
 """
 
 from __future__ import annotations
@@ -238,12 +240,17 @@ def _avro(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
     """Compare two Avro schemas: what a reader with either can't resolve of the other."""
     kinds = tuple(one.get("type") if isinstance(one, Mapping) else one for one in (old, new))
     if isinstance(old, Mapping) and isinstance(new, Mapping) and kinds[0] == kinds[1]:
+        if old.get("name") != new.get("name"):
+            # Readers with a registry resolve names too.
+            yield place, f"the {kinds[0]} {_shown(old['name'])} is named {_shown(new['name'])}"
         if kinds[0] == "record":
             yield from _avro_fields(place, old["fields"], new["fields"])
             return
         if kinds[0] == "enum":
             if gone := [symbol for symbol in old["symbols"] if symbol not in new["symbols"]]:
                 yield place, f"the enum no longer has {', '.join(map(_shown, gone))}"
+            if "default" not in old and (added := [one for one in new["symbols"] if one not in old["symbols"]]):
+                yield place, f"readers without a default do not know the enum's {', '.join(map(_shown, added))}"
             return
         if kinds[0] in {"array", "map"}:
             part = "items" if kinds[0] == "array" else "values"

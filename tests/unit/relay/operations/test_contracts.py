@@ -152,6 +152,14 @@ BREAKING = {
         lambda new: avro(new)["fields"][1]["type"]["symbols"].remove("A"),
         [ISSUED + '.kind: the enum no longer has "A"'],
     ),
+    "avro enum grown": (
+        lambda new: avro(new)["fields"][1]["type"]["symbols"].append("C"),
+        [ISSUED + '.kind: readers without a default do not know the enum\'s "C"'],
+    ),
+    "avro enum renamed": (
+        lambda new: avro(new)["fields"][1]["type"].update(name="Sort"),
+        [ISSUED + '.kind: the enum "Kind" is named "Sort"'],
+    ),
     "avro items": (
         lambda new: avro(new)["fields"][2]["type"].update(items="long"),
         [ISSUED + '.lines[]: type "string" becomes "long"'],
