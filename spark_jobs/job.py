@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outbox.consumer.declared import find_declared
 from outbox.consumer.errors import JobError
-from outbox.consumer.model import AT_MOST_ONCE
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
@@ -189,7 +189,10 @@ class ConsumerJob:
     @property
     def shown_strategy(self) -> str:
         """The strategy as the group's row shows it."""
-        return AT_MOST_ONCE if self.delivery == "at-most-once" else type(self.strategy).__name__
+        if self.delivery == "at-most-once":
+            return AT_MOST_ONCE
+        by_key = isinstance(self.strategy, Dedup) and self.strategy.key is not None
+        return DEDUP_BY_KEY if by_key else type(self.strategy).__name__
 
     @property
     def reducing(self) -> Strategy:

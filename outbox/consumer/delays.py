@@ -109,15 +109,26 @@ class TopicDelays:
             buckets[bisect_left(BUCKETS, delay)] += written.each
         self.add(topic, list(accumulate(buckets)), written.each * sum(delays))
 
+    def add_all(self, other: TopicDelays) -> None:
+        """Add what another one has now."""
+        with other._lock:
+            now = [(topic, list(delays.counts), delays.seconds) for topic, delays in other._topics.items()]
+        for each in now:
+            self.add(*each)
+
     def family(self, name: str, text: str, labels: Mapping[str, str] | None = None) -> HistogramMetricFamily:
         """Return the histograms for Prometheus, with these labels and ``topic``."""
         from prometheus_client.core import HistogramMetricFamily
 
         labels = labels or {}
         found = HistogramMetricFamily(name, text, labels=[*labels, "topic"])
+        self.add_to(found, *labels.values())
+        return found
+
+    def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:
+        """Add the histograms to a family, with these values of its labels besides ``topic``."""
         limits = [*(str(float(limit)) for limit in BUCKETS), "+Inf"]
         with self._lock:
             for topic, delays in self._topics.items():
                 buckets = list(zip(limits, map(float, delays.counts), strict=True))
-                found.add_metric([*labels.values(), topic], buckets, delays.seconds)
-        return found
+                family.add_metric([*labels, topic], buckets, delays.seconds)

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 AT_MOST_ONCE: Final = "AtMostOnce"
 """The strategy of a group that commits its positions before their effects, as its row shows it."""
+DEDUP: Final = "Dedup"
+"""The strategy of a group that remembers each event's id."""
+DEDUP_BY_KEY: Final = "DedupByKey"
+"""The strategy of a group that remembers ids made of messages' keys, by which no event is found again."""
 
 MessageRef = tuple[str, int, int]
 """Topic, partition and offset of a message."""

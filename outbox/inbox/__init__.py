@@ -25,9 +25,10 @@ from outbox.inbox.errors import (
 from outbox.inbox.ids import message_id
 
 if TYPE_CHECKING:
-    from outbox.inbox.consumer import Consumer
+    from outbox.inbox.consumer import ApplyDelays, Consumer
 
 __all__ = [
+    "ApplyDelays",
     "Consumer",
     "HandlerFailed",
     "InboxError",
@@ -45,10 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Consumer":
+    if name not in {"ApplyDelays", "Consumer"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = import_module("outbox.inbox.consumer").Consumer
+        value = getattr(import_module("outbox.inbox.consumer"), name)
     except ModuleNotFoundError as error:
         if error.name not in {"confluent_kafka", "psycopg"}:
             raise

@@ -23,7 +23,7 @@ from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
-from outbox.consumer.model import AT_MOST_ONCE, Partition, RejectedRecord
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
 from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
@@ -67,7 +67,9 @@ class Settings:
         """Return how messages are recognized, as the group's row shows it."""
         if self.at_most_once:
             return AT_MOST_ONCE
-        return "Dedup" if self.dedup else "OffsetsOnly"
+        if not self.dedup:
+            return "OffsetsOnly"
+        return DEDUP if self.key is None else DEDUP_BY_KEY
 
 
 class MessageFailed(Exception):

@@ -30,6 +30,7 @@ from sqlalchemy.orm import Session
 
 from outbox import _core, _targets
 from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.model import DEDUP, DEDUP_BY_KEY
 from outbox.consumer.tables import DEFAULT_SCHEMA, ConsumerTables, consumer_tables
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import MessageTooOld
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 _UNBOUND: Final = "the message's id would be committed apart from its effect"
 _OWNER: Final = "outbox.inbox.once"
-_STRATEGY: Final = "Dedup"
 
 
 def once(
@@ -131,7 +131,7 @@ class _Wanted:
             "day": self._day,
             "message_id": self._id,
             "owner": _OWNER,
-            "strategy": _STRATEGY,
+            "strategy": DEDUP if key is None else DEDUP_BY_KEY,
         }
 
     def on_target(self, target: Session | sa.Connection) -> bool:

@@ -138,10 +138,10 @@ class Consumer:
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Return how long messages took from their events' transactions to the commit of their effects. No I/O.
 
-        For Prometheus: ``REGISTRY.register(consumer)``, with the registry of prometheus-client. Its metric,
-        ``outbox_consumer_apply_delay_seconds``, is also that of Spark consumers.
+        For Prometheus: ``REGISTRY.register(consumer)``, with the registry of prometheus-client; of several consumers in
+        a process ``ApplyDelays``. The metric, ``outbox_consumer_apply_delay_seconds``, is also that of Spark consumers.
         """
-        yield self._delays.family(APPLY_DELAY, APPLY_DELAY_HELP, {"group": self._settings.group.name})
+        yield from ApplyDelays(self).collect()
 
     def stop(self) -> None:
         """End ``run`` after the current transaction, or the next one at its start. For threads and signal handlers."""
@@ -178,3 +178,25 @@ class Consumer:
             for number, old in before.items():
                 # None: it was not set by Python.
                 signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+class ApplyDelays:
+    """How late consumers of one process are, for Prometheus: ``REGISTRY.register(ApplyDelays(orders, invoices))``.
+
+    A metric may be exposed once in a process: a registry refuses a second consumer that is registered by itself.
+    """
+
+    def __init__(self, *consumers: Consumer) -> None:
+        self._consumers = consumers
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Return the delays of each group; see ``Consumer.collect``. No I/O."""
+        groups: dict[str, TopicDelays] = {}
+        for consumer in self._consumers:
+            # Members of one group have the same labels, which may not appear twice.
+            group = consumer._settings.group.name  # noqa: SLF001  of this module
+            groups.setdefault(group, TopicDelays()).add_all(consumer._delays)  # noqa: SLF001
+        family = TopicDelays().family(APPLY_DELAY, APPLY_DELAY_HELP, {"group": ""})
+        for group, delays in groups.items():
+            delays.add_to(family, group)
+        yield family

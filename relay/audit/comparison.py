@@ -246,7 +246,9 @@ class Comparison:
             )
         for group in groups:
             if not group.remembers:
-                notes.append(f"group {group.name} keeps no ids of events (see Dedup): only its positions are known")
+                notes.append(
+                    f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"
+                )
         for topic, count in sorted(self._topics.others.items()):
             notes.append(f"topic {topic} has {count} records that are not of this outbox: not compared")
 

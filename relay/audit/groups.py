@@ -12,6 +12,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.model import DEDUP
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 from relay.audit.sums import HAS_TIME, MINUTE, Sum, Window, first_id, halves, minute_start, reduced, total
@@ -19,8 +20,8 @@ from relay.audit.topics import Cell
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
 
-_REMEMBERS: Final = frozenset({"Dedup"})
-"""The strategies that keep the ids of events."""
+_REMEMBERS: Final = frozenset({DEDUP})
+"""The strategies that keep the ids of all events."""
 
 _GROUPS: Final = """
 SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part, o.next_offset

@@ -35,13 +35,14 @@ _NAMED_IN_CLOUDEVENTS: Final = frozenset({CONTENT_TYPE})
 def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:
     """Return the Kafka headers of one event, in a fixed order: CloudEvents, the plain names, then the event's own.
 
-    Every set has ``ce_id``, by which consumers recognize a repeated event, and the idempotency key of an event that has
-    its own.
+    Every set has ``ce_id``, by which consumers recognize a repeated event. Of an event with an idempotency key of its
+    own, it also has that, the source and the aggregate type: consumers take a key for one of these two.
     """
     event_id, own = claim.event_id, claim.headers
+    keyed = own is not None and IDEMPOTENCY_KEY in own
     headers: Headers
     if which is HeaderSet.DEBEZIUM:
-        headers = [(CE_ID, event_id)]
+        headers = [(CE_ID, event_id), (CE_SOURCE, ce_source)] if keyed else [(CE_ID, event_id)]
     else:
         headers = [
             (CE_SPECVERSION, "1.0"),
@@ -58,6 +59,8 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
             (AGGREGATE_TYPE, claim.aggregate_type),
             (IDEMPOTENCY_KEY, event_id if own is None else own.get(IDEMPOTENCY_KEY, event_id)),
         ]
+    elif keyed:
+        headers.append((AGGREGATE_TYPE, claim.aggregate_type))
     if own is None:
         if claim.value is not None:
             headers.append((CONTENT_TYPE, JSON_CONTENT_TYPE))

@@ -11,14 +11,15 @@ from enum import StrEnum
 from typing import Final, assert_never
 
 from outbox._app.text import age_text, bytes_text
-from outbox.consumer.model import AT_MOST_ONCE
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY
 from relay.config import Delivery, SourceKind
 
 
 class Strategy(StrEnum):
     """How a consumer recognizes repeats, as its group's row has it; see docs/guides/strategies.md."""
 
-    DEDUP = "Dedup"
+    DEDUP = DEDUP
+    DEDUP_BY_KEY = DEDUP_BY_KEY
     FINGERPRINT = "Fingerprint"
     VERSION = "Version"
     NATURAL = "Natural"
@@ -58,6 +59,11 @@ _ORDER: Final = {
 _BY_ID: Final = Guarantee(
     "exactly-once", "in the sink's tables: a repeat has the same id, and is dropped for consumer.keep_days"
 )
+_BY_KEY: Final = Guarantee(
+    "exactly-once",
+    "in the sink's tables: a repeat has the same key, or without one the same id, which is known for "
+    "consumer.keep_days, and is dropped, as is another event with its key",
+)
 _BY_CONTENT: Final = Guarantee(
     "exactly-once",
     "in the sink's tables: a repeat has the same content, and is dropped, as is another event that has it",
@@ -87,6 +93,7 @@ def on_kafka(delivery: Delivery, source: SourceKind) -> Guarantee:
 # With a relay that repeats a batch after a crash, and with one that does not.
 _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
     Strategy.DEDUP: (_BY_ID, _BY_ID),
+    Strategy.DEDUP_BY_KEY: (_BY_KEY, _BY_KEY),
     Strategy.FINGERPRINT: (_BY_CONTENT, _BY_CONTENT),
     Strategy.VERSION: (_BY_VERSION, _BY_VERSION),
     Strategy.NATURAL: (

@@ -269,9 +269,9 @@ def _check_job(job: ConsumerJob) -> None:
     for name, usual in meaningless.items():
         if getattr(job, name) != usual:
             raise JobError(f"{name}: has no meaning for a stream, whose rows are the stream's own; leave it out")
-    if not isinstance(job.strategy, Dedup):
+    if job.strategy != Dedup():
         raise JobError(
-            f"strategy: {type(job.strategy).__name__} is for Kafka's messages; a batch of a stream is applied once "
+            f"strategy: {job.strategy} is for Kafka's messages; a batch of a stream is applied once "
             "without any, and rows with a column message_id are known by it. Leave strategy out; to have no ids "
             "remembered, leave that column out"
         )

@@ -314,9 +314,9 @@ def run_together(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) 
                     _move(plan, into, partition, feed, feed.rows, read[partition])
             if fresh:
                 into.apply()
-            committed = into.now()
     except Exception:  # noqa: BLE001  found again, and reported, where each range is tried by itself
         return None
+    committed = into.now()
     for partition, messages in read.items():
         plan.decoder.note_size(partition, messages.size)
     return {

@@ -26,9 +26,15 @@ _APPLIED: Final = """
 SELECT grp, seen_at FROM {processed_messages} AS p, (SELECT %(message_id)s::uuid AS message_id) AS wanted
  WHERE p.message_id = %(message_id)s AND p.day = {day}"""
 
+# Also by the message's place: the letter of a group with a key has an id that is made of that, a UUID of version 8.
 _DEAD: Final = """
 SELECT id, grp, topic, part, message_offset, reason, state, attempts, error, died_at
-  FROM {dead_letters} WHERE message_id = %(message_id)s ORDER BY id"""
+  FROM {dead_letters} AS d
+ WHERE message_id = %(message_id)s
+    OR pg_catalog.substr(message_id::text, 15, 1) = '8'
+   AND (d.topic, d.part, d.message_offset)
+    IN (SELECT * FROM unnest(%(topics)s::text[], %(parts)s::integer[], %(offsets)s::bigint[]))
+ ORDER BY id"""
 
 _EXTERNAL: Final = """
 SELECT grp, name, state, attempts, last_error, reserved_at, settled_at
@@ -73,8 +79,8 @@ class GroupTrace:
 
     state        applied: its effect is in the sink. dead: it is a dead letter. waiting: the group has not reached it.
                  given-up: at-most-once, and it is recorded as lost.
-                 passed: the group is past it and has no record of its id: with OffsetsOnly, after the ids of its day
-                 were deleted, or if the transform or ``types`` left it out. unknown: its place is not known.
+                 passed: the group is past it and has no record of its id: with OffsetsOnly or a key, after the ids of
+                 its day were deleted, or if the transform or ``types`` left it out. unknown: its place is not known.
     applied_at   when the transaction of its effect began; at-most-once, of its position.
     lost_at      when it was recorded as lost.
     behind       the offsets between the group's position and the message, while it waits.

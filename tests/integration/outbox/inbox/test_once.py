@@ -235,6 +235,15 @@ def test_the_transaction_is_usable_beside_other_row_factories(outbox_postgres):
         assert connection.execute("SELECT count(*) AS n FROM consumer.groups").fetchone() == {"n": 1}
 
 
+def test_the_consumers_row_says_how_it_recognizes_messages(outbox_postgres):
+    """By this the audit knows whether it finds events by their ids."""
+    with psycopg.connect(outbox_postgres.url) as connection:
+        once(connection, message(uuid7()), consumer="by id")
+        once(connection, message(uuid7()) | {"idempotency-key": "k"}, consumer="by key", key="idempotency-key")
+        rows = connection.execute("SELECT grp, strategy FROM consumer.groups ORDER BY 1").fetchall()
+    assert rows == [("by id", "Dedup"), ("by key", "DedupByKey")]
+
+
 def test_a_consumers_role_is_enough(outbox_postgres):
     with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "consumer") as role:
         for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):

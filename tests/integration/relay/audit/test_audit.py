@@ -14,11 +14,12 @@ import pytest
 from audit_support import EVENTS, Pipeline
 from confluent_kafka.admin import AdminClient
 from spans import relay
-from support import order, wait_until
+from support import order, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid4, uuid7
 
 from outbox import Event, Outbox
+from outbox.inbox import Reject
 from relay.audit import comparison, findings
 from relay.audit.topics import Topics
 from relay.cli.app import app
@@ -101,6 +102,29 @@ def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, []), found
     assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == 5
+
+
+def test_of_a_group_with_a_key_only_the_positions_are_compared(pipeline):
+    """It remembers ids that are made of keys, and none of a second event of its key."""
+    keys = ["request 1", "request 1", "request 2", None]
+    ids = write(pipeline.database.url, [Event(pipeline.kind, "k", "Paid", {}, idempotency_key=key) for key in keys])
+    pipeline.published()
+
+    def handler(_connection: Any, message: Any) -> None:
+        if ("idempotency-key", b"request 2") in message.headers():
+            raise Reject("no")
+
+    pipeline.applied(len(keys), handler, key="idempotency-key", on_failure="dead-letter")
+    assert pipeline.rows("SELECT strategy FROM consumer.groups") == [("DedupByKey",)]
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, []), found
+    assert any(f"group {pipeline.group} does not keep the id of each event" in note for note in found["notes"])
+    states = []
+    for one in ids:
+        traced = CliRunner().invoke(app, ["trace", str(one), "--json"], env=pipeline.environment)
+        states += [group["state"] for group in json.loads(traced.stdout)["groups"]]
+    # The last is behind the dead letter of its Kafka key.
+    assert states == ["passed", "passed", "dead", "dead"]
 
 
 def test_copies_and_replays_are_no_repeats(pipeline):

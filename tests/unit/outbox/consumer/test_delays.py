@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from outbox.consumer.delays import BUCKETS, MOST_TOPICS, SAMPLED, TopicDelays, WrittenAt, sampled, written_at
 from outbox.event import CE_TIME, DEAD_LETTER, REPLAY
+from outbox.inbox import ApplyDelays, Consumer
 
 NOW = 1_800_000_000.0
 
@@ -86,3 +87,29 @@ def test_topics_are_bounded():
     family = shown.delays.family("applied", "of a test")
     assert len({sample.labels["topic"] for sample in family.samples}) == MOST_TOPICS + 1
     assert (shown.value("count", "t0"), shown.value("count", "")) == (2, 20)
+
+
+def test_consumers_of_one_process_are_one_family():
+    """By the group; two members of one group, which have the same labels, are added up."""
+    orders, twin, bills = (Consumer("postgresql://", ["t"], group=group, kafka={}) for group in ("o", "o", "b"))
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(ApplyDelays(orders, twin, bills))
+    for consumer, delay in ((orders, 1.0), (twin, 2.0), (twin, 90_000.0), (bills, 4.0)):
+        consumer._delays.observe("t", written_at([headers(delay)]), NOW)
+    [family] = registry.collect()
+    found = {
+        (sample.name.removeprefix(family.name), *sample.labels.values()): sample.value for sample in family.samples
+    }
+    assert len(found) == len(family.samples)
+    assert {key: value for key, value in found.items() if key[0] in {"_count", "_sum"}} == {
+        ("_count", "o", "t"): 3,
+        ("_sum", "o", "t"): 90_003.0,
+        ("_count", "b", "t"): 1,
+        ("_sum", "b", "t"): 4.0,
+    }
+    assert (found["_bucket", "o", "t", "1.0"], found["_bucket", "o", "t", "3600.0"]) == (1, 2)
+    # One alone is shown as before, and by itself has the same name: a registry refuses both.
+    [alone] = bills.collect()
+    assert (alone.name, len(alone.samples)) == (family.name, len(BUCKETS) + 3)
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(bills)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outbox._app.choices import HeaderSet
+from outbox.inbox import message_id
 from relay.core.ports import Claim
 from relay.kafka.headers import message_headers
 
@@ -12,6 +13,8 @@ CLAIM = Claim(7, "id-7", "Order", "key", "Placed", "2026-01-01T00:00:00Z", b"{}"
 CLOUDEVENTS = ["ce_specversion", "ce_id", "ce_source", "ce_type", "ce_subject", "ce_time"]
 PLAIN = ["id", "event-type", "aggregate-type", "idempotency-key"]
 OWN = ["content-type", "tenant"]
+KEY = ["idempotency-key", "aggregate-type", "ce_source"]
+"""What an event with an idempotency key of its own has in each set."""
 
 
 KEYED = CLAIM._replace(headers={"tenant": "acme", "idempotency-key": "order 4711"})
@@ -31,5 +34,18 @@ def test_each_set_has_its_own_names_and_the_events_id_and_headers():
 def test_the_writers_idempotency_key_is_in_each_set_once(which):
     found = message_headers(KEYED, "/shop", which)
     assert [value for name, value in found if name == "idempotency-key"] == ["order 4711"]
-    assert sorted(name for name, _ in found) == sorted({*names(which), "idempotency-key"})
+    assert sorted(name for name, _ in found) == sorted({*names(which), *KEY})
     assert ("idempotency-key", "id-7") not in found
+
+
+@pytest.mark.parametrize("which", HeaderSet)
+@pytest.mark.parametrize("more", [b"\x01", None])
+def test_a_key_is_of_one_source_and_aggregate_type_in_each_set(which, more):
+    """Consumers hash a key with both: without them, events of other types and systems would pass for repeats."""
+    claims = [KEYED._replace(value=more), KEYED._replace(value=more, aggregate_type="Payment")]
+    ids = {
+        message_id(message_headers(claim, source, which), "idempotency-key")
+        for claim in claims
+        for source in ("/shop", "/bank")
+    }
+    assert len(ids) == 4

@@ -7,15 +7,18 @@ import re
 import pytest
 from docs_support import DOCS
 
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY
 from relay.config import Delivery, SourceKind
 from relay.operations.guarantee import Strategy, guarantee, slot_cost
 from spark_jobs.dedup import strategies
 from spark_jobs.driver.stream_group import STREAM
+from spark_jobs.job import ConsumerJob
 
 MOST, LEAST, EXACTLY = "at-most-once", "at-least-once", "exactly-once"
 
 WORDS = {
     Strategy.DEDUP: (MOST, EXACTLY, EXACTLY),
+    Strategy.DEDUP_BY_KEY: (MOST, EXACTLY, EXACTLY),
     Strategy.FINGERPRINT: (MOST, EXACTLY, EXACTLY),
     Strategy.VERSION: (MOST, EXACTLY, EXACTLY),
     Strategy.NATURAL: (MOST, LEAST, EXACTLY),
@@ -56,7 +59,9 @@ def test_the_strategies_are_those_of_the_consumers():
         for name, kind in vars(strategies).items()
         if isinstance(kind, type) and hasattr(kind, "remembers") and not name.startswith("_") and name != "Strategy"
     }
-    assert {str(each) for each in Strategy} == classes | {STREAM, Strategy.AT_MOST_ONCE}
+    assert {str(each) for each in Strategy} == classes | {STREAM, DEDUP_BY_KEY, AT_MOST_ONCE}
+    shown = ConsumerJob("g", effect="SELECT 1", topics=("t",), strategy=strategies.Dedup(key="k")).shown_strategy
+    assert shown == DEDUP_BY_KEY
 
 
 def rows(heading: str) -> list[tuple[str, ...]]:

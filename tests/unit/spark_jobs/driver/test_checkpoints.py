@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outbox.consumer.errors import JobError
+from spark_jobs.dedup.strategies import Dedup, Natural, OffsetsOnly
 from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide, planned_in
 from spark_jobs.driver.stream_group import StreamGroup, StreamOptions
 from spark_jobs.errors import CheckpointConflict
@@ -117,6 +119,18 @@ def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})
     with pytest.raises(JobError, match=f"{name}: has no meaning"):
         StreamGroup(job, StreamOptions("postgresql://h/d", "consumer", 14), "owner")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Dedup(key="idempotency-key"), Dedup(allow_producer_repeats=True), OffsetsOnly(), Natural(["message_id"])],
+)
+def test_a_strategy_that_a_stream_would_ignore_is_refused(strategy):
+    """It has no headers by which to recognize a row, and no place of a message."""
+    job = ConsumerJob("g", effect="SELECT 1", strategy=strategy)
+    with pytest.raises(JobError, match=r"^strategy: .* is for Kafka's messages; .* Leave strategy out"):
+        StreamGroup(job, StreamOptions("postgresql://h/d", "consumer", 14), "owner")
+    StreamGroup(replace(job, strategy=Dedup()), StreamOptions("postgresql://h/d", "consumer", 14), "owner")
 
 
 @pytest.fixture
