@@ -17,6 +17,9 @@ At-most-once there are two transactions: the first one moves the position and ca
 | killed after the second COMMIT                  | confirmed, and not lost                                       |
 | a claim comes between the two                   | it records the loss; the second one is Fenced, no effect      |
 | a claim comes during the second one             | it waits for its end: confirmed, or lost                      |
+| the server stops behind the first COMMIT        | it is durable, whatever synchronous_commit is by default      |
+| a failover loses the first COMMIT               | the range is read, and has its effect, again: this needs      |
+|                                                 | synchronous replication                                       |
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock
+from outbox._clients.durable import SYNCHRONOUS
 from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
@@ -93,7 +97,7 @@ moved AS ({move})
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
 _GIVE_UP: Final = """
 UPDATE {offsets} SET unconfirmed_from = %(first)s, unconfirmed_end = %(end)s, applied = applied - %(pending)s
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s RETURNING {synchronous}"""
 _CONFIRM: Final = """
 UPDATE {offsets} SET unconfirmed_from = NULL, unconfirmed_end = NULL, applied = applied + %(applied)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s
@@ -267,9 +271,13 @@ class GroupStore:
     ) -> None:
         """At-most-once, behind ``move``: record that the effect of these offsets is to be confirmed, or lost.
 
+        The COMMIT is durable before the effect: a server that forgot it would have its messages read again.
+
         pending  how many of the messages that ``move`` has counted as applied are yet to be.
         """
-        self._run(connection, _GIVE_UP, topic=partition[0], part=partition[1], first=first, end=end, pending=pending)
+        values = {"topic": partition[0], "part": partition[1], "first": first, "end": end, "pending": pending}
+        query = statement(self._schema, _GIVE_UP, synchronous=sql.SQL(SYNCHRONOUS))
+        execute(connection, query, {"grp": self.name, **values})
 
     def confirm(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int

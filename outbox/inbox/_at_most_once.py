@@ -12,6 +12,9 @@ system has its effect whether its transaction commits or not, so it is called on
 |                                             | there                                                                 |
 | the answer to the first COMMIT is lost      | the row shows whether it moved: then the claim records the batch as   |
 |                                             | lost, and no handler was called                                       |
+| the server stops behind the first COMMIT    | it is durable, whatever synchronous_commit is by default              |
+| a failover loses the first COMMIT           | the batch comes again, and its handlers are called again: prevented   |
+|                                             | by synchronous replication only                                       |
 | killed between the two, or in the second    | the next claim records the batch as lost; handlers may have been      |
 |                                             | called for some of its messages, and are not called again             |
 | the second COMMIT fails, or its session ends| the same, at once                                                     |

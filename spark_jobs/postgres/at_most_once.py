@@ -13,6 +13,9 @@ To a task, and to a round with ``atomic="batch"``, it looks like the other one: 
 | behind it, before or in ``apply``                    | the range is recorded as lost: by this process if it lives,  |
 |                                                      | by the retry of its task, by the partition's next range, or  |
 |                                                      | by the next driver's claim. No effect comes after that       |
+| the server stops behind the COMMIT of ``move``       | it is durable, whatever synchronous_commit is by default     |
+| a failover loses the COMMIT of ``move``              | the range comes again, and has its effect again: prevented   |
+|                                                      | by synchronous replication only                              |
 | the COMMIT of the effect fails, or is lost           | the same, unless the offsets row shows that it is confirmed  |
 | two attempts at once (speculation, a lost executor)  | the second finds the offset moved; it records a loss, and    |
 |                                                      | the first has no effect; or waits for it, and finds it       |

@@ -12,6 +12,7 @@ import pytest
 from group_sides import BAD, BEGIN, Bench, Message, Side, bench, messages
 
 from outbox.consumer.errors import Fenced
+from outbox.consumer.groups import GroupStore
 from outbox.errors import ConfigurationError
 
 __all__ = ["bench"]
@@ -52,6 +53,24 @@ def test_the_position_is_committed_before_the_effect(bench, most):
     assert losses(bench) == []
     assert bench.run("SELECT strategy FROM consumer.groups") == [("AtMostOnce",)]
     assert bench.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+@pytest.mark.parametrize(("default", "expected"), [("off", "on"), ("remote_write", "remote_write")])
+def test_the_first_commit_is_durable_before_the_effect_whatever_the_default_is(bench, monkeypatch, default, expected):
+    """Otherwise a server that stops at once forgets the position, and its messages have their effect again."""
+    [(name,)] = bench.run("SELECT current_database()")
+    bench.run(f'ALTER DATABASE "{name}" SET synchronous_commit = {default}')
+    give_up, seen = GroupStore.give_up, []
+
+    def noting(self: Any, connection: Any, *arguments: Any) -> None:
+        give_up(self, connection, *arguments)
+        seen.extend(connection.execute("SHOW synchronous_commit").fetchone())
+
+    monkeypatch.setattr(GroupStore, "give_up", noting)
+    most = bench.side(at_most_once=True)
+    most.claim()
+    most.apply_at_most_once(messages(1, 2))
+    assert (seen, bench.numbers()) == ([expected], [1, 2])
 
 
 @pytest.mark.parametrize("at_most_once", [True, False])
