@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from inbox_log import _quick, keys, log, losing, settings
 from inbox_support import Log, apply
+from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -86,12 +87,36 @@ class Ended(Failing):
             admin.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
 
 
-class Deferred(Failing):
+class Idle(Failing):
+    """Takes longer than ``idle_seconds``."""
+
     def fail(self, connection: Any) -> None:
-        connection.execute("INSERT INTO late VALUES (1), (1)")
+        pid = connection.info.backend_pid
+        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+            query = "SELECT FROM pg_stat_activity WHERE pid = %s"
+            wait_until(lambda: not admin.execute(query, (pid,)).fetchall(), 30, "the end of the session")
 
 
-@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing])
+class Deferred(Failing):
+    """Repairs for each message but some what is wrong until it is complete."""
+
+    def __call__(self, connection: Any, message: Any) -> None:
+        connection.execute("INSERT INTO late (n) VALUES (%s), (%s)", (-1, -1))
+        super().__call__(connection, message)
+        connection.execute("UPDATE late SET n = id WHERE n = -1")
+
+    def fail(self, connection: Any) -> None:
+        connection.execute("UPDATE late SET n = -2 WHERE n = -1")
+
+
+@pytest.fixture
+def late(log: Log) -> None:
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("CREATE TABLE late (id serial, n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+
+
+@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing, Deferred])
+@pytest.mark.usefixtures("late")
 def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind):
     log.produce(keys(40, 4))
     handler = kind(13, 17)
@@ -106,14 +131,11 @@ def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind
     assert log.letters() == []
 
 
-@pytest.mark.parametrize("kind", [Ended, Deferred])
-def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind):
-    log.run("SELECT 1")
-    with psycopg.connect(log.database.url) as connection:
-        connection.execute("CREATE TABLE late (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
+def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind, idle_seconds):
     log.produce(keys(40, 4))
     handler = kind(13)
-    with log.consuming(handler, **MOST) as running:
+    with log.consuming(handler, **MOST, idle_seconds=idle_seconds) as running:
         running.wait(passed(log, 40), "the position")
     assert len(handler.calls) == len(set(handler.calls))
     assert applied(log) == [*range(10), *range(20, 40)]
@@ -134,6 +156,22 @@ def test_a_handler_that_always_fails_stops_the_consumer(log):
     with log.consuming(**MOST) as running:
         running.wait(passed(log, 60), "the rest")
     assert applied(log) == [*range(5), *range(20, 60)]
+
+
+@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
+def test_a_handler_that_loses_each_batch_stops_the_consumer(log, kind, idle_seconds):
+    """A batch that was lost as a whole counts as a message that failed, until one is applied."""
+    log.produce(keys(70))
+    handler = kind(5, 15, 35, 45, 55)
+    with log.consuming(handler, **MOST, idle_seconds=idle_seconds, most_dead=2) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (55, True)
+    assert "offsets 50 to 59 are recorded as lost, as the 2 failures before them: " in str(error)
+    assert len(handler.calls) == len(set(handler.calls))
+    # Also the last one, without a claim that follows.
+    assert lost(log) == [(at, at + 10) for at in (0, 10, 30, 40, 50)]
+    assert (applied(log), counts(log)[0]) == ([*range(20, 30)], 60)
 
 
 def test_messages_that_no_handler_may_get_are_recorded(log):
