@@ -106,7 +106,8 @@ _LOSE: Final = """
 WITH unconfirmed AS (
     SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end FROM {offsets}
      WHERE grp = %(grp)s AND generation = %(generation)s AND unconfirmed_from IS NOT NULL
-       AND (%(topic)s::text IS NULL OR (topic = %(topic)s AND part = %(part)s)) FOR UPDATE),
+       AND (%(topic)s::text IS NULL OR (topic = %(topic)s AND part = %(part)s))
+       AND (%(first)s::bigint IS NULL OR unconfirmed_from = %(first)s) FOR UPDATE),
 cleared AS (
     UPDATE {offsets} AS o SET unconfirmed_from = NULL, unconfirmed_end = NULL FROM unconfirmed AS u
      WHERE o.grp = u.grp AND o.topic = u.topic AND o.part = u.part)
@@ -290,13 +291,21 @@ class GroupStore:
         if self._run(connection, _CONFIRM, **values, generation=generation).rowcount == 0:
             raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
 
-    def lose(self, connection: psycopg.Connection[Any], generation: int, partition: Partition | None = None) -> int:
+    def lose(
+        self,
+        connection: psycopg.Connection[Any],
+        generation: int,
+        partition: Partition | None = None,
+        first: int | None = None,
+    ) -> int:
         """Record as lost what was given up and not confirmed in the partitions of a claim, or in one of them.
+
+        first  only the range that begins there: another one may be under way.
 
         Returns how many ranges were lost. The rows must be locked: a transaction that confirms has ended, or fails.
         """
         topic, part = partition or (None, None)
-        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part).fetchall()
+        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part, first=first).fetchall()
         for (detail,) in rows:
             _LOG.error("group %s: %s", self.name, detail)
         return len(rows)

@@ -244,7 +244,7 @@ class AtMostOnceApplier(Applier):
             return
         # No claim follows. Where this can't be recorded now, the next one does.
         with suppress(psycopg.Error), self._session.transaction() as connection:
-            self._group.lose(connection, claim.generation, part.partition)
+            self._group.lose(connection, claim.generation, part.partition, batch[0].offset())
         why = (
             f"offsets {batch[0].offset()} to {batch[-1].offset()} are recorded as lost, as the {part.deaths - 1} "
             f"failures before them: {shown(error)}"
