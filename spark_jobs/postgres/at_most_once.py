@@ -69,8 +69,8 @@ class AtMostOnceTransaction(PostgresTransaction):
             lost = self._group.lose(connection, self._sink.generation, partition, span.start)
         if lost:
             raise EffectError(
-                f"{partition[0]}-{partition[1]} from offset {span.start} on is recorded as lost: an attempt had given it "
-                "up, and ended without its effect; started again, the job goes on behind it"
+                f"{partition[0]}-{partition[1]} from offset {span.start} on is recorded as lost: an attempt had given "
+                "it up, and ended without its effect; started again, the job goes on behind it"
             )
         return False
 

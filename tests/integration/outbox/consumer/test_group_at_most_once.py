@@ -6,10 +6,13 @@ tests/acceptance/test_inbox_at_most_once.py, tests/integration/spark_jobs/task/t
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 from group_sides import BAD, BEGIN, Bench, Message, Side, bench, messages
+from support import wait_until
 
 from outbox.consumer.errors import Fenced
 from outbox.consumer.groups import GroupStore
@@ -126,4 +129,24 @@ def test_a_group_with_dead_letters_is_refused(bench):
     with pytest.raises(ConfigurationError, match="retry or discard them before"):
         most.claim()
     # It has not claimed anything.
+    assert bench.stands()[1] == 1
+
+
+def test_a_dead_letter_that_is_written_during_the_claim_is_seen(bench):
+    """The claim waits for the transaction that writes it."""
+    side = bench.side()
+    side.claim()
+    most = bench.side(at_most_once=True)
+    with psycopg.connect(bench.database.url) as writing, ThreadPoolExecutor(1) as pool:
+        writing.execute("SELECT FROM consumer.offsets WHERE part = 0 FOR UPDATE")
+        writing.execute(
+            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_headers, "
+            "message_time, reason, error) VALUES ('g', 't', 'topic-id', 0, 5, '[]', now(), 'failed', 'why')"
+        )
+        claiming = pool.submit(most.claim)
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        wait_until(lambda: bench.run(waits) == [(1,)] or claiming.done(), 30, "the claim to wait")
+        writing.commit()
+        with pytest.raises(ConfigurationError, match="retry or discard them before"):
+            claiming.result(30)
     assert bench.stands()[1] == 1
