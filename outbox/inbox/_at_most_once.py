@@ -24,6 +24,8 @@ system has its effect whether its transaction commits or not, so it is called on
 | … in the second one                         | the claim waits for its end, or until Postgres ends it                |
 | the handler fails, or leaves a deferred     | its changes are rolled back, its message is recorded as lost in the   |
 |   constraint violated                       | same transaction, and the others of the batch go on                   |
+| the handler ends the transaction            | its message and the rest of the batch are recorded as lost;           |
+|                                             | HandlerFailed                                                         |
 | a message without an id, or that is not     | recorded as lost in the first transaction                             |
 | UTF-8, or too old                           |                                                                       |
 | more than ``most_dead`` failures in a row,  | HandlerFailed: messages are not the cause                             |
@@ -37,10 +39,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, assert_never
+from typing import Any, Final, NoReturn, assert_never
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from outbox.consumer.errors import shown
 from outbox.consumer.losses import given_up
@@ -56,6 +59,14 @@ from outbox.inbox.errors import HandlerFailed
 _CHECK: Final = f"{IMMEDIATE}; SET CONSTRAINTS ALL DEFERRED"
 
 _logger: Final = logging.getLogger("outbox.inbox")
+
+
+class _TransactionEnded(Exception):
+    """The handler has ended the transaction, and with it has committed what ``confirm`` did."""
+
+    def __init__(self, failed: MessageFailed) -> None:
+        super().__init__(str(failed))
+        self.failed = failed
 
 
 class AtMostOnceApplier(Applier):
@@ -77,6 +88,9 @@ class AtMostOnceApplier(Applier):
                 part.moved(batch[-1].offset() + 1)
             case Outcome.WAIT:
                 return False
+            case psycopg.errors.LockNotAvailable() | psycopg.errors.QueryCanceled() as error:
+                self._wait(part, error)
+                return False
             case error:
                 raise error
         if not pending:
@@ -95,11 +109,14 @@ class AtMostOnceApplier(Applier):
         assert part.position is not None
         claim, first = part.position, batch[0].offset()
         called: list[KafkaMessage] = []
+        found: list[MessageFailed] = []
         interruptions: list[BaseException] = []
 
         def apply(connection: psycopg.Connection[Any]) -> None:
             self._group.confirm(connection, part.partition, first, len(pending), claim.generation)
-            found = [failed for message in pending if (failed := self._failure(connection, message, called))]
+            found.extend(
+                failed for message in pending if (failed := self._failure(connection, message, called)) is not None
+            )
             if found:
                 self._group.move(connection, part.partition, None, applied=-len(found))
                 self._record(connection, part, found)
@@ -109,7 +126,11 @@ class AtMostOnceApplier(Applier):
             interruptions.append(error)
             self._wait(part, error)
 
-        match self._attempt(part, Strikes(), apply, wait):
+        try:
+            outcome = self._attempt(part, Strikes(), apply, wait)
+        except _TransactionEnded as ended:
+            self._stop_behind(part, pending, ended.failed, found)
+        match outcome:
             case Outcome.COMMITTED:
                 self._observe(part, [message for message in pending if message.offset() not in failures])
                 self._count(part, batch, pending, failures)
@@ -199,8 +220,21 @@ class AtMostOnceApplier(Applier):
                 except psycopg.Error as error:
                     raise MessageFailed.by(message, error) from error
         except MessageFailed as failed:
+            if connection.info.transaction_status is TransactionStatus.IDLE:
+                raise _TransactionEnded(failed) from failed
             return failed
         return None
+
+    def _stop_behind(
+        self, part: Assigned, pending: Sequence[KafkaMessage], ended: MessageFailed, found: Sequence[MessageFailed]
+    ) -> NoReturn:
+        """Record as lost what is confirmed, and has no effect or half of one. Raises HandlerFailed."""
+        at, text = ended.message.offset(), ended.why.error
+        rest = [MessageFailed(message, "failed", text) for message in pending if message.offset() >= at]
+        with self._session.transaction() as connection:
+            self._group.move(connection, part.partition, None, applied=-len(found) - len(rest))
+            self._record(connection, part, [*found, *rest])
+        raise HandlerFailed(*part.partition, at, 1, text, given_up=True) from ended
 
     def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
         assert part.position is not None

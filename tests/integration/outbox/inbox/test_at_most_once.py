@@ -56,11 +56,14 @@ class Failing:
 
     def __init__(self, *offsets: int) -> None:
         self.offsets = set(offsets)
+        self.reject: int | None = None
         self.calls: list[int] = []
 
     def __call__(self, connection: Any, message: Any) -> None:
         self.calls.append(message.offset())
         apply(connection, message)
+        if message.offset() == self.reject:
+            raise Reject("no such number")
         if message.offset() in self.offsets:
             self.fail(connection)
 
@@ -172,6 +175,45 @@ def test_a_handler_that_loses_each_batch_stops_the_consumer(log, kind, idle_seco
     # Also the last one, without a claim that follows.
     assert lost(log) == [(at, at + 10) for at in (0, 10, 30, 40, 50)]
     assert (applied(log), counts(log)[0]) == ([*range(20, 30)], 60)
+
+
+class Committing(Failing):
+    def fail(self, connection: Any) -> None:
+        connection.execute("COMMIT")
+
+
+def test_a_handler_that_ends_the_transaction_stops_the_consumer(log):
+    """What it had confirmed is committed: of the rest nothing would be recorded."""
+    log.produce(keys(40))
+    handler = Committing(13)
+    handler.reject = 11
+    with log.consuming(handler, **MOST) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (13, True)
+    assert "the transaction was ended" in str(error)
+    assert handler.calls == list(range(14))
+    # The effect of the message itself was committed, and whether all of it is not known.
+    assert applied(log) == [*range(11), 12, 13]
+    assert lost(log) == [(11, 12), *((at, at + 1) for at in range(13, 20))]
+    assert counts(log) == (20, 12, 0, 0, None, None)
+
+
+def test_a_lock_that_others_hold_for_long_is_waited_for(log):
+    [id_] = log.produce(keys(1))
+    connect = lambda: psycopg.connect(log.database.url, options="-c lock_timeout=100")  # noqa: E731
+    with psycopg.connect(log.database.url) as holding:
+        holding.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'x')", (log.group,))
+        holding.commit()
+        holding.execute(
+            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES (%s, current_date, %s)",
+            (log.group, id_),
+        )
+        with log.consuming(database=connect, **MOST) as running:
+            running.wait(lambda: any("lock timeout" in str(one.why) for one in running.stalled()), "the timeout")
+            holding.rollback()
+            running.wait(passed(log, 1), "the position")
+    assert (applied(log), lost(log)) == ([0], [])
 
 
 def test_messages_that_no_handler_may_get_are_recorded(log):
