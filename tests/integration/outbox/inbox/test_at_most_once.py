@@ -286,6 +286,22 @@ def test_what_is_lost_is_named_and_accepted(log):
     assert "loss" not in " ".join(json.loads(run("status", "--json"))["problems"])
 
 
+@pytest.mark.parametrize("command", [["reset", "--to", "loss"], ["set"]])
+def test_a_loss_that_a_move_finds_itself_is_not_accepted_by_it(log, command):
+    """The operator has not seen it."""
+    log.produce(keys(10))
+    with log.consuming(**MOST) as running:
+        running.wait(passed(log, 10), "the position")
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("UPDATE consumer.offsets SET unconfirmed_from = 4, unconfirmed_end = 6")
+    name, *options = command
+    where = [log.topic, "0", "10"] if name == "set" else ["--topic", log.topic]
+    for open_ in ([(4, 6)], []):
+        words = ["offsets", name, log.group, *where, *options, "--reason", "known"]
+        assert CliRunner().invoke(app, words, env=settings(log)).exit_code == 0
+        assert (lost(log), counts(log)[0], counts(log)[4]) == (open_, 10, None)
+
+
 def test_a_move_by_an_operator_records_what_was_given_up(log):
     log.produce(keys(10))
     with psycopg.connect(log.database.url) as connection:
