@@ -17,6 +17,9 @@ At-most-once there are two transactions: the first one moves the position and ca
 | killed after the second COMMIT                  | confirmed, and not lost                                       |
 | a claim comes between the two                   | it records the loss; the second one is Fenced, no effect      |
 | a claim comes during the second one             | it waits for its end: confirmed, or lost                      |
+| the server stops behind the first COMMIT        | it is durable, whatever synchronous_commit is by default      |
+| a failover loses the first COMMIT               | the range is read, and has its effect, again: this needs      |
+|                                                 | synchronous replication                                       |
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock
+from outbox._clients.durable import SYNCHRONOUS
 from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
@@ -93,7 +97,7 @@ moved AS ({move})
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
 _GIVE_UP: Final = """
 UPDATE {offsets} SET unconfirmed_from = %(first)s, unconfirmed_end = %(end)s, applied = applied - %(pending)s
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s RETURNING {synchronous}"""
 _CONFIRM: Final = """
 UPDATE {offsets} SET unconfirmed_from = NULL, unconfirmed_end = NULL, applied = applied + %(applied)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s
@@ -102,7 +106,8 @@ _LOSE: Final = """
 WITH unconfirmed AS (
     SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end FROM {offsets}
      WHERE grp = %(grp)s AND generation = %(generation)s AND unconfirmed_from IS NOT NULL
-       AND (%(topic)s::text IS NULL OR (topic = %(topic)s AND part = %(part)s)) FOR UPDATE),
+       AND (%(topic)s::text IS NULL OR (topic = %(topic)s AND part = %(part)s))
+       AND (%(first)s::bigint IS NULL OR unconfirmed_from = %(first)s) FOR UPDATE),
 cleared AS (
     UPDATE {offsets} AS o SET unconfirmed_from = NULL, unconfirmed_end = NULL FROM unconfirmed AS u
      WHERE o.grp = u.grp AND o.topic = u.topic AND o.part = u.part)
@@ -267,9 +272,13 @@ class GroupStore:
     ) -> None:
         """At-most-once, behind ``move``: record that the effect of these offsets is to be confirmed, or lost.
 
+        The COMMIT is durable before the effect: a server that forgot it would have its messages read again.
+
         pending  how many of the messages that ``move`` has counted as applied are yet to be.
         """
-        self._run(connection, _GIVE_UP, topic=partition[0], part=partition[1], first=first, end=end, pending=pending)
+        values = {"topic": partition[0], "part": partition[1], "first": first, "end": end, "pending": pending}
+        query = statement(self._schema, _GIVE_UP, synchronous=sql.SQL(SYNCHRONOUS))
+        execute(connection, query, {"grp": self.name, **values})
 
     def confirm(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int
@@ -282,13 +291,21 @@ class GroupStore:
         if self._run(connection, _CONFIRM, **values, generation=generation).rowcount == 0:
             raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
 
-    def lose(self, connection: psycopg.Connection[Any], generation: int, partition: Partition | None = None) -> int:
+    def lose(
+        self,
+        connection: psycopg.Connection[Any],
+        generation: int,
+        partition: Partition | None = None,
+        first: int | None = None,
+    ) -> int:
         """Record as lost what was given up and not confirmed in the partitions of a claim, or in one of them.
+
+        first  only the range that begins there: another one may be under way.
 
         Returns how many ranges were lost. The rows must be locked: a transaction that confirms has ended, or fails.
         """
         topic, part = partition or (None, None)
-        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part).fetchall()
+        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part, first=first).fetchall()
         for (detail,) in rows:
             _LOG.error("group %s: %s", self.name, detail)
         return len(rows)

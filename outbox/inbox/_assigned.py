@@ -47,7 +47,7 @@ class Assigned:
     interrupted   how often in a row a transaction was interrupted by a cause that is no message's fault.
     strikes       how often in a row a transaction was interrupted after it had found its claim in Postgres.
     letter_strikes  the same of dead letters that are retried.
-    deaths        how many messages in a row became dead letters.
+    deaths        how many messages in a row became dead letters, or were given up; a batch that was lost counts once.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
     end           how far Kafka has been read: there may be no message between the last one and here.
     cut_off       Kafka does not have what comes behind the queue.
@@ -120,7 +120,7 @@ class Assigned:
         self.position = position
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
-        self.end = self.attempts = self.interrupted = self.strikes.count = self.deaths = 0
+        self.end = self.attempts = self.interrupted = self.strikes.count = 0
         self.suspect, self.alone_until, self.due, self.cut_off = None, -1, 0.0, False
 
 

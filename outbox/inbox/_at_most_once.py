@@ -12,6 +12,9 @@ system has its effect whether its transaction commits or not, so it is called on
 |                                             | there                                                                 |
 | the answer to the first COMMIT is lost      | the row shows whether it moved: then the claim records the batch as   |
 |                                             | lost, and no handler was called                                       |
+| the server stops behind the first COMMIT    | it is durable, whatever synchronous_commit is by default              |
+| a failover loses the first COMMIT           | the batch comes again, and its handlers are called again: prevented   |
+|                                             | by synchronous replication only                                       |
 | killed between the two, or in the second    | the next claim records the batch as lost; handlers may have been      |
 |                                             | called for some of its messages, and are not called again             |
 | the second COMMIT fails, or its session ends| the same, at once                                                     |
@@ -19,11 +22,14 @@ system has its effect whether its transaction commits or not, so it is called on
 | rebalance, or a sleep, between the two      | the claim of the next member records the batch as lost; then this one |
 |                                             | is fenced, and calls no handler                                       |
 | … in the second one                         | the claim waits for its end, or until Postgres ends it                |
-| the handler fails                           | its changes are rolled back, its message is recorded as lost in the   |
-|                                             | same transaction, and the others of the batch go on                   |
+| the handler fails, or leaves a deferred     | its changes are rolled back, its message is recorded as lost in the   |
+|   constraint violated                       | same transaction, and the others of the batch go on                   |
+| the handler ends the transaction            | its message and the rest of the batch are recorded as lost;           |
+|                                             | HandlerFailed                                                         |
 | a message without an id, or that is not     | recorded as lost in the first transaction                             |
 | UTF-8, or too old                           |                                                                       |
-| more than ``most_dead`` failures in a row   | HandlerFailed: messages are not the cause                             |
+| more than ``most_dead`` failures in a row,  | HandlerFailed: messages are not the cause                             |
+| where a batch that was lost counts as one   |                                                                       |
 
 There are no dead letters: to apply one later is what must not happen, and keys do not wait behind what is lost.
 """
@@ -32,19 +38,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, assert_never
+from contextlib import suppress
+from typing import Any, Final, NoReturn, assert_never
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
+from outbox.consumer.errors import shown
 from outbox.consumer.losses import given_up
+from outbox.consumer.model import ClaimedOffset
+from outbox.consumer.statements import IMMEDIATE, cursor
 from outbox.inbox import _kafka
 from outbox.inbox._applier import Applier, MessageFailed, Outcome
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox.errors import HandlerFailed
 
+# Deferred constraints: at COMMIT they would fail the whole batch. The next handler may need them deferred again.
+_CHECK: Final = f"{IMMEDIATE}; SET CONSTRAINTS ALL DEFERRED"
+
 _logger: Final = logging.getLogger("outbox.inbox")
+
+
+class _TransactionEnded(Exception):
+    """The handler has ended the transaction, and with it has committed what ``confirm`` did."""
+
+    def __init__(self, failed: MessageFailed) -> None:
+        super().__init__(str(failed))
+        self.failed = failed
 
 
 class AtMostOnceApplier(Applier):
@@ -53,7 +75,6 @@ class AtMostOnceApplier(Applier):
     def apply(self, part: Assigned) -> bool:
         """Give up the next messages of a partition, and apply them. Returns whether to continue at once."""
         batch = part.next_batch(self._settings.batch)
-        first, end = batch[0].offset(), batch[-1].offset() + 1
         pending: Sequence[KafkaMessage] = ()
         failures: dict[int, MessageFailed] = {}
 
@@ -61,24 +82,55 @@ class AtMostOnceApplier(Applier):
             nonlocal pending
             pending = self._give_up(connection, part, batch, failures)
 
+        # No message is at fault, however often it is interrupted: none was looked at.
+        match self._attempt(part, Strikes(), give_up, self._wait):
+            case Outcome.COMMITTED:
+                part.moved(batch[-1].offset() + 1)
+            case Outcome.WAIT:
+                return False
+            case psycopg.errors.LockNotAvailable() | psycopg.errors.QueryCanceled() as error:
+                self._wait(part, error)
+                return False
+            case error:
+                raise error
+        if not pending:
+            self._count(part, batch, pending, failures)
+            return True
+        return self._have_effect(part, batch, pending, failures)
+
+    def _have_effect(
+        self,
+        part: Assigned,
+        batch: Sequence[KafkaMessage],
+        pending: Sequence[KafkaMessage],
+        failures: dict[int, MessageFailed],
+    ) -> bool:
+        """Call the handler for what was given up, and confirm it. Returns whether to continue at once."""
+        assert part.position is not None
+        claim, first = part.position, batch[0].offset()
+        called: list[KafkaMessage] = []
+        found: list[MessageFailed] = []
+        interruptions: list[BaseException] = []
+
         def apply(connection: psycopg.Connection[Any]) -> None:
-            assert part.position is not None
-            self._group.confirm(connection, part.partition, first, len(pending), part.position.generation)
-            found = [failed for message in pending if (failed := self._failure(connection, message)) is not None]
+            self._group.confirm(connection, part.partition, first, len(pending), claim.generation)
+            found.extend(
+                failed for message in pending if (failed := self._failure(connection, message, called)) is not None
+            )
             if found:
                 self._group.move(connection, part.partition, None, applied=-len(found))
                 self._record(connection, part, found)
                 failures.update((failed.message.offset(), failed) for failed in found)
 
-        # No message is at fault, however often it is interrupted: none was looked at.
-        match self._attempt(part, Strikes(), give_up, self._wait):
-            case Outcome.COMMITTED:
-                part.moved(end)
-            case Outcome.WAIT:
-                return False
-            case error:
-                raise error
-        match self._attempt(part, Strikes(), apply, self._wait) if pending else Outcome.COMMITTED:
+        def wait(part: Assigned, error: BaseException) -> None:
+            interruptions.append(error)
+            self._wait(part, error)
+
+        try:
+            outcome = self._attempt(part, Strikes(), apply, wait)
+        except _TransactionEnded as ended:
+            self._stop_behind(part, pending, ended.failed, found)
+        match outcome:
             case Outcome.COMMITTED:
                 self._observe(part, [message for message in pending if message.offset() not in failures])
                 self._count(part, batch, pending, failures)
@@ -86,10 +138,13 @@ class AtMostOnceApplier(Applier):
             case Outcome.WAIT:
                 # The claim records what was not confirmed.
                 part.lose(part.due)
+                if interruptions and called:
+                    self._count_lost(part, claim, batch, called[-1], interruptions[-1])
                 return False
             case Exception() as error:
-                _logger.error("%s offsets %d to %d can't be committed: %s", part.name, first, end - 1, error)
+                _logger.error("%s offsets %d to %d can't be committed: %s", part.name, first, batch[-1].offset(), error)
                 part.lose(0.0)
+                self._count_lost(part, claim, batch, (called or batch)[-1], error)
                 return True
             case other:
                 assert_never(other)
@@ -152,14 +207,34 @@ class AtMostOnceApplier(Applier):
                 failures[message.offset()] = failed
         return ids
 
-    def _failure(self, connection: psycopg.Connection[Any], message: KafkaMessage) -> MessageFailed | None:
+    def _failure(
+        self, connection: psycopg.Connection[Any], message: KafkaMessage, called: list[KafkaMessage]
+    ) -> MessageFailed | None:
         """Call the handler behind a savepoint. Returns its failure, without its changes."""
         try:
             with connection.transaction():
+                called.append(message)
                 self._call(connection, message)
+                try:
+                    cursor(connection).execute(_CHECK)
+                except psycopg.Error as error:
+                    raise MessageFailed.by(message, error) from error
         except MessageFailed as failed:
+            if connection.info.transaction_status is TransactionStatus.IDLE:
+                raise _TransactionEnded(failed) from failed
             return failed
         return None
+
+    def _stop_behind(
+        self, part: Assigned, pending: Sequence[KafkaMessage], ended: MessageFailed, found: Sequence[MessageFailed]
+    ) -> NoReturn:
+        """Record as lost what is confirmed, and has no effect or half of one. Raises HandlerFailed."""
+        at, text = ended.message.offset(), ended.why.error
+        rest = [MessageFailed(message, "failed", text) for message in pending if message.offset() >= at]
+        with self._session.transaction() as connection:
+            self._group.move(connection, part.partition, None, applied=-len(found) - len(rest))
+            self._record(connection, part, [*found, *rest])
+        raise HandlerFailed(*part.partition, at, 1, text, given_up=True) from ended
 
     def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
         assert part.position is not None
@@ -185,3 +260,27 @@ class AtMostOnceApplier(Applier):
                 if part.deaths > self._settings.most_dead:
                     why = f"as the {part.deaths - 1} before it: {text}"
                     raise HandlerFailed(*part.partition, message.offset(), 1, why, given_up=True) from failed.__cause__
+
+    def _count_lost(
+        self,
+        part: Assigned,
+        claim: ClaimedOffset,
+        batch: Sequence[KafkaMessage],
+        last: KafkaMessage,
+        error: BaseException,
+    ) -> None:
+        """Count a batch that was lost behind the call of a handler. Raises HandlerFailed for too many in a row.
+
+        last  for which the handler was called.
+        """
+        part.deaths += 1
+        if part.deaths <= self._settings.most_dead:
+            return
+        # No claim follows. Where this can't be recorded now, the next one does.
+        with suppress(psycopg.Error), self._session.transaction() as connection:
+            self._group.lose(connection, claim.generation, part.partition, batch[0].offset())
+        why = (
+            f"offsets {batch[0].offset()} to {batch[-1].offset()} are recorded as lost, as the {part.deaths - 1} "
+            f"failures before them: {shown(error)}"
+        )
+        raise HandlerFailed(*part.partition, last.offset(), 1, why, given_up=True) from error

@@ -247,9 +247,10 @@ class Member:
         if missing := [partition for partition in partitions if partition not in starts]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         with self._session.transaction() as connection:
-            if self._settings.at_most_once:
-                self._settings.letters.require_none(connection)
             positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
+            if self._settings.at_most_once:
+                # Behind the claim, which waits for members that write dead letters.
+                self._settings.letters.require_none(connection)
             keys = self._waiting.read(connection, topics)
         self._waiting.know(keys)
         self._generation = next(iter(positions.values())).generation

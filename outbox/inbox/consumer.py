@@ -53,7 +53,8 @@ class Consumer:
     delivery    "exactly-once": the position is committed with the effect. "at-most-once", where a late or second effect
                 is worse than none: it is committed before it. Nothing is retried: a message that fails, and a batch
                 that was interrupted, are recorded in ``consumer.losses``, and keys go on behind them. ``on_failure``,
-                ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a row.
+                ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a row, and
+                a lost batch as one of them.
     idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
                 systems must be quicker, and a member that is suspended blocks the next one for so long.
     schema      of the consumers' tables.

@@ -7,6 +7,7 @@ from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
+from outbox._clients.durable import SYNCHRONOUS
 from relay.core.lease import Lease
 
 _TABLES: Final = (
@@ -23,12 +24,6 @@ _TABLES: Final = (
     "verified",
     "idempotency_keys",
 )
-
-# A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
-# it.
-SYNCHRONOUS: Final = """set_config('synchronous_commit',
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
-            ELSE current_setting('synchronous_commit') END, true)"""
 
 TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
 """SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An

@@ -12,11 +12,15 @@ To a task, and to a round with ``atomic="batch"``, it looks like the other one: 
 | before the COMMIT of ``move``                        | nothing is given up; the retry reads the same range          |
 | behind it, before or in ``apply``                    | the range is recorded as lost: by this process if it lives,  |
 |                                                      | by the retry of its task, by the partition's next range, or  |
-|                                                      | by the next driver's claim. No effect comes after that       |
+|                                                      | by the next driver's claim. No effect comes after that. The  |
+|                                                      | retry then ends the job: the effect may have killed it       |
+| the server stops behind the COMMIT of ``move``       | it is durable, whatever synchronous_commit is by default     |
+| a failover loses the COMMIT of ``move``              | the range comes again, and has its effect again: prevented   |
+|                                                      | by synchronous replication only                              |
 | the COMMIT of the effect fails, or is lost           | the same, unless the offsets row shows that it is confirmed  |
-| two attempts at once (speculation, a lost executor)  | the second finds the offset moved; it records a loss, and    |
-|                                                      | the first has no effect; or waits for it, and finds it       |
-|                                                      | confirmed                                                    |
+| two attempts at once (speculation, a lost executor)  | the second finds the offset moved; it records a loss, ends   |
+|                                                      | the job, and the first has no effect; or waits for it, and   |
+|                                                      | finds it confirmed                                           |
 | a take-over between the two transactions             | it records the loss; the first one is Fenced, no effect      |
 | SQL fails at some messages                           | they are recorded as lost, and the others are applied        |
 | a function fails                                     | its range is recorded as lost; the job ends behind it        |
@@ -35,7 +39,7 @@ from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import Partition, Range
-from spark_jobs.outcomes import RejectedRecords
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres.sink import PostgresSink, PostgresTransaction, found_at
 
 if TYPE_CHECKING:
@@ -55,10 +59,19 @@ class AtMostOnceTransaction(PostgresTransaction):
         self._ahead: dict[Partition, tuple[Range, int]] = {}
 
     def fence(self, partition: Partition, span: Range) -> bool:
-        """Compare the group's offset with the range's start. An earlier attempt's range is lost if it has no effect."""
+        """Compare the group's offset with the range's start. Raises EffectError for a range that this one finds lost.
+
+        An earlier attempt has given it up and has no effect: its process has died, perhaps of the effect.
+        """
         if found_at(self._group, self.cursor.connection, partition, span, self._sink.generation, lock=False):
             return True
-        self._lose([partition])
+        with self._session() as connection:
+            lost = self._group.lose(connection, self._sink.generation, partition, span.start)
+        if lost:
+            raise EffectError(
+                f"{partition[0]}-{partition[1]} from offset {span.start} on is recorded as lost: an attempt had given "
+                "it up, and ended without its effect; started again, the job goes on behind it"
+            )
         return False
 
     def move(
@@ -113,13 +126,10 @@ class AtMostOnceTransaction(PostgresTransaction):
 
     def ended(self) -> None:
         """Record what was given up as lost, unless it is confirmed. To be called behind an error."""
-        self._lose(list(self._ahead))
-
-    def _lose(self, partitions: Sequence[Partition]) -> None:
         # Where it can't be recorded now, the next range or claim does.
         with suppress(psycopg.Error), self._session() as connection:
-            for partition in sorted(partitions):
-                self._group.lose(connection, self._sink.generation, partition)
+            for partition, (span, _) in sorted(self._ahead.items()):
+                self._group.lose(connection, self._sink.generation, partition, span.start)
 
     @contextmanager
     def _session(self) -> Iterator[psycopg.Connection[Any]]:

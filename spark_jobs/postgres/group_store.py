@@ -136,11 +136,13 @@ class PostgresGroupStore:
         What the job declares is stored to be shown.
         """
         with self.transaction() as connection:
-            if strategy == AT_MOST_ONCE:
-                self._letters.require_none(connection)
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
-            return self.rows.claim_all(connection, strategy, atomic)
+            generation = self.rows.claim_all(connection, strategy, atomic)
+            if strategy == AT_MOST_ONCE:
+                # Behind the claim, which waits for consumers that write dead letters.
+                self._letters.require_none(connection)
+            return generation
 
     def end(self, generation: int) -> None:
         """Record that this driver ended normally."""

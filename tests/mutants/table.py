@@ -226,8 +226,8 @@ MUTANTS: Final = (
         "a_failing_task_records_no_loss",
         "at-most-once: each loss is recorded, without a claim too",
         "spark_jobs/postgres/at_most_once.py",
-        "self._lose(list(self._ahead))",
-        "self._lose(())",
+        "for partition, (span, _) in sorted(self._ahead.items()):",
+        "for partition, (span, _) in ():",
         ("tests/integration/spark_jobs/task/test_task_at_most_once.py",),
     ),
     # The inbox

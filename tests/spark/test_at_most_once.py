@@ -93,7 +93,8 @@ def test_a_worker_that_is_killed_in_the_effect(bench, tmp_path):
     bench.orders(NAMES, range(1, 3))
     bench.once()
     given = job(bench, calling(calls, once_killing(marker)), "partition")
-    bench.once(given, max_records=6)
+    with pytest.raises(EffectFailed, match="recorded as lost"):
+        bench.once(given, max_records=6)
     bench.orders(NAMES, range(3, 5))
     bench.once(given, max_records=6)
     assert marker.exists()

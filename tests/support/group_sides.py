@@ -144,11 +144,11 @@ class OnInbox:
     def claim(self) -> None:
         places = [(TOPIC, part) for part in PARTS]
         with self.session.transaction() as connection:
-            if self.settings.at_most_once:
-                self.settings.letters.require_none(connection)
             claimed = self.settings.group.claim(
                 connection, places, dict.fromkeys(places, (TOPIC_ID, BEGIN)), self.settings.strategy
             )
+            if self.settings.at_most_once:
+                self.settings.letters.require_none(connection)
             keys = self.waiting.read(connection, {TOPIC})
         self.waiting.know(keys)
         self.parts = {

@@ -79,7 +79,8 @@ ON CONFLICT (grp, topic, part) DO UPDATE
 _DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"
 _ACCEPT: Final = """
 UPDATE {losses} SET accepted_at = now()
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL
+   AND (%(unseen)s OR found_at < now()) RETURNING id"""
 
 _TROUBLES: Final = {
     LossKind.RECREATED: "the topic was created again",
@@ -165,7 +166,7 @@ class MoveResult:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of a move. ``to`` is for the audit; ``wait`` is in seconds."""
+    """Arguments of a move. ``to`` is for the audit, ``wait`` in seconds; ``unseen``: accept what it records itself."""
 
     group: str
     topic: str
@@ -177,6 +178,7 @@ class _Request:
     to: str | int | None = None
     part: int | None = None
     new: bool = False
+    unseen: bool = False
 
 
 def move(part: int, stored: StoredOffset | None, there: OffsetBounds, topic_id: str, after: int) -> Move:
@@ -336,7 +338,7 @@ class Offsets:
                 raise NotFound(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
             return _gone(stored)
 
-        request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True)
+        request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True, unseen=True)
         return self._move(request, decide, {})
 
     def _move(self, asked: _Request, decide: _Decide, bounds: Mapping[int, OffsetBounds]) -> MoveResult:
@@ -345,6 +347,7 @@ class Offsets:
         moves: list[Move] = []
         accepted: list[int] = []
         generation: int | None = None
+        found = 0
         forgotten: dt.date | None = None
         with clear_errors("moving the offsets"), self._connection.transaction():
             if asked.dry_run:
@@ -354,7 +357,7 @@ class Offsets:
             else:
                 limit = f"{max(int(asked.wait * 1000), 1)}ms"
                 self._rows("SELECT set_config('lock_timeout', %(limit)s, true)", limit=limit)
-                groups = self._fence(values, new=asked.new)
+                groups, found = self._fence(values, new=asked.new)
                 generation = groups[0]["generation"]
             forgotten = groups[0]["forgotten_before"] if groups else None
             stored = {
@@ -371,8 +374,8 @@ class Offsets:
                     if one.changes or one.part in losses:
                         self._write(values, one, generation, bounds.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
-                accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched)]
-                if not accepted and not any(one.changes for one in moves):
+                accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched, unseen=asked.unseen)]
+                if not accepted and not found and not any(one.changes for one in moves):
                     # Nothing changes, so a running consumer need not be fenced.
                     generation = None
                     raise psycopg.Rollback
@@ -392,16 +395,16 @@ class Offsets:
             unshown = self._kafka.show_lag(asked.group, shown)
         return MoveResult(asked.group, asked.topic, moves, accepted, generation, asked.dry_run, forgotten, unshown)
 
-    def _fence(self, values: Mapping[str, object], *, new: bool) -> list[dict[str, Any]]:
-        """Fence running consumers and return the group's row. Waits for a task that is about to commit."""
+    def _fence(self, values: Mapping[str, object], *, new: bool) -> tuple[list[dict[str, Any]], int]:
+        """Fence running consumers, behind a task's commit. Returns the group's row, and how many losses it recorded."""
         if new:
             self._rows(_NEW, **values)
         raised = self._rows(_RAISE, **values)
         if not raised:
             self._no_such_group(str(values["grp"]))
         self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
-        GroupStore(self._schema, str(values["grp"])).lose(self._connection, raised[0]["generation"])
-        return raised
+        found = GroupStore(self._schema, str(values["grp"])).lose(self._connection, raised[0]["generation"])
+        return raised, found
 
     def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:
         if one.after is None:

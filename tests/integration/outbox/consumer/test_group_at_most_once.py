@@ -6,12 +6,16 @@ tests/acceptance/test_inbox_at_most_once.py, tests/integration/spark_jobs/task/t
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psycopg
 import pytest
 from group_sides import BAD, BEGIN, Bench, Message, Side, bench, messages
+from support import wait_until
 
 from outbox.consumer.errors import Fenced
+from outbox.consumer.groups import GroupStore
 from outbox.errors import ConfigurationError
 
 __all__ = ["bench"]
@@ -52,6 +56,24 @@ def test_the_position_is_committed_before_the_effect(bench, most):
     assert losses(bench) == []
     assert bench.run("SELECT strategy FROM consumer.groups") == [("AtMostOnce",)]
     assert bench.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+@pytest.mark.parametrize(("default", "expected"), [("off", "on"), ("remote_write", "remote_write")])
+def test_the_first_commit_is_durable_before_the_effect_whatever_the_default_is(bench, monkeypatch, default, expected):
+    """Otherwise a server that stops at once forgets the position, and its messages have their effect again."""
+    [(name,)] = bench.run("SELECT current_database()")
+    bench.run(f'ALTER DATABASE "{name}" SET synchronous_commit = {default}')
+    give_up, seen = GroupStore.give_up, []
+
+    def noting(self: Any, connection: Any, *arguments: Any) -> None:
+        give_up(self, connection, *arguments)
+        seen.extend(connection.execute("SHOW synchronous_commit").fetchone())
+
+    monkeypatch.setattr(GroupStore, "give_up", noting)
+    most = bench.side(at_most_once=True)
+    most.claim()
+    most.apply_at_most_once(messages(1, 2))
+    assert (seen, bench.numbers()) == ([expected], [1, 2])
 
 
 @pytest.mark.parametrize("at_most_once", [True, False])
@@ -107,4 +129,24 @@ def test_a_group_with_dead_letters_is_refused(bench):
     with pytest.raises(ConfigurationError, match="retry or discard them before"):
         most.claim()
     # It has not claimed anything.
+    assert bench.stands()[1] == 1
+
+
+def test_a_dead_letter_that_is_written_during_the_claim_is_seen(bench):
+    """The claim waits for the transaction that writes it."""
+    side = bench.side()
+    side.claim()
+    most = bench.side(at_most_once=True)
+    with psycopg.connect(bench.database.url) as writing, ThreadPoolExecutor(1) as pool:
+        writing.execute("SELECT FROM consumer.offsets WHERE part = 0 FOR UPDATE")
+        writing.execute(
+            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_headers, "
+            "message_time, reason, error) VALUES ('g', 't', 'topic-id', 0, 5, '[]', now(), 'failed', 'why')"
+        )
+        claiming = pool.submit(most.claim)
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        wait_until(lambda: bench.run(waits) == [(1,)] or claiming.done(), 30, "the claim to wait")
+        writing.commit()
+        with pytest.raises(ConfigurationError, match="retry or discard them before"):
+            claiming.result(30)
     assert bench.stands()[1] == 1

@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from inbox_log import _quick, keys, log, losing, settings
 from inbox_support import Log, apply
+from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -55,11 +56,14 @@ class Failing:
 
     def __init__(self, *offsets: int) -> None:
         self.offsets = set(offsets)
+        self.reject: int | None = None
         self.calls: list[int] = []
 
     def __call__(self, connection: Any, message: Any) -> None:
         self.calls.append(message.offset())
         apply(connection, message)
+        if message.offset() == self.reject:
+            raise Reject("no such number")
         if message.offset() in self.offsets:
             self.fail(connection)
 
@@ -86,12 +90,36 @@ class Ended(Failing):
             admin.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
 
 
-class Deferred(Failing):
+class Idle(Failing):
+    """Takes longer than ``idle_seconds``."""
+
     def fail(self, connection: Any) -> None:
-        connection.execute("INSERT INTO late VALUES (1), (1)")
+        pid = connection.info.backend_pid
+        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+            query = "SELECT FROM pg_stat_activity WHERE pid = %s"
+            wait_until(lambda: not admin.execute(query, (pid,)).fetchall(), 30, "the end of the session")
 
 
-@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing])
+class Deferred(Failing):
+    """Repairs for each message but some what is wrong until it is complete."""
+
+    def __call__(self, connection: Any, message: Any) -> None:
+        connection.execute("INSERT INTO late (n) VALUES (%s), (%s)", (-1, -1))
+        super().__call__(connection, message)
+        connection.execute("UPDATE late SET n = id WHERE n = -1")
+
+    def fail(self, connection: Any) -> None:
+        connection.execute("UPDATE late SET n = -2 WHERE n = -1")
+
+
+@pytest.fixture
+def late(log: Log) -> None:
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("CREATE TABLE late (id serial, n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+
+
+@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing, Deferred])
+@pytest.mark.usefixtures("late")
 def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind):
     log.produce(keys(40, 4))
     handler = kind(13, 17)
@@ -106,14 +134,11 @@ def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind
     assert log.letters() == []
 
 
-@pytest.mark.parametrize("kind", [Ended, Deferred])
-def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind):
-    log.run("SELECT 1")
-    with psycopg.connect(log.database.url) as connection:
-        connection.execute("CREATE TABLE late (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
+def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind, idle_seconds):
     log.produce(keys(40, 4))
     handler = kind(13)
-    with log.consuming(handler, **MOST) as running:
+    with log.consuming(handler, **MOST, idle_seconds=idle_seconds) as running:
         running.wait(passed(log, 40), "the position")
     assert len(handler.calls) == len(set(handler.calls))
     assert applied(log) == [*range(10), *range(20, 40)]
@@ -134,6 +159,61 @@ def test_a_handler_that_always_fails_stops_the_consumer(log):
     with log.consuming(**MOST) as running:
         running.wait(passed(log, 60), "the rest")
     assert applied(log) == [*range(5), *range(20, 60)]
+
+
+@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
+def test_a_handler_that_loses_each_batch_stops_the_consumer(log, kind, idle_seconds):
+    """A batch that was lost as a whole counts as a message that failed, until one is applied."""
+    log.produce(keys(70))
+    handler = kind(5, 15, 35, 45, 55)
+    with log.consuming(handler, **MOST, idle_seconds=idle_seconds, most_dead=2) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (55, True)
+    assert "offsets 50 to 59 are recorded as lost, as the 2 failures before them: " in str(error)
+    assert len(handler.calls) == len(set(handler.calls))
+    # Also the last one, without a claim that follows.
+    assert lost(log) == [(at, at + 10) for at in (0, 10, 30, 40, 50)]
+    assert (applied(log), counts(log)[0]) == ([*range(20, 30)], 60)
+
+
+class Committing(Failing):
+    def fail(self, connection: Any) -> None:
+        connection.execute("COMMIT")
+
+
+def test_a_handler_that_ends_the_transaction_stops_the_consumer(log):
+    """What it had confirmed is committed: of the rest nothing would be recorded."""
+    log.produce(keys(40))
+    handler = Committing(13)
+    handler.reject = 11
+    with log.consuming(handler, **MOST) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (13, True)
+    assert "the transaction was ended" in str(error)
+    assert handler.calls == list(range(14))
+    # The effect of the message itself was committed, and whether all of it is not known.
+    assert applied(log) == [*range(11), 12, 13]
+    assert lost(log) == [(11, 12), *((at, at + 1) for at in range(13, 20))]
+    assert counts(log) == (20, 12, 0, 0, None, None)
+
+
+def test_a_lock_that_others_hold_for_long_is_waited_for(log):
+    [id_] = log.produce(keys(1))
+    connect = lambda: psycopg.connect(log.database.url, options="-c lock_timeout=100")  # noqa: E731
+    with psycopg.connect(log.database.url) as holding:
+        holding.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'x')", (log.group,))
+        holding.commit()
+        holding.execute(
+            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES (%s, current_date, %s)",
+            (log.group, id_),
+        )
+        with log.consuming(database=connect, **MOST) as running:
+            running.wait(lambda: any("lock timeout" in str(one.why) for one in running.stalled()), "the timeout")
+            holding.rollback()
+            running.wait(passed(log, 1), "the position")
+    assert (applied(log), lost(log)) == ([0], [])
 
 
 def test_messages_that_no_handler_may_get_are_recorded(log):
@@ -204,6 +284,22 @@ def test_what_is_lost_is_named_and_accepted(log):
     run("offsets", "reset", log.group, "--topic", log.topic, "--to", "loss", "--reason", "known")
     assert (lost(log), counts(log)[0]) == ([], 40)
     assert "loss" not in " ".join(json.loads(run("status", "--json"))["problems"])
+
+
+@pytest.mark.parametrize("command", [["reset", "--to", "loss"], ["set"]])
+def test_a_loss_that_a_move_finds_itself_is_not_accepted_by_it(log, command):
+    """The operator has not seen it."""
+    log.produce(keys(10))
+    with log.consuming(**MOST) as running:
+        running.wait(passed(log, 10), "the position")
+    with psycopg.connect(log.database.url) as connection:
+        connection.execute("UPDATE consumer.offsets SET unconfirmed_from = 4, unconfirmed_end = 6")
+    name, *options = command
+    where = [log.topic, "0", "10"] if name == "set" else ["--topic", log.topic]
+    for open_ in ([(4, 6)], []):
+        words = ["offsets", name, log.group, *where, *options, "--reason", "known"]
+        assert CliRunner().invoke(app, words, env=settings(log)).exit_code == 0
+        assert (lost(log), counts(log)[0], counts(log)[4]) == (open_, 10, None)
 
 
 def test_a_move_by_an_operator_records_what_was_given_up(log):
