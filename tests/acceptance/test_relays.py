@@ -144,8 +144,11 @@ def test_at_most_once_while_servers_are_killed(private_postgres, mortal_kafka, o
         load.drain()
         assert relay.running
     missing = check_at_most_once(url, topics.consume(topic))
+    lost = said_to_be_lost(first) + said_to_be_lost(relay)
+    # What was not acknowledged when the broker died may have arrived all the same.
+    assert lost > 0
     # The relay that was killed had a batch of each lane in hand at most.
-    assert 0 < missing <= said_to_be_lost(first) + said_to_be_lost(relay) + 4 * BATCH
+    assert missing <= lost + 4 * BATCH
 
 
 def test_settings_that_can_not_work_end_the_command_with_one_line(outbox_relay, outbox_postgres, outbox_kafka):
