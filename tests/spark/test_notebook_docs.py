@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def in_windows(bench: Bench) -> int:
     if bench.rows("SELECT to_regclass('windows') IS NULL") == [(True,)]:
         return 0
-    # Each window is told once, which its primary key says too.
+    # Each window is written once, which its primary key says too.
     return bench.rows("SELECT count(*) FROM windows WHERE total IS NOT NULL")[0][0]
 
 

@@ -43,8 +43,8 @@ def counted(rows: Any) -> Any:
     return rows.groupBy((F.col("n") % KEYS).alias("k")).agg(F.count("*").alias("number"))
 
 
-def told(stream: SinkStream) -> list[tuple[Any, ...]]:
-    return stream.sink("SELECT k, number FROM told ORDER BY k, number")
+def window_counts(stream: SinkStream) -> list[tuple[Any, ...]]:
+    return stream.sink("SELECT k, number FROM window_counts ORDER BY k, number")
 
 
 def of_batches(batches: int) -> list[tuple[int, int]]:
@@ -80,19 +80,19 @@ def test_a_driver_that_is_killed(stream: SinkStream, when: str, monkeypatch: pyt
     for _ in range(2):
         stream.add(SIZE)
     stream.run(counted(stream.rows()), job="counted", mode="complete")
-    assert told(stream) == of_batches(2)
+    assert window_counts(stream) == of_batches(2)
     for _ in range(2):
         stream.add(SIZE)
     stream.trouble(f"driver dies {when}")
     killed(stream, KILLED, json.dumps(CONF), str(KEYS))
     # The server may notice a moment later that the commit's process is gone.
     wait_until(lambda: stream.sink(IDLE) == [(0,)], 60, "the transaction's end")
-    assert told(stream) == of_batches(3 if when == "after" else 2)
+    assert window_counts(stream) == of_batches(3 if when == "after" else 2)
     stream.run(counted(stream.rows()), job="counted", mode="complete")
-    assert told(stream) == of_batches(4)
+    assert window_counts(stream) == of_batches(4)
     stream.add(SIZE)
     stream.run(counted(stream.rows()), job="counted", mode="complete")
-    assert told(stream) == of_batches(5)
+    assert window_counts(stream) == of_batches(5)
     assert stream.checkpoints() == [("counts", 4, 5 * KEYS, 0)]
     assert stream.left() == []
 
@@ -109,20 +109,20 @@ def at(rows: Any) -> Any:
 
 
 def test_windows_with_late_data(stream: SinkStream):
-    """A window is told once, when the watermark has passed it; what comes later is left out."""
+    """A window is written once, when the watermark has passed it; what comes later is left out."""
     windows = at(stream.rows()).groupBy(F.window("at", "10 seconds").alias("w")).agg(F.count("*").alias("number"))
     rows = windows.select(F.unix_timestamp("w.start").alias("k"), "number")
     stream.add(20)
     stream.next = 100
     stream.add(2)
     stream.run(rows, job="counted")
-    assert told(stream) == [(0, 10), (10, 10)]
+    assert window_counts(stream) == [(0, 10), (10, 10)]
     stream.next = 0
     stream.add(5)
     stream.next = 200
     stream.add(1)
     stream.run(rows, job="counted")
-    assert told(stream) == [(0, 10), (10, 10), (100, 2)]
+    assert window_counts(stream) == [(0, 10), (10, 10), (100, 2)]
 
 
 def test_a_join_of_two_streams(stream: SinkStream, tmp_path: Path):

@@ -123,14 +123,7 @@ def test_a_lost_checkpoint_is_refused(stream):
 
 
 def test_an_older_checkpoint_is_refused(stream, tmp_path):
-    stream.add()
-    stream.run()
-    shutil.copytree(stream.checkpoint, tmp_path / "older")
-    stream.add()
-    stream.run()
-    stream.add()
-    shutil.rmtree(stream.checkpoint)
-    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    stream.go_on_from_an_older_checkpoint(tmp_path / "older")
     # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
     with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
         stream.run()

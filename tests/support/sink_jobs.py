@@ -63,7 +63,7 @@ def _numbers(cursor: psycopg.Cursor[Any], rows: Any) -> None:
 
 
 def _counts(cursor: psycopg.Cursor[Any], _: Any) -> None:
-    cursor.execute("INSERT INTO told SELECT k, number FROM batch")
+    cursor.execute("INSERT INTO window_counts SELECT k, number FROM batch")
     _troubled(cursor)
 
 
@@ -77,8 +77,8 @@ typed = ConsumerJob(
     setup="CREATE TABLE IF NOT EXISTS typed (n int, at timestamptz, price numeric(10,2), raw bytea, detail jsonb, "
     "list jsonb, named jsonb)",
 )
-TOLD = "CREATE TABLE IF NOT EXISTS told (k bigint, number bigint)"
-counted = ConsumerJob("counts", effect=_counts, setup=TOLD)
+WINDOW_COUNTS = "CREATE TABLE IF NOT EXISTS window_counts (k bigint, number bigint)"
+counted = ConsumerJob("counts", effect=_counts, setup=WINDOW_COUNTS)
 
 
 class Troubled(OutboxSinkSource):

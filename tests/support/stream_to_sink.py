@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,17 @@ class Stream:
     def left(self) -> list[tuple[Any, ...]]:
         """The staging tables."""
         return self.sink("SELECT relname FROM pg_class WHERE relname LIKE 'staged%'")
+
+    def go_on_from_an_older_checkpoint(self, copy: Path) -> None:
+        """Run two batches, put back the checkpoint of the first one, and add what a third one is made of."""
+        self.add()
+        self.run()
+        shutil.copytree(self.checkpoint, copy)
+        self.add()
+        self.run()
+        self.add()
+        shutil.rmtree(self.checkpoint)
+        shutil.copytree(copy, self.checkpoint)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class GroupState:
     last_progress_at  when an offset last moved.
     standing        partitions that stand still although messages wait in them; None while Kafka is away.
     moving          whether the group has moved an offset within STANDING.
-    losses          what Kafka lost before the group read it, or the group gave up, and nobody has accepted.
+    losses          what Kafka lost before the group read it, or the group gave up, as long as it is not accepted.
     troubles        why partitions can't go on, each with its name.
 
     Counts of a table that the role can't read are None.

@@ -208,7 +208,7 @@ def test_a_fenced_producer_commits_nothing_more(state):
     with pytest.raises(KafkaException) as told:
         former.commit_transaction(30)
     assert told.value.args[0].fatal()
-    # Again, also by an at-most-once relay, and for an id that nobody had.
+    # Again, also by an at-most-once relay, and for an id without a producer.
     fence({**state.options, "acks": "1", "enable.idempotence": "false"}, f"{state.name}.former")
     fence(state.options, f"{state.name}.nobody")
 

@@ -285,7 +285,7 @@ def test_the_audit_names_the_session_that_acted_and_keeps_what_it_said(roles, ki
     schema = "consumer" if kind.of_sink else "outbox"
     url, member = roles.of(kind), roles.make("member")
     role = psycopg.conninfo.conninfo_to_dict(url)["user"]
-    # As somebody may have granted it by hand.
+    # As if it had been granted by hand.
     everything = sql.SQL("GRANT ALL ON {} TO {}").format(sql.Identifier(schema, "audit"), sql.Identifier(str(role)))
     roles.admin.execute(everything)
     outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
