@@ -25,7 +25,6 @@ from outbox import Event
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 
-LANES = 4
 UNUSABLE = '"topic can\'t be written to; its events wait"'
 USABLE = '"topic can be written to again"'
 STUCK, HEALTHY = "Stuck", ("Order", "Invoice")
@@ -115,9 +114,10 @@ class Stuck:
         """Wait until all events but those of the stuck topic have left the table: they are the first of every lane."""
         others = "SELECT count(*) FROM outbox.events WHERE aggregate_type <> %s"
         wait_until(lambda: look_up(self.url, others, self._kinds[STUCK]) == [(0,)], 60, "events of other topics")
-        lowest = "SELECT count(*), bool_and(aggregate_type = %s) FROM (SELECT DISTINCT ON (lane) aggregate_type "
+        # A lane may have none left: its keys can all belong to partitions that have a leader.
+        lowest = "SELECT bool_and(aggregate_type = %s) FROM (SELECT DISTINCT ON (lane) aggregate_type "
         lowest += "FROM outbox.events ORDER BY lane, id) AS first"
-        assert look_up(self.url, lowest, self._kinds[STUCK]) == [(LANES, True)]
+        assert look_up(self.url, lowest, self._kinds[STUCK]) == [(True,)]
 
     def waits(self) -> None:
         """Write more for the stuck topic: it waits too, and why was said."""
