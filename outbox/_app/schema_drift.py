@@ -36,7 +36,13 @@ SELECT relname, 'comment', '', obj_description(oid, 'pg_class') FROM rel
 UNION ALL
 SELECT relname, 'row security', '', concat_ws(' ', CASE WHEN relrowsecurity THEN 'enabled' ELSE 'not enabled' END,
            CASE WHEN relforcerowsecurity THEN 'forced on the owner' END)
-  FROM rel WHERE relrowsecurity OR relforcerowsecurity
+  FROM rel WHERE relforcerowsecurity OR relrowsecurity
+   -- With `outbox db roles --aggregate-type` every role still sees every row.
+   AND NOT EXISTS (SELECT FROM pg_policy WHERE polrelid = rel.oid AND polpermissive AND polcmd = '*'
+                                           AND polroles = '{0}' AND pg_get_expr(polqual, polrelid) = 'true')
+UNION ALL
+SELECT rel.relname, 'policy', p.polname, 'may hide rows'
+  FROM rel JOIN pg_policy p ON p.polrelid = rel.oid WHERE NOT p.polpermissive AND p.polcmd <> 'a'
 UNION ALL
 SELECT rel.relname, 'trigger', t.tgname, concat_ws(' ', pg_get_triggerdef(t.oid),
            CASE t.tgenabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)

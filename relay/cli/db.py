@@ -11,6 +11,8 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from relay.config import Settings
     from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
@@ -258,6 +260,12 @@ def roles(
     wal: Annotated[
         bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE")
     ] = None,
+    aggregate_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE=TYPE", help="Let this writer insert events of this aggregate type only. May be repeated."
+        ),
+    ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Execute the grants in one transaction, as the tables' owner.")
     ] = False,
@@ -275,6 +283,7 @@ def roles(
             _schema_of(settings, schema, consumer=False),
             settings.consumer_schema,
             wal=settings.source is SourceKind.WAL if wal is None else wal,
+            aggregate_types=_limits(aggregate_type or ()),
         )
     )
     # Whoever executes them has a search path of its own.
@@ -345,6 +354,16 @@ def _role(item: str) -> tuple[RoleKind, str]:
     if not equals or kind not in list(RoleKind):
         raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(RoleKind)}")
     return RoleKind(kind), name
+
+
+def _limits(items: Sequence[str]) -> dict[str, list[str]]:
+    limits: dict[str, list[str]] = {}
+    for item in items:
+        role, _, name = item.partition("=")
+        if not role or not name:
+            raise ConfigurationError(f"--aggregate-type {item!r} must be ROLE=TYPE, such as shop=Order")
+        limits.setdefault(role, []).append(name)
+    return limits
 
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:

@@ -1,0 +1,161 @@
+"""`outbox db roles --aggregate-type`: a service writes events of its own aggregates, and every other role sees all."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import psycopg
+import pytest
+from plans import PLANS, by_index_only, explain
+from psycopg import sql
+from rows_and_roles import login_role
+from support import order, wait_until
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from outbox._app import schema_drift
+from relay.cli.app import app
+from relay.polling.queries import Queries
+
+__all__ = ["order"]
+
+NOW = dt.datetime.now(dt.UTC)
+
+
+class Roles:
+    """A database with a limited writer, one that is not, and a relay's role."""
+
+    def __init__(self, database: Any, admin: psycopg.Connection[Any], stack: ExitStack) -> None:
+        self.url, self.admin = database.url, admin
+        made = {"limited": "o'rd\"ers", "other": "other", "relay": "relay", "operator": "operator"}
+        self.names = {name: stack.enter_context(login_role(admin, role)) for name, role in made.items()}
+
+    def run(self, *arguments: str, status: int = 0) -> str:
+        done = CliRunner().invoke(app, arguments, env={"OUTBOX_DATABASE_URL": self.url})
+        assert done.exit_code == status, (done.output, done.exception)
+        return done.output
+
+    def limit(self, *types: str) -> str:
+        kinds = {"writer": ("limited", "other"), "relay": ("relay",), "operator": ("operator",)}
+        roles = [f"{kind}={self.names[name]}" for kind, names in kinds.items() for name in names]
+        limits = [part for name in types for part in ("--aggregate-type", f"{self.names['limited']}={name}")]
+        return self.run("db", "roles", *roles, *limits, "--apply")
+
+    def connect(self, name: str) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.url, user=self.names[name])
+
+
+@pytest.fixture
+def roles(outbox_postgres) -> Iterator[Roles]:
+    with outbox_postgres.connect(autocommit=True) as admin, ExitStack() as stack:
+        yield Roles(outbox_postgres, admin, stack)
+
+
+def test_a_limited_writer_writes_its_own_aggregates_and_no_other(roles):
+    roles.limit("Order", "it's %s")
+    unique = Outbox(unique_keys=True)
+    with roles.connect("limited") as connection:
+        odd = "it's %s"
+        Outbox(routed=[odd]).add_many(connection, [Event(kind, "1", "T") for kind in ("Order", odd)])
+        Outbox().add(connection, Event("Order", "1", "T"), not_before=NOW)
+        keyed = Event("Order", "1", "T", idempotency_key="k")
+        assert unique.add(connection, keyed) == unique.add(connection, keyed)
+        connection.commit()
+        other = Event("Invoice", "1", "T")
+        for write in (
+            lambda: Outbox().add(connection, other),
+            lambda: Outbox().add_many(connection, [Event("Order", "1", "T"), other]),
+            lambda: Outbox().add(connection, other, not_before=NOW),
+            lambda: unique.add(connection, Event("Invoice", "1", "T", idempotency_key="k")),
+            # Not through the library.
+            lambda: connection.execute(
+                "INSERT INTO outbox.idempotency_keys (aggregate_type, idempotency_key, event_id, aggregate_id, "
+                "event_type) VALUES ('Invoice', 'k', gen_random_uuid(), '1', 'T')"
+            ),
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege, match="row-level security policy"):
+                write()
+            connection.rollback()
+    with roles.connect("other") as connection:
+        Outbox().add(connection, Event("Invoice", "1", "T"))
+        Outbox().add(connection, Event("Order", "1", "T"), not_before=NOW)
+    count = "SELECT (SELECT count(*) FROM outbox.events), (SELECT count(*) FROM outbox.scheduled)"
+    assert roles.admin.execute(count).fetchone() == (4, 2)
+    # Given again, it is limited to what is named now.
+    roles.limit("Invoice")
+    with roles.connect("limited") as connection:
+        Outbox().add(connection, other)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            Outbox().add(connection, Event("Order", "1", "T"))
+
+
+def test_a_relay_and_an_operator_see_and_settle_every_row(roles, outbox_kafka, outbox_relay, order):
+    kind, topic = order
+    roles.limit(kind)
+    with roles.connect("limited") as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(20)])
+    with roles.connect("other") as connection:
+        Outbox().add_many(connection, [Event(kind, f"o{number}", "T") for number in range(20)])
+        Outbox().add(connection, Event(kind, "later", "T"), not_before=NOW)
+    url = roles.url.replace("postgres@", f"{roles.names['relay']}@")
+    relay = outbox_relay(database_url=url, relay__archive_days=1)
+    assert len(outbox_kafka.consume(topic, 41)) == 41
+    settled = "SELECT (SELECT count(*) FROM outbox.published), (SELECT count(*) FROM outbox.events)"
+    wait_until(lambda: roles.admin.execute(settled).fetchone() == (41, 0), what="the events to be archived")
+    relay.terminate()
+    assert relay.wait() == 0
+    with roles.connect("operator") as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) "
+            "VALUES ('A', '1', 'T', true)"
+        )
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
+
+
+@pytest.mark.parametrize(("name", "plans"), list(zip(["read", "read_some"], PLANS, strict=True)))
+def test_the_relay_still_reads_by_the_index(roles, name, plans):
+    roles.limit("Order")
+    roles.admin.execute(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) "
+        "SELECT 'Order', g::text, 'T' FROM generate_series(1, 20000) g; ANALYZE outbox.events"
+    )
+    four = "{{{0},{0},{0},{0}}}".format
+    values = {"lanes": "{0,1,2,3}", "above": four(0), "after": four(0), "limits": four(500), "pending": "{}"}
+    values |= {
+        "max_bytes": 4 << 20,
+        "turn_bytes": 16 << 20,
+        "left_types": ["Cart"],
+        "left_copies": [False],
+        "copy": "c",
+    }
+    roles.admin.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(roles.names["relay"])))
+    plan = explain(roles.admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+    roles.admin.execute("RESET ROLE")
+    assert plan["Actual Rows"] == 2000
+    by_index_only(plan)
+
+
+def test_the_check_knows_what_hides_no_row(roles):
+    roles.limit("Order")
+    assert schema_drift.check(roles.url) == []
+    roles.admin.execute("CREATE POLICY hides ON outbox.events AS RESTRICTIVE FOR SELECT USING (false)")
+    assert schema_drift.check(roles.url) == ["outbox.events: policy hides is not expected: may hide rows"]
+    roles.admin.execute('DROP POLICY hides ON outbox.events; DROP POLICY "rights decide" ON outbox.events')
+    assert schema_drift.check(roles.url) == ["outbox.events: row security is not expected: enabled"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["writer=a", "--aggregate-type", "a"], "must be ROLE=TYPE"),
+        (["writer=a", "--aggregate-type", "a="], "must be ROLE=TYPE"),
+        (["writer=a", "--aggregate-type", "b=Order"], "name writer=b as well"),
+        (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "and no kind but canceller besides"),
+        (["writer=rights decide", "--aggregate-type", "rights decide=Order"], "can't be limited"),
+    ],
+)
+def test_what_can_not_be_limited_is_one_line(roles, arguments, shown):
+    assert shown in " ".join(roles.run("db", "roles", *arguments, status=2).split())
