@@ -105,6 +105,10 @@ class SchemaError(OutboxError):
         return cls(f"{text}; run `outbox db upgrade{options}` (`outbox db check{options}` shows what is missing)")
 
 
+class TablesInUse(SchemaError):
+    """Others' transactions kept the tables locked for as long as a change may wait; nothing was changed."""
+
+
 class NotFound(OutboxError):
     """The object that an operator named does not exist, or its state does not allow the operation."""
 

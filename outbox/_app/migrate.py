@@ -29,7 +29,7 @@ import outbox
 from outbox._clients.credentials import password_for
 from outbox._clients.errors import first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
-from outbox.errors import ConfigurationError, SchemaError
+from outbox.errors import ConfigurationError, SchemaError, TablesInUse
 from outbox.tables import DEFAULT_LANES, lane_expression
 from outbox.urls import display_url, libpq_url
 
@@ -55,6 +55,8 @@ _ADVICE: Final = {
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
 }
 """What to do, by SQLSTATE."""
+_IN_USE: Final = frozenset({"40P01", "55P03"})
+"""SQLSTATEs of a deadlock, and of a lock that was not to be had in time."""
 # The rights on the column alone, which go with it.
 _COLUMN_GRANTS: Final = """
 SELECT format('GRANT %s (lane) ON %s TO %s', g.privilege_type, a.attrelid::regclass,
@@ -330,8 +332,10 @@ def connected(url: str) -> Iterator[sa.Connection]:
         with engine.connect() as connection:
             yield connection
     except sa.exc.DBAPIError as error:
-        advice = _ADVICE.get(getattr(error.orig, "sqlstate", None) or "")
-        raise SchemaError(f"{shown}: {first_line(error.orig or error)}" + (f"; {advice}" if advice else "")) from error
+        state = getattr(error.orig, "sqlstate", None) or ""
+        advice = _ADVICE.get(state)
+        kind = TablesInUse if state in _IN_USE else SchemaError
+        raise kind(f"{shown}: {first_line(error.orig or error)}" + (f"; {advice}" if advice else "")) from error
     finally:
         engine.dispose()
 

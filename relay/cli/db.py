@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json
-from outbox.errors import ConfigurationError
+from outbox._clients.backoff import doubled, jittered
+from outbox.errors import ConfigurationError, TablesInUse
 from relay.config import load
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from relay.config import Settings
     from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
+
+Result = TypeVar("Result")
+
+_TRIES: Final = 6
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 10.0
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -39,9 +47,10 @@ def upgrade(
     url, name = _target(database_url, schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        done = db.upgrade_consumer(url, name)
+        done = _repeated(lambda: db.upgrade_consumer(url, name))
     else:
-        done = db.upgrade(url, name, None if lanes is None else _number(lanes))
+        count = None if lanes is None else _number(lanes)
+        done = _repeated(lambda: db.upgrade(url, name, count))
     typer.echo(f"schema {name}: {done}")
 
 
@@ -58,7 +67,8 @@ def downgrade(
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
-    db.downgrade(url, name, revision, history=db.CONSUMER if consumer else db.OUTBOX, drop_rows=drop_rows)
+    history = db.CONSUMER if consumer else db.OUTBOX
+    _repeated(lambda: db.downgrade(url, name, revision, history=history, drop_rows=drop_rows))
     typer.echo(f"schema {name} is at {revision}")
 
 
@@ -133,7 +143,7 @@ def lanes(
     wanted = _number(number)
     if db.has_markers(url, name):
         _require_consistent(database_url, schema)
-    db.change_lanes(url, wanted, name)
+    _repeated(lambda: db.change_lanes(url, wanted, name))
     typer.echo(f"schema {name} has {wanted} lanes")
 
 
@@ -290,7 +300,7 @@ def roles(
     for statement in ("SET search_path = pg_catalog", *statements, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
-        db.grant(settings.require_database(), statements)
+        _repeated(lambda: db.grant(settings.require_database(), statements))
         typer.echo("-- granted")
 
 
@@ -354,6 +364,20 @@ def _role(item: str) -> tuple[RoleKind, str]:
     if not equals or kind not in list(RoleKind):
         raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(RoleKind)}")
     return RoleKind(kind), name
+
+
+def _repeated(change: Callable[[], Result]) -> Result:
+    """Make a change of tables, and again while others' transactions keep these locked.
+
+    A try waits for a lock for a few seconds only, as everyone who comes after it waits too.
+    """
+    for earlier in range(_TRIES - 1):
+        try:
+            return change()
+        except TablesInUse as error:
+            typer.echo(f"outbox: {error} (try {earlier + 1} of {_TRIES})", err=True)
+            time.sleep(jittered(doubled(earlier, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)))
+    return change()
 
 
 def _limits(items: Sequence[str]) -> dict[str, list[str]]:

@@ -1,0 +1,101 @@
+"""The tables get a next version under load: relays and services of this version go on with them, also after a kill."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psycopg
+import pytest
+from support import Load, check, drained, end_leases, ends, look_up, wait_until
+from typer.testing import CliRunner
+from wal_support import to_wal
+
+from outbox._app import migrate as db
+from relay.cli import db as commands
+from relay.cli.app import app
+
+# A next revision as ours are to be: it only adds, what is added has a default, and a constraint is validated apart.
+REVISION = """
+import sqlalchemy as sa
+from alembic import context, op
+
+revision = "outbox_2"
+down_revision = "outbox_1"
+branch_labels = None
+depends_on = None
+
+
+def upgrade():
+    schema = context.config.attributes["schema"]
+    for table in ("events", "lanes", "failures", "dead_letters", "published", "scheduled", "relays", "audit"):
+        op.add_column(table, sa.Column("added", sa.Text, nullable=False, server_default="new"), schema=schema)
+    op.create_check_constraint("events_added", "events", "added <> ''", schema=schema, postgresql_not_valid=True)
+    op.execute('ALTER TABLE "%s".events VALIDATE CONSTRAINT events_added' % schema)
+"""
+
+
+@pytest.fixture
+def next_version(tmp_path, monkeypatch) -> Iterator[None]:
+    """Commands of this process have one revision more than the relays."""
+    place = tmp_path / "migrations"
+    shutil.copytree(db.folder(), place)
+    (place / "versions" / "0002_next.py").write_text(REVISION)
+    with monkeypatch.context() as patched:
+        patched.setattr(db, "folder", lambda: place)
+        yield
+
+
+def upgrade(url: str) -> str:
+    done = CliRunner().invoke(app, ["db", "upgrade"], env={"OUTBOX_DATABASE_URL": url})
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+
+@pytest.mark.parametrize(("source", "delivery"), [("polling", "exactly-once"), ("wal", "at-least-once")])
+def test_relays_of_this_version_go_on_with_the_next_tables(
+    outbox_postgres, outbox_kafka, outbox_relay, wal, order, next_version, monkeypatch, source, delivery
+):
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "300ms")
+    monkeypatch.setattr(commands, "_FIRST_PAUSE_SECONDS", 0.1)
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = {"delivery": delivery, "relay__archive_days": 1}
+    if source == "wal":
+        settings |= wal
+        to_wal(url, settings)
+    relay = outbox_relay(**settings)
+    with Load(url, kind) as load, ThreadPoolExecutor(1) as threads:
+        load.more(100)
+        with psycopg.connect(url) as report:
+            report.execute("SELECT count(*) FROM outbox.events").fetchall()
+            upgrading = threads.submit(upgrade, url)
+            wait_until(lambda: look_up(url, "SELECT 1 FROM pg_locks WHERE NOT granted") != [], what="a wait for a lock")
+            # Writers wait behind it no longer than one of its tries.
+            load.more(20)
+        assert "(try 1 of 6)" in (said := upgrading.result(60))
+        assert "from revision outbox_1 to outbox_2" in said
+        load.more(100)
+        relay.kill()
+        end_leases(url)
+        relay = outbox_relay(**settings)
+        load.more(100)
+        load.drain()
+    check(url, outbox_kafka.consume(topic, timeout=60))
+    wait_until(lambda: look_up(url, "SELECT DISTINCT added FROM outbox.published") == [("new",)], what="the archive")
+    drained(url)
+    ends(relay)
+
+
+def test_tables_that_stay_locked_are_an_error_after_the_last_try(outbox_postgres, next_version, monkeypatch):
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "10ms")
+    monkeypatch.setattr(commands, "_FIRST_PAUSE_SECONDS", 0.01)
+    url = outbox_postgres.url
+    with psycopg.connect(url) as report:
+        report.execute("SELECT count(*) FROM outbox.events").fetchall()
+        done = CliRunner().invoke(app, ["db", "upgrade"], env={"OUTBOX_DATABASE_URL": url})
+    assert done.exit_code == 1, done.output
+    *tries, last = done.stderr.splitlines()
+    assert [line.endswith(f"(try {number} of 6)") for number, line in enumerate(tries, 1)] == [True] * 5
+    assert "try again when they have ended" in last
+    assert look_up(url, "SELECT version_num FROM outbox.alembic_version") == [("outbox_1",)]
