@@ -20,7 +20,7 @@ import psycopg
 
 from outbox.consumer.errors import LONGEST_ERROR, storable
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, RejectedRecord, StoredOffset
-from outbox.consumer.statements import execute, statement
+from outbox.consumer.statements import cursor, statement
 
 # One open row for each partition and kind of loss in Kafka. It grows while retention removes more messages of a halted
 # group. Each range that was given up has its own.
@@ -95,15 +95,19 @@ def given_up(record: RejectedRecord, topic_id: str) -> Loss:
 
 def record(connection: psycopg.Connection[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:
     """Record losses, each once until an operator accepts it."""
-    for loss in losses:
-        values = {
-            "grp": group,
-            "topic": loss.topic,
-            "topic_id": loss.topic_id,
-            "part": loss.part,
-            "first": loss.first_offset,
-            "end": loss.end_offset,
-            "kind": loss.kind,
-            "detail": loss.detail,
-        }
-        execute(connection, statement(schema, _RECORD), values)
+    cursor(connection).executemany(
+        statement(schema, _RECORD),
+        [
+            {
+                "grp": group,
+                "topic": loss.topic,
+                "topic_id": loss.topic_id,
+                "part": loss.part,
+                "first": loss.first_offset,
+                "end": loss.end_offset,
+                "kind": loss.kind,
+                "detail": loss.detail,
+            }
+            for loss in losses
+        ],
+    )

@@ -164,7 +164,7 @@ class GroupWatch:
             if not self._required and not has_tables(connection, self._schema):
                 return None
             self._kafka = self._kafka or KafkaAdmin(self._kafka_options, seconds=_KAFKA_SECONDS)
-            groups, away = Offsets(connection, self._schema, self._kafka).show(losses=False)
+            groups, away = Offsets(connection, self._schema, self._kafka).show(losses=None)
             with clear_errors("reading the clock"):
                 ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
         if away is not None:

@@ -231,6 +231,8 @@ def _show(group: Group) -> None:
         number = loss["id"] or "not recorded yet"
         found = f"loss {number}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
         console.print(printable(found), markup=False, highlight=False)
+    if (more := (group.open_losses or 0) - len(group.losses)) > 0:
+        console.print(f"and {more:,} losses more; consumer.losses has all", markup=False, highlight=False)
     for topic in sorted({loss["topic"] for loss in group.losses}):
         command = f"outbox offsets reset {group.group} --topic {topic} --to loss --reason …"
         console.print(printable(f"accept: {command}"), markup=False, highlight=False)

@@ -42,6 +42,8 @@ Wanted = int | dt.datetime | Literal["earliest", "latest", "loss"]
 nearest offset from which a group with open losses can continue."""
 
 WAIT_SECONDS: Final = 60.0
+SHOWN_LOSSES: Final = 1000
+"""How many losses of a group are shown."""
 
 _GROUPS: Final = """
 SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
@@ -49,18 +51,22 @@ SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
 _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
+# Those of one group come first by kind: what halts it is not behind 100,000 messages that were given up.
 # A consumer that was killed has not recorded what it had given up: the next claim does.
 _LOSSES: Final = """
-SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
- WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
-UNION ALL
-SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, updated_at,
-       format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not confirmed yet',
-              topic, part, unconfirmed_from, unconfirmed_end - 1)
-  FROM {offsets}
- WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
-   AND (%(grp)s::text IS NULL OR grp = %(grp)s)
- ORDER BY grp, topic, part, id"""
+SELECT * FROM (
+    SELECT *, row_number() OVER (PARTITION BY grp ORDER BY kind = 'given-up', topic, part, id) AS place,
+           count(*) OVER (PARTITION BY grp) AS of_group
+      FROM (SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
+             WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
+            UNION ALL
+            SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, updated_at,
+                   format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not '
+                          'confirmed yet', topic, part, unconfirmed_from, unconfirmed_end - 1)
+              FROM {offsets}
+             WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
+               AND (%(grp)s::text IS NULL OR grp = %(grp)s)) AS open) AS numbered
+ WHERE place <= %(most)s ORDER BY grp, place"""
 
 _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
 _RAISE: Final = """
@@ -68,8 +74,8 @@ UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = n
  WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
 _STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
 _OPEN: Final = """
-SELECT part, kind, first_offset FROM {losses}
- WHERE grp = %(grp)s AND topic = %(topic)s AND accepted_at IS NULL"""
+SELECT part, kind, min(first_offset) AS first_offset FROM {losses}
+ WHERE grp = %(grp)s AND topic = %(topic)s AND accepted_at IS NULL GROUP BY part, kind"""
 _WRITE: Final = """
 INSERT INTO {offsets} AS o (grp, topic, part, topic_id, next_offset, generation, log_end)
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(after)s, %(generation)s, %(log_end)s)
@@ -113,7 +119,10 @@ class PartitionOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, its partitions, and its open losses."""
+    """A group, its partitions, and its open losses: how many, and the first of them.
+
+    open_losses   None if they were not read.
+    """
 
     group: str
     generation: int
@@ -121,6 +130,7 @@ class Group:
     taken_at: dt.datetime
     forgotten_before: dt.date | None
     positions: Sequence[PartitionOffsets]
+    open_losses: int | None
     losses: Sequence[Mapping[str, Any]]
 
 
@@ -222,16 +232,18 @@ class Offsets:
         self._kafka = kafka
         self._schema = schema
 
-    def show(self, group: str | None = None, *, losses: bool = True) -> tuple[list[Group], str | None]:
+    def show(self, group: str | None = None, *, losses: int | None = SHOWN_LOSSES) -> tuple[list[Group], str | None]:
         """Return one group or all, and the error if Kafka's offsets are missing. Raises NotFound.
 
-        losses   read these too; False: their table need not be readable.
+        losses   how many of each group to return at most; None: their table need not be readable.
         """
         with clear_errors("reading the offsets"), self._connection.transaction():
             groups, positions = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS))
-            lost = self._rows(_LOSSES, grp=group) if losses else []
+            # One more than none: a row says how many there are.
+            lost = [] if losses is None else self._rows(_LOSSES, grp=group, most=max(losses, 1))
         if group is not None and not groups:
             self._no_such_group(group)
+        counts = {loss["grp"]: loss["of_group"] for loss in lost}
         topics = sorted({row["topic"] for row in positions})
         ids: Mapping[str, str] = {}
         bounds: Mapping[Partition, OffsetBounds] = {}
@@ -252,9 +264,10 @@ class Offsets:
                 positions=_positions(
                     [one for one in positions if one["grp"] == row["grp"]], ids, bounds, known=away is None
                 ),
+                open_losses=None if losses is None else counts.get(row["grp"], 0),
                 losses=[
-                    {name: value for name, value in loss.items() if name != "grp"}
-                    for loss in lost
+                    {name: value for name, value in loss.items() if name not in {"grp", "place", "of_group"}}
+                    for loss in lost[: 0 if losses == 0 else None]
                     if loss["grp"] == row["grp"]
                 ],
             )
@@ -386,7 +399,8 @@ class Offsets:
                     "generation": generation,
                     "by": owner,
                     "partitions": [asdict(one) for one in moves],
-                    "losses": accepted,
+                    # Their rows have the same time as this line.
+                    "losses": len(accepted),
                 }
                 note(self._connection, self._schema, asked.what, asked.why, details)
         unshown = None

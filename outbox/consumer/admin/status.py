@@ -150,7 +150,7 @@ def look(
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema, letters=seen["dead_letters"]):
         rows.setdefault(row["grp"], []).append(row)
-    groups, away = Offsets(connection, schema, kafka).show(losses=seen["losses"])
+    groups, away = Offsets(connection, schema, kafka).show(losses=0 if seen["losses"] else None)
     standing: Mapping[str, Sequence[StandingPartition]] = {}
     if away is None:
         try:
@@ -180,7 +180,7 @@ def look(
                 last_progress_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, ()),
                 moving=any(row["updated_at"] > now - STANDING for row in parts),
-                losses=len(group.losses) if seen["losses"] else None,
+                losses=group.open_losses,
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
         )
