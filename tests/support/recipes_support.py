@@ -68,6 +68,10 @@ class Shop:
     def close(self) -> None:
         self._opened.close()
 
+    def topic_of(self, kind: str) -> str:
+        """Return the name of the topic of an aggregate type."""
+        return self._template.replace("{aggregate_type}", kind.lower())
+
     def environment(self, **more: str) -> dict[str, str]:
         """Return what the examples find in their environment: without the options of this run of pytest."""
         ours = {"DATABASE_URL": self.url, "KAFKA_SERVERS": self.servers, "ORDER_TOPIC": self.topic}
