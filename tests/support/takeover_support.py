@@ -22,6 +22,7 @@ from relay.core.ports import Batches, Completed, Receipt, Sent
 from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.producer import Sending
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -109,7 +110,7 @@ class Worker:
 
     def new_publisher(self) -> TransactionalPublisher | IdempotentPublisher:
         settings, options = self.place.settings, producer_options(self.place.settings)
-        shared = (build_router(settings), build_topics(settings), "/test", delivery_seconds(settings))
+        sending = Sending(options, build_router(settings), build_topics(settings), "/test", delivery_seconds(settings))
 
         # Not self: librdkafka's threads end with the last reference to a producer, and a cycle waits for the collector.
         fenced = self.fenced
@@ -126,11 +127,10 @@ class Worker:
             abandoned=self.abandoned,
         )
         if not self.exact:
-            made = IdempotentPublisher(options, *shared, takeover=takeover)
+            made = IdempotentPublisher(sending, takeover)
         else:
             made = TransactionalPublisher(
-                options,
-                *shared,
+                sending,
                 base_id=self.base_id,
                 takeover=takeover,
                 lane_count=LANES,
