@@ -32,7 +32,7 @@ import structlog
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch, WalPosition
+from relay.core.ports import Claim, Fetched, Kind, Receipt, Source, UnsettledBatch, WalPosition
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
@@ -53,7 +53,7 @@ _SWEEP_SECONDS: Final = 60.0
 _LOG_SECONDS: Final = 10.0
 
 
-class StreamSource:
+class StreamSource(Source):
     """The lanes of a worker that reads the WAL; see ports.Source. A polling source beside it reads the table."""
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
@@ -91,10 +91,6 @@ class StreamSource:
         self._table.drop(lane)
         self._stream_reader.forget_ahead()
         self._lanes.pop(lane, None)
-
-    def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: a fetch settles the previous turn."""
-        return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds; in the stream a kind is known only after reading."""
