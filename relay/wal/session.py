@@ -99,30 +99,11 @@ class Stream:
                 self._session = self._new_session()
             return self._session.join(lane, published_lsn, timeline)
 
-    def begin_without(self, lanes: Collection[int]) -> None:
-        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
+    @property
+    def session(self) -> StreamSession | None:
+        """The session that lanes have joined last; None before the first."""
         with self._lock:
-            if self._session is not None:
-                self._session.begin_without(lanes)
-
-    def channel(self, lane: int) -> Channel | None:
-        """Return the lane's channel if the stream is being read, even if the lane has not joined."""
-        with self._lock:
-            session = self._session
-        return None if session is None else session.channel(lane)
-
-    def wait(self, lanes: Collection[int], seconds: float) -> bool:
-        """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
-        with self._lock:
-            session = self._session
-        if session is None:
-            return True
-        return session.wait(lanes, seconds)
-
-    def absent(self) -> Collection[int]:
-        """Return the lanes that have not joined: until they have, nothing is read."""
-        with self._lock:
-            return () if self._session is None else self._session.absent()
+            return self._session
 
     def close(self) -> None:
         """Send the last feedback, and release the slot. Safe to call twice."""
@@ -196,6 +177,7 @@ class StreamSession:
         return channel
 
     def begin_without(self, lanes: Collection[int]) -> None:
+        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
         absent = set(self.absent())
         begun = self._thread.ident is not None or self.error is not None
         if begun or not absent or not self._channels or not absent <= set(lanes):
@@ -207,6 +189,7 @@ class StreamSession:
         self._thread.start()
 
     def channel(self, lane: int) -> Channel | None:
+        """Return the lane's channel if the stream is being read, even if the lane has not joined."""
         return self._channels.get(lane) if self.running.is_set() else None
 
     def freed(self, count: int) -> None:
@@ -216,10 +199,12 @@ class StreamSession:
                 self._room.notify_all()
 
     def absent(self) -> Collection[int]:
+        """Return the lanes that have not joined: until they have, nothing is read."""
         absent = self._not_joined
         return [lease.lane for lease in self._leases if lease.lane not in self._channels or lease.lane in absent]
 
     def wait(self, lanes: Collection[int], seconds: float) -> bool:
+        """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
         with self._arrived:
             if not self._anything(lanes):
                 self._arrived.wait(seconds)
