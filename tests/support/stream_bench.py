@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from standby import Standby
-from support import wait_until
+from support import tried, wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -39,7 +39,7 @@ from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.operations.wal_setup import Cdc
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.wal import session
 from relay.wal.replication import Replication
 from relay.wal.session import Stream
@@ -266,7 +266,11 @@ class Outboxed:
             max_events=max_events,
             heartbeat_seconds=0.2,
         )
-        failures = Failures("outbox", FailurePolicy(attempts, backoff, backoff), router)
+        failures = Failures(
+            "outbox",
+            tried(attempts, backoff, backoff),
+            router,
+        )
 
         def source() -> StreamSource:
             made = StreamSource(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import psycopg
 import pytest
-from support import write
+from support import tried, write
 
 from outbox import Event
 from outbox._app import migrate as db
@@ -30,7 +30,7 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.lanes import LaneTable
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 LANES = 6
 
@@ -54,7 +54,7 @@ class Tables:
 
     def source(self, leases: Collection[Lease], *, archive: bool = False) -> PollingSource:
         # What is refused comes back in no test, however slow the machine is.
-        failures = Failures("outbox", FailurePolicy(10, 600.0, 600.0), Router())
+        failures = Failures("outbox", tried(10, 600.0, 600.0), Router())
         source = PollingSource(Connector(self.url, "test"), "outbox", failures, archive=archive)
         self.opened.append(source)
         for lease in leases:
