@@ -182,14 +182,8 @@ class Renewal:
     switched: Sequence[Lease] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    acquire: int = 0
-    release: int = 0
-
-
-def next_step(distribution: LaneDistribution, me: str) -> Step:
-    """Return how many lanes to take or to release, so that shares differ by at most one.
+def next_step(distribution: LaneDistribution, me: str) -> int:
+    """Return how many lanes to take, or, if it is negative, to release, so that shares differ by at most one.
 
     Those with the most lanes (the greatest name among equals) keep one more. Every relay computes the same shares.
     """
@@ -198,9 +192,7 @@ def next_step(distribution: LaneDistribution, me: str) -> Step:
     ranked = sorted(distribution.held, key=lambda name: (distribution.held[name], name), reverse=True)
     mine = distribution.held.get(me, 0)
     share = floor + (1 if me in ranked[:rest] else 0)
-    if mine > share:
-        return Step(release=mine - share)
-    return Step(acquire=min(share - mine, distribution.free))
+    return min(share - mine, distribution.free)
 
 
 def source_problem(lanes: str, relays: str) -> str:

@@ -340,12 +340,12 @@ class Supervisor:
             self._take_all(table)
             return
         step = next_step(distribution, self._components.instance)
-        if step.acquire:
-            leases = table.acquire(step.acquire)
+        if step > 0:
+            leases = table.acquire(step)
             self._note_pauses(table)
             self._give(leases)
-        if step.release:
-            self._held.recall_up_to(step.release)
+        if step < 0:
+            self._held.recall_up_to(-step)
 
     def _note_source(self, *, waits: bool) -> None:
         if not waits:

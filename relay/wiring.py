@@ -55,7 +55,7 @@ from relay.tasks.idempotency_keys import IdempotencyKeys
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
-from relay.wal.session import Stream
+from relay.wal.session import Stream, StreamSession
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
 
@@ -200,12 +200,14 @@ class _Wal:
     def begin(self, leases: Sequence[Lease]) -> None:
         settings = self._settings
         self._stream = Stream(
-            slot_names(settings),
-            lambda: Replication(settings.require_database(), self._name),
-            self._connect,
-            leases,
-            max_events=4 * settings.relay.batch_size * min(len(leases), 8),
-            heartbeat_seconds=settings.wal.heartbeat_seconds,
+            lambda: StreamSession(
+                slot_names(settings),
+                lambda: Replication(settings.require_database(), self._name),
+                self._connect,
+                leases,
+                max_events=4 * settings.relay.batch_size * min(len(leases), 8),
+                heartbeat_seconds=settings.wal.heartbeat_seconds,
+            )
         )
 
     def end(self) -> None:

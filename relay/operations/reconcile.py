@@ -355,7 +355,7 @@ class Reconciler:
             return None
         if self._ended is None:
             with closing(self._replicate()) as replication:
-                self._ended = {switch.timeline: switch.lsn for switch in replication.switches(seen.timeline)}
+                self._ended = replication.switches(seen.timeline)
         return self._ended.get(timeline)
 
     # -- hanging transactions

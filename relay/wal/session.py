@@ -33,7 +33,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, Final
 
 import psycopg
@@ -57,30 +56,13 @@ _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _LOG_SECONDS: Final = 60.0
 _ENDS: Final = 1000
-Connect = Callable[[], psycopg.Connection[Any]]
 
 
 class Stream:
-    """The stream that a relay reads from the WAL for all its lanes. Thread-safe.
+    """The stream that a relay reads from the WAL for all its lanes: one session after the other. Thread-safe."""
 
-    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. A
-    session starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names
-    the lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
-    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
-    """
-
-    def __init__(
-        self,
-        names: SlotNames,
-        replicate: Callable[[], Replication],
-        connect: Connect,
-        leases: Sequence[Lease],
-        max_events: int = 30_000,
-        heartbeat_seconds: float = 10.0,
-    ) -> None:
-        self._new_session = partial(
-            StreamSession, names, replicate, connect, leases, max_events=max_events, heartbeat_seconds=heartbeat_seconds
-        )
+    def __init__(self, new_session: Callable[[], StreamSession]) -> None:
+        self._new_session = new_session
         self._lock = threading.Lock()
         self._session: StreamSession | None = None
         self._closed = False
@@ -115,17 +97,22 @@ class Stream:
 
 
 class StreamSession:
-    """The lifetime of one replication connection, in a thread. ``error`` is what ended it."""
+    """The lifetime of one replication connection, in a thread. ``error`` is what ended it.
+
+    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. It
+    starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names the
+    lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
+    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
+    """
 
     def __init__(
         self,
         names: SlotNames,
         replicate: Callable[[], Replication],
-        connect: Connect,
+        connect: Callable[[], psycopg.Connection[Any]],
         leases: Sequence[Lease],
-        *,
-        max_events: int,
-        heartbeat_seconds: float,
+        max_events: int = 30_000,
+        heartbeat_seconds: float = 10.0,
     ) -> None:
         self._names = names
         self._replicate = replicate
