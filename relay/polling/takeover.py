@@ -39,14 +39,13 @@ class RowTakeover:
     def lane_count(self) -> int:
         self._session.free()
         with unavailable_on_error("counting lanes"):
-            row = self._connection.execute(self._queries.lane_count).fetchone()
-        assert row is not None
-        return int(row[0])
+            ((count,),) = self._session.rows(self._queries.lane_count)
+        return int(count)
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         self._session.free()
         with unavailable_on_error("looking at the lanes"):
-            rows = self._connection.execute(self._queries.still_held, lease_values(leases)).fetchall()
+            rows = self._session.rows(self._queries.still_held, **lease_values(leases))
         self._identity = Identity(*rows[0][1:]) if rows else None
         held = {row[0] for row in rows}
         lost: dict[int, OutboxError] = {

@@ -155,17 +155,6 @@ class StreamReader:
     def _lane_bytes(self, lanes: Collection[int]) -> int:
         return max(self._turn_bytes // max(len(lanes), 1), 1)
 
-    def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
-        """Execute the statement that reads as many rows of events as fit."""
-        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        values = {
-            "lanes": array([each[0] for each in named]),
-            "ids": array([each[1] for each in named]),
-            "numbers": array([each[2] for each in named]),
-            "max_bytes": self._lane_bytes(announced),
-        }
-        self._rows.execute(self._queries.by_ids, values)
-
     def _read(
         self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
@@ -183,7 +172,11 @@ class StreamReader:
         checking = connection.cursor()
         with connection.pipeline() if reads or checked else nullcontext():
             if reads:
-                self._send(announced)
+                named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
+                lanes, ids, numbers = map(array, zip(*named, strict=True))
+                most = self._lane_bytes(announced)
+                values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": most}
+                self._rows.execute(self._queries.by_ids, values)
             if checked:
                 checking.execute(*self._settlement.still_held(checked))
         found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
