@@ -25,14 +25,14 @@ import structlog
 from outbox._clients.clock import DatabaseClock
 from outbox.errors import SchemaError
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
-from relay.core.lane import LoopSettings
+from relay.core.lane import LoopSettings, listed
 from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
+from relay.core.reports import FailureLog, LoopReports, Meter, Reminder
 from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
-from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
 from relay.upkeep import MaintenanceTask, UpkeepThread
 

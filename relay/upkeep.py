@@ -11,7 +11,7 @@ import structlog
 from outbox.errors import SchemaError
 from relay.core.health import WorkerHealth
 from relay.core.ports import Unavailable
-from relay.reports import FailureLog
+from relay.core.reports import FailureLog
 
 log = structlog.get_logger("relay")
 

@@ -24,6 +24,7 @@ from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
+from relay.core.reports import LoopReports
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
 from relay.kafka.first_contact import log_unreachable
@@ -47,7 +48,6 @@ from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.reports import LoopReports
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SchemaError
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
@@ -193,6 +193,10 @@ class LaneLocked(DatabaseUnavailable):
         )
 
 
+class StandingError(SchemaError):
+    """Postgres refuses a statement, and will until data or schema change."""
+
+
 class LaneLost(OutboxError):
     """Another relay holds the lane now (its epoch has changed). Publish and settle nothing more."""
 
@@ -369,25 +373,3 @@ class Publisher(Protocol):
 
     def close(self) -> None:
         """Discard what is queued and disconnect. Safe to call twice."""
-
-
-class Observer(Protocol):
-    """Receives the loop's reports. Must not raise and must not wait."""
-
-    def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
-        """Report events that Kafka had acknowledged at this time.monotonic()."""
-
-    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        """Report how long a turn of this many events took.
-
-        Reading includes settling the previous turn, where both are one statement.
-        """
-
-    def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """Report an event that can't be published as it is."""
-
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        """Report that a server is unavailable, or an operator is needed. The loop retries after the wait."""
-
-    def recovered(self, lanes: Collection[int]) -> None:
-        """Report the first success after ``unavailable``."""

@@ -29,9 +29,9 @@ from relay.core.ports import (
     Kind,
     Receipt,
     Sent,
+    StandingError,
     UnsettledBatch,
 )
-from relay.database import StandingError
 from relay.settle.retries import Failures
 
 __all__ = ["lane"]
