@@ -34,7 +34,7 @@ from relay.core.reports import FailureLog, LoopReports, Meter, Reminder
 from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.tasks.scheduled import NextDue
-from relay.upkeep import MaintenanceTask, UpkeepThread
+from relay.upkeep import MaintenanceTask
 
 log = structlog.get_logger("relay")
 
@@ -165,7 +165,7 @@ class Supervisor:
         threading.Thread(target=self._components.first_contact, name="first contact", daemon=True).start()
         done = threading.Event()
         for upkeep in self._components.upkeep:
-            UpkeepThread(upkeep, done, self._health).start()
+            upkeep.start(done, self._health)
         self._worker.start()
         try:
             while not stop.is_set():
