@@ -366,10 +366,11 @@ class BatchProducer:
         text = self.fatal.str() if self.fatal is not None else "the batch was dropped"
         return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
 
-    def forbidden_topics(self) -> list[str]:
-        """Return the topics of this turn that this user may not write to, and mark them unusable."""
+    def forbidden(self) -> TopicUnusable | None:
+        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
         with unavailable_on_kafka_error("asking for rights on topics"):
-            return self._topics.forbidden(self._used)
+            topics = ", ".join(map(repr, self._topics.forbidden(self._used)))
+        return TopicUnusable(f"the relay may not write to {topics}: grant it WRITE and DESCRIBE") if topics else None
 
     def note_written(self) -> None:
         self._connections.forget()

@@ -181,7 +181,7 @@ class TransactionalPublisher:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
             aborted = self._abort(sender)
-            if dropped and (forbidden := self._forbidden(sender)) is not None:
+            if dropped and (forbidden := sender.forbidden()) is not None:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
@@ -345,7 +345,7 @@ class TransactionalPublisher:
         if code == KafkaError._FATAL and sender.fatal is not None:
             # The cause of the fatal error says more: mostly a fence.
             return self._explained(KafkaException(sender.fatal), "publishing"), (), aborted
-        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
+        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := sender.forbidden()) is not None:
             return forbidden, (), aborted
         if sender.failed:
             # The errors of messages say more than the transaction's, which they caused.
@@ -353,13 +353,6 @@ class TransactionalPublisher:
             if isinstance(failure, BatchRefused | TopicUnusable):
                 return failure, blamed, aborted
         return self._explained(error, "publishing"), (), aborted
-
-    def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
-        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
-        topics = sender.forbidden_topics()
-        if not topics:
-            return None
-        return TopicUnusable(f"the relay may not write to {', '.join(map(repr, topics))}: grant it WRITE and DESCRIBE")
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()
