@@ -187,12 +187,7 @@ class Session:
         looking: psycopg.Cursor[Any] | None = None
         with self.connection.pipeline():
             try:
-                for read in plan.reads:
-                    read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
-                    # A statement that is not prepared gets a custom plan.
-                    read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
-                if plan.looks:
-                    looking = self.connection.execute(self._queries.failure_sums, {"lanes": list(plan.looks)})
+                looking = self.send(plan.reads, plan.looks)
             except psycopg.OperationalError as error:
                 # psycopg logs a warning when an exception leaves a pipeline block, which would happen at every stop.
                 lost = error
@@ -202,6 +197,14 @@ class Session:
             assert read.cursor is not None
             read.rows = read.cursor.fetchall()
         return looking.fetchall() if looking is not None else ()
+
+    def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
+        """Execute reading statements, and one that counts the failures of ``looks``, whose cursor it returns."""
+        for read in reads:
+            read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
+            # A statement that is not prepared gets a custom plan.
+            read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
+        return self.connection.execute(self._queries.failure_sums, {"lanes": list(looks)}) if looks else None
 
 
 def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:

@@ -155,6 +155,13 @@ class StreamReader:
     def _lane_bytes(self, lanes: Collection[int]) -> int:
         return max(self._turn_bytes // max(len(lanes), 1), 1)
 
+    def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
+        """Execute the statement that reads as many rows of events as fit."""
+        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
+        lanes, ids, numbers = map(array, zip(*named, strict=True))
+        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": self._lane_bytes(announced)}
+        self._rows.execute(self._queries.by_ids, values)
+
     def _read(
         self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
@@ -172,11 +179,7 @@ class StreamReader:
         checking = connection.cursor()
         with connection.pipeline() if reads or checked else nullcontext():
             if reads:
-                named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-                lanes, ids, numbers = map(array, zip(*named, strict=True))
-                most = self._lane_bytes(announced)
-                values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": most}
-                self._rows.execute(self._queries.by_ids, values)
+                self._send(announced)
             if checked:
                 checking.execute(*self._settlement.still_held(checked))
         found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
