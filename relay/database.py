@@ -14,7 +14,7 @@ from outbox._clients.errors import first_line
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
-from relay.core.ports import DatabaseUnavailable, Unavailable
+from relay.core.ports import DatabaseUnavailable, StandingError, Unavailable
 from relay.settle.statements import ONE_SNAPSHOT, STATEMENT_LIMIT
 
 # Transient conditions: Postgres is starting or stopping, is out of connections, cancelled the statement, or chose this
@@ -42,10 +42,6 @@ _SCHEMA: Final = (
     errors.InvalidSchemaName,
     errors.InsufficientPrivilege,
 )
-
-
-class StandingError(SchemaError):
-    """Postgres refuses a statement, and will until data or schema change."""
 
 
 @contextmanager

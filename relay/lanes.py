@@ -44,7 +44,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import orjson
 import psycopg
@@ -69,17 +69,15 @@ _FREE: Final = """(lease_until < clock_timestamp()
 _ACQUIRE: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE lane IN (SELECT lane FROM {lanes} WHERE {free} AND source = %(source)s
-                 ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
+ WHERE {which}
 RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
 
+_LONGEST_FREE: Final = """lane IN (SELECT lane FROM {lanes} WHERE {free} AND source = %(source)s
+                 ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)"""
+
 # All or none: the WAL is one stream. A locked lane is being taken by another relay, or settled by its owner.
-_ACQUIRE_ALL: Final = """
-UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
-       lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE {free} AND source = %(source)s
-                               FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
-RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
+_ALL: Final = """(SELECT count(*) FROM (SELECT FROM {lanes} WHERE {free} AND source = %(source)s
+                               FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})"""
 
 # Below the part of a lease at which the worker renews it itself (settlement.RENEW_PART), and early enough for several
 # tries.
@@ -182,14 +180,8 @@ class Renewal:
     switched: Sequence[Lease] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    acquire: int = 0
-    release: int = 0
-
-
-def next_step(distribution: LaneDistribution, me: str) -> Step:
-    """Return how many lanes to take or to release, so that shares differ by at most one.
+def next_step(distribution: LaneDistribution, me: str) -> int:
+    """Return how many lanes to take, or, if it is negative, to release, so that shares differ by at most one.
 
     Those with the most lanes (the greatest name among equals) keep one more. Every relay computes the same shares.
     """
@@ -198,9 +190,7 @@ def next_step(distribution: LaneDistribution, me: str) -> Step:
     ranked = sorted(distribution.held, key=lambda name: (distribution.held[name], name), reverse=True)
     mine = distribution.held.get(me, 0)
     share = floor + (1 if me in ranked[:rest] else 0)
-    if mine > share:
-        return Step(release=mine - share)
-    return Step(acquire=min(share - mine, distribution.free))
+    return min(share - mine, distribution.free)
 
 
 def source_problem(lanes: str, relays: str) -> str:
@@ -333,13 +323,11 @@ class LaneTable:
 
     def acquire(self, count: int = 1) -> list[Lease]:
         """Take up to ``count`` lanes, those that have been free longest first."""
-        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "count": count, "ended": self._ended}
-        return self._taken(_ACQUIRE, values, "taking lanes")
+        return self._taken(_LONGEST_FREE, count=count)
 
     def acquire_all(self) -> list[Lease]:
         """Take all lanes of the outbox, or none if one is held or belongs to another source."""
-        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "ended": self._ended}
-        return self._taken(_ACQUIRE_ALL, values, "taking the lanes")
+        return self._taken(_ALL)
 
     def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
         """Free lanes at once. Does nothing for lanes that another relay has taken.
@@ -365,9 +353,10 @@ class LaneTable:
     def close(self) -> None:
         self._connection.close()
 
-    def _taken(self, query: str, values: Mapping[str, object], doing: str) -> list[Lease]:
+    def _taken(self, which: LiteralString, **values: object) -> list[Lease]:
         asked_at = time.monotonic()
-        rows = self._run(query, values, doing)
+        values |= {"me": self._me, "ttl": self._ttl, "source": self._source, "ended": self._ended}
+        rows = self._run(_ACQUIRE, values, "taking lanes", which=sql.SQL(which).format(**self._names))
         leases = [
             Lease(lane, epoch, self._ttl, asked_at, former_id, last_batch, self._me)
             for lane, epoch, former_id, last_batch, *_ in rows
@@ -376,9 +365,11 @@ class LaneTable:
             self.pauses = Pauses.of(orjson.loads(rows[0][4]))
         return sorted(leases, key=lambda lease: lease.lane)
 
-    def _run(self, query: str, values: Mapping[str, object], doing: str) -> Sequence[Any]:
+    def _run(
+        self, query: LiteralString, values: Mapping[str, object], doing: str, **more: sql.Composable
+    ) -> Sequence[Any]:
         with unavailable_on_error(doing), self._limited(), self._connection.cursor() as cursor:
-            cursor.execute(sql.SQL(query).format(**self._names), values)
+            cursor.execute(sql.SQL(query).format(**self._names, **more), values)
             return cursor.fetchall() if cursor.description else []
 
     def _limited(self) -> AbstractContextManager[object]:

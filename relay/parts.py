@@ -9,7 +9,7 @@ from outbox._app.settings import client_options
 from relay.config import Settings
 from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 
 def build_router(settings: Settings) -> Router:
@@ -27,9 +27,7 @@ def build_router(settings: Settings) -> Router:
 
 
 def build_failures(settings: Settings) -> Failures:
-    failures = settings.failures
-    policy = FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
-    return Failures(settings.db_schema, policy, build_router(settings))
+    return Failures(settings.db_schema, settings.failures, build_router(settings))
 
 
 def build_topics(settings: Settings, held: Callable[[], AbstractSet[str]] = frozenset) -> Topics:

@@ -25,16 +25,16 @@ import structlog
 from outbox._clients.clock import DatabaseClock
 from outbox.errors import SchemaError
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
-from relay.core.lane import LoopSettings
+from relay.core.lane import LoopSettings, listed
 from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
+from relay.core.reports import FailureLog, LoopReports, Meter, Reminder
 from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
-from relay.reports import FailureLog, LoopReports, Meter, Reminder, listed
 from relay.tasks.scheduled import NextDue
-from relay.upkeep import MaintenanceTask, UpkeepThread
+from relay.upkeep import MaintenanceTask
 
 log = structlog.get_logger("relay")
 
@@ -165,7 +165,7 @@ class Supervisor:
         threading.Thread(target=self._components.first_contact, name="first contact", daemon=True).start()
         done = threading.Event()
         for upkeep in self._components.upkeep:
-            UpkeepThread(upkeep, done, self._health).start()
+            upkeep.start(done, self._health)
         self._worker.start()
         try:
             while not stop.is_set():
@@ -322,10 +322,8 @@ class Supervisor:
             )
 
     def _release(self, table: LaneTable, let_go: Sequence[LetGo]) -> None:
-        ours = [gone for gone in let_go if not gone.lost]
-        if ours:
-            table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
-            log.info("lanes released", lanes=listed([gone.lease.lane for gone in ours]))
+        if ours := _release(table, let_go):
+            log.info("lanes released", lanes=listed(ours))
         if self._components.all_lanes is not None:
             if self._held.leases:
                 self._held.recall_all()
@@ -342,12 +340,12 @@ class Supervisor:
             self._take_all(table)
             return
         step = next_step(distribution, self._components.instance)
-        if step.acquire:
-            leases = table.acquire(step.acquire)
+        if step > 0:
+            leases = table.acquire(step)
             self._note_pauses(table)
             self._give(leases)
-        if step.release:
-            self._held.recall_up_to(step.release)
+        if step < 0:
+            self._held.recall_up_to(-step)
 
     def _note_source(self, *, waits: bool) -> None:
         if not waits:
@@ -368,11 +366,7 @@ class Supervisor:
         if table.pauses is None or table.pauses == known.now:
             return
         before, known.now = known.now, table.pauses
-        if (before.every_lane, before.lanes, before.topics) != (
-            known.now.every_lane,
-            known.now.lanes,
-            known.now.topics,
-        ):
+        if replace(before, numbers=known.now.numbers) != known.now:
             log.info(
                 "pauses have changed",
                 every_lane=known.now.every_lane,
@@ -464,17 +458,22 @@ class Supervisor:
         try:
             if self._table is None:
                 self._table = self._connect()
-            ours = [gone for gone in self._held.take_let_go() if not gone.lost]
+            let_go = self._held.take_let_go()
             if not self._worker.is_alive():
                 # A worker that ended with an error has not let go of its lanes.
-                ours += [LetGo(lease, clean=False) for lease in self._held.leases]
-            if ours:
-                self._table.release(
-                    [gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean]
-                )
+                let_go += [LetGo(lease, clean=False) for lease in self._held.leases]
+            _release(self._table, let_go)
             self._table.leave()
         except (Unavailable, SchemaError) as error:
             # The leases expire by themselves.
             log.warning("could not release the lanes", error=str(error))
         finally:
             self._disconnect()
+
+
+def _release(table: LaneTable, let_go: Sequence[LetGo]) -> list[int]:
+    """Release those of these lanes that no other relay has. Returns them."""
+    ours = [gone for gone in let_go if not gone.lost]
+    if ours:
+        table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
+    return [gone.lease.lane for gone in ours]

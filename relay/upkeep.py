@@ -11,14 +11,14 @@ import structlog
 from outbox.errors import SchemaError
 from relay.core.health import WorkerHealth
 from relay.core.ports import Unavailable
-from relay.reports import FailureLog
+from relay.core.reports import FailureLog
 
 log = structlog.get_logger("relay")
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceTask:
-    """A task besides publishing, which runs every ``seconds``.
+    """A task besides publishing, which runs every ``seconds``. Failures are logged like those of the control loop.
 
     Each has its own thread: leases must be renewed while it waits for a lock, and it must alert while everything else
     waits for a standby.
@@ -28,28 +28,22 @@ class MaintenanceTask:
     task: Callable[[], None]
     seconds: float
 
+    def start(self, stop: threading.Event, health: WorkerHealth) -> None:
+        """Run the task in a thread until ``stop``, whatever happens."""
+        threading.Thread(target=self._run, args=(stop, health), name=f"upkeep {self.name}", daemon=True).start()
 
-class UpkeepThread(threading.Thread):
-    """Runs a task until ``stop``, whatever happens. Failures are logged like those of the control loop."""
-
-    def __init__(self, upkeep: MaintenanceTask, stop: threading.Event, health: WorkerHealth) -> None:
-        super().__init__(name=f"upkeep {upkeep.name}", daemon=True)
-        self._upkeep = upkeep
-        self._stop_now = stop
-        self._health = health
-        self._failures = FailureLog("upkeep has to wait", upkeep=upkeep.name)
-
-    def run(self) -> None:
+    def _run(self, stop: threading.Event, health: WorkerHealth) -> None:
+        failures = FailureLog("upkeep has to wait", upkeep=self.name)
         while True:
             try:
-                self._upkeep.task()
+                self.task()
             except (Unavailable, SchemaError) as error:
-                self._failures.failed(error, self._health.upkeep_waits(self._upkeep.name))
+                failures.failed(error, health.upkeep_waits(self.name))
             except Exception:
-                self._health.upkeep_waits(self._upkeep.name)
-                log.exception("upkeep failed", upkeep=self._upkeep.name)
+                health.upkeep_waits(self.name)
+                log.exception("upkeep failed", upkeep=self.name)
             else:
-                self._failures.over()
-                self._health.upkeep_goes_on(self._upkeep.name)
-            if self._stop_now.wait(self._upkeep.seconds):
+                failures.over()
+                health.upkeep_goes_on(self.name)
+            if stop.wait(self.seconds):
                 return

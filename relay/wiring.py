@@ -24,12 +24,14 @@ from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
+from relay.core.reports import LoopReports
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
 from relay.kafka.first_contact import log_unreachable
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.partition_counts import PartitionCounts
+from relay.kafka.producer import Sending
 from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -46,16 +48,14 @@ from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.reports import LoopReports
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
 from relay.tasks.idempotency_keys import IdempotencyKeys
 from relay.tasks.scheduled import NextDue, ScheduledEvents
-from relay.tracing import TracedPublisher
 from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
-from relay.wal.session import Stream
+from relay.wal.session import Stream, StreamSession
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
 
@@ -200,12 +200,14 @@ class _Wal:
     def begin(self, leases: Sequence[Lease]) -> None:
         settings = self._settings
         self._stream = Stream(
-            slot_names(settings),
-            lambda: Replication(settings.require_database(), self._name),
-            self._connect,
-            leases,
-            max_events=4 * settings.relay.batch_size * min(len(leases), 8),
-            heartbeat_seconds=settings.wal.heartbeat_seconds,
+            lambda: StreamSession(
+                slot_names(settings),
+                lambda: Replication(settings.require_database(), self._name),
+                self._connect,
+                leases,
+                max_events=4 * settings.relay.batch_size * min(len(leases), 8),
+                heartbeat_seconds=settings.wal.heartbeat_seconds,
+            )
         )
 
     def end(self) -> None:
@@ -257,46 +259,35 @@ def _source(
 
 
 def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publisher]:
-    options, seconds, router = producer_options(settings), delivery_seconds(settings), build_router(settings)
-    archive = settings.relay.archive_days > 0
+    sending = Sending(
+        producer_options(settings),
+        build_router(settings),
+        topics,
+        settings.ce_source,
+        delivery_seconds(settings),
+        headers=settings.headers,
+        record_offsets=settings.relay.archive_days > 0,
+        at_most_once=settings.delivery is Delivery.AT_MOST_ONCE,
+        outbox=settings.name,
+    )
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
-    exact = settings.delivery is Delivery.EXACTLY_ONCE
     # Lanes' rows have the last one; a new publisher fences its predecessor.
     bases = deque([_new_base(settings)], maxlen=_BASES)
-    fencing = Fencing(options)
-    idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
+    fencing = Fencing(sending.options)
     # An option that librdkafka does not know ends the command here, not a turn later.
-    idempotent().close()
+    IdempotentPublisher(sending).close()
 
     def transactional(store: TakeoverStore) -> TransactionalPublisher:
         *abandoned, base_id = bases
+        takeover = Takeover(store, state, fencing, base_id, abandoned=abandoned)
         return TransactionalPublisher(
-            options,
-            router,
-            topics,
-            settings.ce_source,
-            seconds,
-            base_id=base_id,
-            takeover=Takeover(store, state, fencing, base_id, abandoned=abandoned),
-            lane_count=store.lane_count(),
-            state=state,
-            headers=settings.headers,
-            record_offsets=archive,
+            sending, base_id=base_id, takeover=takeover, lane_count=store.lane_count(), state=state
         )
 
     def new_publisher(source: Source) -> Publisher:
-        # Not the publisher's router: each remembers the types that it has seen.
-        return TracedPublisher(new_untraced(source), build_router(settings), settings.name)
-
-    def new_untraced(source: Source) -> Publisher:
         store = source.store
-        if not exact:
-            return idempotent(
-                takeover=Takeover(store, state, fencing, None),
-                headers=settings.headers,
-                record_offsets=archive,
-                at_most_once=settings.delivery is Delivery.AT_MOST_ONCE,
-            )
+        if settings.delivery is not Delivery.EXACTLY_ONCE:
+            return IdempotentPublisher(sending, Takeover(store, state, fencing, None))
         try:
             return transactional(store)
         except IdBusy as error:

@@ -78,24 +78,20 @@ class Reason(StrEnum):
     """See the log."""
 
 
+# The first that fits: some are kinds of others.
+_REASONS: Final = (
+    (StreamLost, Reason.STREAM_LOST),
+    (StateLost, Reason.STATE_LOST),
+    (UndecidedTransaction, Reason.UNDECIDED),
+    (LaneLocked, Reason.LANE_LOCKED),
+    (BrokerUnavailable, Reason.KAFKA),
+    (DatabaseUnavailable, Reason.POSTGRES),
+    (SchemaError, Reason.POSTGRES_REFUSES),
+)
+
+
 def reason_of(error: Exception) -> Reason:
-    match error:
-        case StreamLost():
-            return Reason.STREAM_LOST
-        case StateLost():
-            return Reason.STATE_LOST
-        case UndecidedTransaction():
-            return Reason.UNDECIDED
-        case LaneLocked():
-            return Reason.LANE_LOCKED
-        case BrokerUnavailable():
-            return Reason.KAFKA
-        case DatabaseUnavailable():
-            return Reason.POSTGRES
-        case SchemaError():
-            return Reason.POSTGRES_REFUSES
-        case _:
-            return Reason.OTHER
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.OTHER)
 
 
 @dataclass(frozen=True, slots=True)

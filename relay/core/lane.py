@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from outbox._clients.backoff import doubled, jittered
@@ -74,3 +75,9 @@ class Lane:
     taken: int = 0
     suspected: int = 0
     limit: int = 0
+
+
+def listed(lanes: Collection[int]) -> str:
+    """Return the numbers of lanes as text: all of a few, the first of many."""
+    some = sorted(lanes)
+    return ", ".join(map(str, some[:8])) + (", …" if len(some) > 8 else "")

@@ -57,7 +57,6 @@ from relay.core.ports import (
     Failed,
     Fetched,
     LaneLost,
-    Observer,
     Publisher,
     Receipt,
     Sent,
@@ -66,6 +65,7 @@ from relay.core.ports import (
     Unconfirmed,
     UnsettledBatch,
 )
+from relay.core.reports import LoopReports
 from relay.core.turn_sizes import TurnSizes
 
 # A lane that has failed for this long, while others work, no longer delays these.
@@ -91,7 +91,7 @@ class WorkerLoop:
         *,
         held: HeldLanes,
         stop: threading.Event,
-        observer: Observer,
+        observer: LoopReports,
         settings: LoopSettings,
         pauses: CurrentPauses | None = None,
     ) -> None:

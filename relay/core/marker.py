@@ -76,10 +76,6 @@ class Marker:
     commit_lsn: int | None = None
     writer: str | None = None
 
-    @property
-    def rows(self) -> list[tuple[int, str]]:
-        return list(zip(self.positions, self.event_ids, strict=True))
-
     def encode(self) -> bytes:
         """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
         steps = [b - a for a, b in zip((0, *self.positions), self.positions, strict=False)]

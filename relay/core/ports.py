@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SchemaError
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
@@ -193,6 +193,10 @@ class LaneLocked(DatabaseUnavailable):
         )
 
 
+class StandingError(SchemaError):
+    """Postgres refuses a statement, and will until data or schema change."""
+
+
 class LaneLost(OutboxError):
     """Another relay holds the lane now (its epoch has changed). Publish and settle nothing more."""
 
@@ -282,11 +286,9 @@ class TakeoverStore(Protocol):
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, Mapping[int, OutboxError]]:
         """Return the database's identity, and the lanes that have another owner. No identity if all of them have."""
-        ...
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
         """Settle the marker's events, and write our id into the lane's row. Returns the marker to go on from."""
-        ...
 
 
 class Source(Protocol):
@@ -300,62 +302,49 @@ class Source(Protocol):
     after either the caller closes the source.
     """
 
-    @property
-    def store(self) -> TakeoverStore:
-        """The database's side of taking lanes over."""
-        ...
+    store: TakeoverStore
+    """The database's side of taking lanes over."""
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""
-        ...
 
     def drop(self, lane: int) -> None:
         """Forget a lane and what is pending of it."""
-        ...
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return up to ``limits[lane]`` events of each of these lanes."""
-        ...
 
-    def confirm(self, deadline: float) -> Mapping[int, OutboxError]:
+    def confirm(self, deadline: float) -> Mapping[int, OutboxError]:  # noqa: ARG002
         """Wait until readers may see the fetched events, at most until ``deadline`` by time.monotonic().
 
         Returns the lanes whose events they must not see, as in ``Fetched.failed``. Also raises Unavailable at the
-        deadline.
+        deadline. By default there are none: a fetch has settled everything.
         """
-        ...
+        return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds from now on; see Publisher.paused."""
-        ...
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do not let other lanes wait for these, which have failed for long."""
-        ...
 
-    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
+    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:  # noqa: ARG002
         """Do not let other lanes wait for these, which are paused: they are in no ``fetch`` until they are left out
-        here. Called in each turn while lanes are paused.
-
-        Returns as ``settle`` does.
+        here. Called in each turn while lanes are paused. Returns as ``settle`` does; by default nothing has to be done.
         """
-        ...
+        return {}
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         """Record each lane's result; refused events at once. Returns lanes that failed, as in ``Fetched.failed``."""
-        ...
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
         """Settle what is pending of these lanes durably. Returns as ``settle`` does."""
-        ...
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
         """Wait for events of these lanes, at most about ``seconds``, or until ``stop``. Returns whether to fetch."""
-        ...
 
     def close(self) -> None:
         """Close the connection. Safe to call twice."""
-        ...
 
 
 class Publisher(Protocol):
@@ -372,47 +361,15 @@ class Publisher(Protocol):
         A lane must be joined before its events are published, by each new publisher. Raises Unavailable when no lane
         can be.
         """
-        ...
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Publish and wait for the acknowledgements. No reader may see any of it before ``confirm`` has returned."""
-        ...
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events that can't be published at present because of their topic."""
-        ...
 
     def serve(self) -> None:
         """Do the client's other work, before each fetch and while idle. Raises Unavailable: then it is unusable."""
-        ...
 
     def close(self) -> None:
         """Discard what is queued and disconnect. Safe to call twice."""
-        ...
-
-
-class Observer(Protocol):
-    """Receives the loop's reports. Must not raise and must not wait."""
-
-    def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
-        """Report events that Kafka had acknowledged at this time.monotonic()."""
-        ...
-
-    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        """Report how long a turn of this many events took.
-
-        Reading includes settling the previous turn, where both are one statement.
-        """
-        ...
-
-    def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """Report an event that can't be published as it is."""
-        ...
-
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        """Report that a server is unavailable, or an operator is needed. The loop retries after the wait."""
-        ...
-
-    def recovered(self, lanes: Collection[int]) -> None:
-        """Report the first success after ``unavailable``."""
-        ...

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from outbox._app.choices import HeaderSet
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import (
@@ -30,49 +28,27 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.producer import BatchProducer
-from relay.kafka.routing import Router
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.takeover import Takeover
-from relay.kafka.topics import Topics
+from relay.kafka.tracing import traced
 
 
 class IdempotentPublisher:
     """A worker's producer. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.producer_options; delivery_seconds is how long a turn may take; with
-    ``record_offsets`` the results have the topic, partition and offset of each event. ``at_most_once`` needs options
-    that never repeat a request. Refused events are then not searched for in smaller batches: all events of the request
-    are refused. And nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent
-    what comes after it: such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
+    At-most-once, refused events are not searched for in smaller batches: all events of the request are refused. And
+    nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent what comes after it:
+    such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        router: Router,
-        topics: Topics,
-        ce_source: str,
-        delivery_seconds: float,
-        *,
-        takeover: Takeover | None = None,
-        headers: HeaderSet = HeaderSet.BOTH,
-        record_offsets: bool = False,
-        at_most_once: bool = False,
-    ) -> None:
-        self._delivery_seconds = delivery_seconds
+    def __init__(self, sending: Sending, takeover: Takeover | None = None) -> None:
+        self.sending = sending
         self._takeover = takeover
-        self._at_most_once = at_most_once
+        self._delivery_seconds = sending.delivery_seconds
+        self._at_most_once = sending.at_most_once
         self._leases: dict[int, Lease] = {}
         self._cut: set[int] = set()
-        self._sender: BatchProducer | None = BatchProducer(
-            options,
-            router,
-            topics,
-            ce_source,
-            headers=headers,
-            record_offsets=record_offsets,
-            at_most_once=at_most_once,
-        )
+        self._sender: BatchProducer | None = BatchProducer(sending)
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
         """Fence and settle what a transactional producer may have left; most lanes have nothing of that kind."""
@@ -82,6 +58,7 @@ class IdempotentPublisher:
             return {}
         return self._takeover.take_over(former).failed
 
+    @traced
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Send in order and wait for all acknowledgements. Calls ``confirm`` first: sent events are visible at once."""
         sender = self._sender
@@ -142,7 +119,7 @@ class IdempotentPublisher:
         )
 
     def paused(self) -> frozenset[Kind]:
-        return frozenset() if self._sender is None else self._sender.paused()
+        return self.sending.topics.paused_kinds()
 
     def serve(self) -> None:
         if self._sender is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -24,7 +25,6 @@ from relay.core.ports import (
     BrokerUnavailable,
     Claim,
     DeliveryTimeout,
-    Kind,
     RecordMetadata,
     Refusal,
     TopicUnusable,
@@ -70,32 +70,38 @@ _LONGEST_FLUSH_SECONDS: Final = 0.01
 _FLUSH_GROWTH: Final = 1.2
 
 
-class BatchProducer:
-    """One producer and its current turn.
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How a worker's events are sent, by whichever publisher.
 
-    options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, not only for
-    failed ones; ``at_most_once``: events are not read again, so an event whose topic can't be written to is refused, or
-    it would be lost. Raises ConfigurationError when librdkafka refuses the options.
+    ``options`` are librdkafka's, from config.producer_options; ``delivery_seconds`` is how long a turn may take. With
+    ``record_offsets`` the results have the topic, partition and offset of each event. ``at_most_once``: events are not
+    read again, so an event whose topic can't be written to is refused, or it would be lost; it needs options that never
+    repeat a request. ``outbox`` is the outbox's name in spans.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        router: Router,
-        topics: Topics,
-        ce_source: str,
-        *,
-        headers: HeaderSet = HeaderSet.BOTH,
-        record_offsets: bool = False,
-        at_most_once: bool = False,
-    ) -> None:
-        self._router = router
-        self._topics = topics
-        self._ce_source = ce_source
-        self._headers = headers
-        self._at_most_once = at_most_once
-        self._transactional = "transactional.id" in options
-        self._records: dict[int, RecordMetadata] | None = {} if record_offsets else None
+    options: Mapping[str, Any]
+    router: Router
+    topics: Topics
+    ce_source: str
+    delivery_seconds: float
+    headers: HeaderSet = HeaderSet.BOTH
+    record_offsets: bool = False
+    at_most_once: bool = False
+    outbox: str = ""
+
+
+class BatchProducer:
+    """One producer and its current turn. Raises ConfigurationError when librdkafka refuses the options."""
+
+    def __init__(self, sending: Sending, transactional_id: str | None = None) -> None:
+        self._router = sending.router
+        self._topics = sending.topics
+        self._ce_source = sending.ce_source
+        self._headers = sending.headers
+        self._at_most_once = sending.at_most_once
+        self._transactional = transactional_id is not None
+        self._records: dict[int, RecordMetadata] | None = {} if sending.record_offsets else None
         # Never reset: a producer with a failure is discarded.
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._partitions: dict[int, int | None] = {}
@@ -112,16 +118,16 @@ class BatchProducer:
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Refusal]] = {}
         self.left_out: set[int] = set()
-        try:
+        options = {
+            **complete(sending.options),
             # Callbacks only for failures: one per message would cost a large part of the time to send it.
-            self.producer = Producer(
-                {
-                    **complete(options),
-                    "delivery.report.only.error": not record_offsets,
-                    "error_cb": weak_callback(self._on_error),
-                },
-                logger=silent_logger(),
-            )
+            "delivery.report.only.error": not sending.record_offsets,
+            "error_cb": weak_callback(self._on_error),
+        }
+        if transactional_id is not None:
+            options["transactional.id"] = transactional_id
+        try:
+            self.producer = Producer(options, logger=silent_logger())
         except KafkaException as error:
             raise refused_options(error) from error
 
@@ -360,17 +366,15 @@ class BatchProducer:
         text = self.fatal.str() if self.fatal is not None else "the batch was dropped"
         return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
 
-    def forbidden_topics(self) -> list[str]:
-        """Return the topics of this turn that this user may not write to, and mark them unusable."""
+    def forbidden(self) -> TopicUnusable | None:
+        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
         with unavailable_on_kafka_error("asking for rights on topics"):
-            return self._topics.forbidden(self._used)
+            topics = ", ".join(map(repr, self._topics.forbidden(self._used)))
+        return TopicUnusable(f"the relay may not write to {topics}: grant it WRITE and DESCRIBE") if topics else None
 
     def note_written(self) -> None:
         self._connections.forget()
         self._topics.written(self._used)
-
-    def paused(self) -> frozenset[Kind]:
-        return self._topics.paused_kinds()
 
     def explained(self, error: KafkaException) -> KafkaException:
         """Return an exception of the producer, with the reason why its connections fail if that has caused it."""

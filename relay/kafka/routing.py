@@ -42,17 +42,11 @@ class Router:
     ) -> None:
         for aggregate_type, route in (routes or {}).items():
             for topic in (route.topic, route.dead_letter_topic):
-                problem = relay_topic_problem(topic) if topic is not None else None
-                if problem:
-                    raise ConfigurationError(f"routes: {aggregate_type!r} → {topic!r}: {problem}")
+                _require_name(topic, f"routes: {aggregate_type!r} → {topic!r}")
         if "{aggregate_type}" not in template:
             raise ConfigurationError(f"topic_template must contain {{aggregate_type}}, it is {template!r}")
-        problem = relay_topic_problem(template.replace("{aggregate_type}", "x"))
-        if problem:
-            raise ConfigurationError(f"topic_template {template!r}: {problem}")
-        problem = relay_topic_problem(dead_letter_topic) if dead_letter_topic is not None else None
-        if problem:
-            raise ConfigurationError(f"failures.dead_letter_topic {dead_letter_topic!r}: {problem}")
+        _require_name(template.replace("{aggregate_type}", "x"), f"topic_template {template!r}")
+        _require_name(dead_letter_topic, f"failures.dead_letter_topic {dead_letter_topic!r}")
         self._listed = bool(routes)
         self._routes: dict[str, Route] = dict(routes or {})
         self._template = template
@@ -114,3 +108,9 @@ class Router:
             return self.route(claim.aggregate_type).dead_letter_topic
         except NoRoute:
             return None
+
+
+def _require_name(topic: str | None, where: str) -> None:
+    problem = None if topic is None else relay_topic_problem(topic)
+    if problem:
+        raise ConfigurationError(f"{where}: {problem}")

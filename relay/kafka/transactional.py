@@ -47,11 +47,10 @@ import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox._app.choices import HeaderSet
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
@@ -75,11 +74,10 @@ from relay.core.ports import (
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
-from relay.kafka.producer import REFUSALS, BatchProducer
-from relay.kafka.routing import Router
+from relay.kafka.producer import REFUSALS, BatchProducer, Sending
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
-from relay.kafka.topics import Topics
+from relay.kafka.tracing import traced
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9
@@ -90,11 +88,9 @@ _ABORT_SECONDS: Final = 2.0
 class _TransactionalProducer(BatchProducer):
     """A producer with its transactional id that checks whether its commits were clean."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self.ends = 0
-        self.initialized = False
-        self.suspicious = False
-        super().__init__(*args, **more)
+    ends = 0
+    initialized = False
+    suspicious = False
 
 
 class _NotConfirmed(Exception):
@@ -108,54 +104,31 @@ class _NotConfirmed(Exception):
 class TransactionalPublisher:
     """A worker's transactional producers. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows;
-    ``lane_count`` is the number of partitions that the state topic needs. The constructor fences this worker's former
-    publisher. Raises Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
+    ``base_id`` is written into the lanes' rows; ``lane_count`` is the number of partitions that the state topic needs.
+    The constructor fences this worker's former publisher. Raises Unavailable (IdBusy, which another ``base_id`` avoids)
+    or ConfigurationError.
     """
 
     def __init__(
-        self,
-        options: Mapping[str, Any],
-        router: Router,
-        topics: Topics,
-        ce_source: str,
-        delivery_seconds: float,
-        *,
-        base_id: str,
-        takeover: Takeover,
-        lane_count: int,
-        state: StateTopic,
-        headers: HeaderSet = HeaderSet.BOTH,
-        record_offsets: bool = False,
+        self, sending: Sending, *, base_id: str, takeover: Takeover, lane_count: int, state: StateTopic
     ) -> None:
-        self._delivery_seconds = delivery_seconds
+        self.sending = sending
+        self._delivery_seconds = sending.delivery_seconds
+        options = sending.options
         backoff_ms = min(int(options["retry.backoff.ms"]), int(options["retry.backoff.max.ms"]))
         self._clean_seconds = backoff_ms / 1000 * _CLEAN_PART
         self._base_id = base_id
         self._takeover = takeover
         self._lane_count = lane_count
-        self._topics = topics
         self._state = state
         self._joined: dict[int, Marker] = {}
         """The lanes that were taken over, each with its last marker on Kafka, under our epoch."""
         self._turn = 0
         self._closed = False
         self._senders: list[_TransactionalProducer] = []
-
-        def new_sender(transactional_id: str) -> _TransactionalProducer:
-            return _TransactionalProducer(
-                {**options, "transactional.id": transactional_id},
-                router,
-                topics,
-                ce_source,
-                headers=headers,
-                record_offsets=record_offsets,
-            )
-
-        self._new_sender = new_sender
         try:
             for each in own_ids(base_id):
-                self._senders.append(new_sender(each))
+                self._senders.append(_TransactionalProducer(sending, each))
             busy = [error for sender in self._senders if (error := self._init(sender)) is not None]
             if busy:
                 raise busy[0]
@@ -184,6 +157,7 @@ class TransactionalPublisher:
                 self._joined[lane] = marker
         return failed
 
+    @traced
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Send the events and a marker for each lane in one transaction, and commit it after ``confirm``."""
         if (unfit := self._unfit()) is not None:
@@ -207,7 +181,7 @@ class TransactionalPublisher:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
             aborted = self._abort(sender)
-            if dropped and (forbidden := self._forbidden(sender)) is not None:
+            if dropped and (forbidden := sender.forbidden()) is not None:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
@@ -222,7 +196,7 @@ class TransactionalPublisher:
         return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
-        return frozenset().union(*(sender.paused() for sender in self._senders))
+        return self.sending.topics.paused_kinds()
 
     def serve(self) -> None:
         """Serve librdkafka's callbacks; initialize the next producer if it is a new one.
@@ -289,7 +263,7 @@ class TransactionalPublisher:
         """Initialize a producer's id. Returns the error if the id is still busy."""
         doing = "beginning with this worker's transactional.id"
         # A topic that takes no messages may also keep a transaction from ending: new ids are better than waiting.
-        busy_seconds = BUSY_SECONDS if self._topics.reasons() else _INIT_SECONDS
+        busy_seconds = BUSY_SECONDS if self.sending.topics.reasons() else _INIT_SECONDS
         try:
             initialize(sender.producer, _INIT_SECONDS, busy_seconds)
         except KafkaException as error:
@@ -371,7 +345,7 @@ class TransactionalPublisher:
         if code == KafkaError._FATAL and sender.fatal is not None:
             # The cause of the fatal error says more: mostly a fence.
             return self._explained(KafkaException(sender.fatal), "publishing"), (), aborted
-        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
+        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := sender.forbidden()) is not None:
             return forbidden, (), aborted
         if sender.failed:
             # The errors of messages say more than the transaction's, which they caused.
@@ -379,13 +353,6 @@ class TransactionalPublisher:
             if isinstance(failure, BatchRefused | TopicUnusable):
                 return failure, blamed, aborted
         return self._explained(error, "publishing"), (), aborted
-
-    def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
-        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
-        topics = sender.forbidden_topics()
-        if not topics:
-            return None
-        return TopicUnusable(f"the relay may not write to {', '.join(map(repr, topics))}: grant it WRITE and DESCRIBE")
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()
@@ -424,5 +391,5 @@ class TransactionalPublisher:
         """
         sender.close()
         number = self._senders.index(sender)
-        self._senders[number] = self._new_sender(own_ids(self._base_id)[number])
+        self._senders[number] = _TransactionalProducer(self.sending, own_ids(self._base_id)[number])
         self._turn += 1

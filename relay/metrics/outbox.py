@@ -22,7 +22,7 @@ _EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 
 
 class TurnMetrics:
-    """The metrics of this process's turns; see supervisor.Meter. Counters start at zero with each process."""
+    """The metrics of this process's turns; see core/reports.py. Counters start at zero with each process."""
 
     def __init__(self, registry: CollectorRegistry, delays: PublishDelays) -> None:
         self.delays = delays.observe

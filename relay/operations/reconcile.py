@@ -344,8 +344,7 @@ class Reconciler:
         return marker, None
 
     def _gone(self, lane: int, marker: Marker) -> int:
-        named = marker.rows
-        values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
+        values = {"lane": lane, "ids": list(marker.positions), "event_ids": list(marker.event_ids)}
         [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
         return int(gone)
 
@@ -355,7 +354,7 @@ class Reconciler:
             return None
         if self._ended is None:
             with closing(self._replicate()) as replication:
-                self._ended = {switch.timeline: switch.lsn for switch in replication.switches(seen.timeline)}
+                self._ended = replication.switches(seen.timeline)
         return self._ended.get(timeline)
 
     # -- hanging transactions

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, LiteralString
-
-from psycopg import sql
+from typing import Any, Final
 
 from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
@@ -365,7 +363,7 @@ class LaneReader:
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
-            return {row[0] for row in self._rows_of(self._queries.with_failures, lanes=list(lanes))}
+            return {row[0] for row in self._session.rows(self._queries.with_failures, lanes=list(lanes))}
 
     def _looks(self) -> Collection[int]:
         """Return the lanes whose failures have to be counted in this turn."""
@@ -390,10 +388,10 @@ class LaneReader:
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         unsure = [(lane, id_) for lane, state in self._lanes.items() if state.known for id_ in state.unsure]
         if unknown:
-            self._note(unknown, self._rows_of(self._queries.failures, lanes=unknown))
+            self._note(unknown, self._session.rows(self._queries.failures, lanes=unknown))
         if unsure:
             lanes, ids = [lane for lane, _ in unsure], [id_ for _, id_ in unsure]
-            self._note({*lanes}, self._rows_of(self._queries.some_failures, lanes=lanes, ids=ids))
+            self._note({*lanes}, self._session.rows(self._queries.some_failures, lanes=lanes, ids=ids))
         if self._row_marks is not None:
             self._use_row_marks(self._row_marks, new, in_hand)
         waiting = [lane for lane, state in self._lanes.items() if self.left_out or state.failures]
@@ -401,7 +399,7 @@ class LaneReader:
             # A topic may be paused for hours, a key blocked for days.
             self._ends_at = time.monotonic()
             above = [self._marks.above(lane) for lane in waiting]
-            for lane, last in self._rows_of(self._queries.last_ids, lanes=waiting, above=above):
+            for lane, last in self._session.rows(self._queries.last_ids, lanes=waiting, above=above):
                 if last is not None:
                     self._marks.settled(lane, last)
 
@@ -447,12 +445,9 @@ class LaneReader:
             state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
             state.found = ()
 
-    def _rows_of(self, query: LiteralString | sql.Composed, **values: Any) -> list[Any]:
-        return self._session.connection.execute(query, values).fetchall()
-
     def _take_kept(self) -> None:
         """Take over the marks that the source before has left, where they hold on this server."""
-        kept, server = self._kept, Server(*self._rows_of(SERVER)[0])
+        kept, server = self._kept, Server(*self._session.rows(SERVER)[0])
         lanes, kept.lanes = kept.lanes, {}
         if kept.server is None or not kept.server.has_become(server) or not kept.left_out <= self.left_out:
             return
@@ -483,11 +478,11 @@ class LaneReader:
             marks.keep(self._server.system_identifier, sure, above)
 
     def _draw_xid(self) -> int:
-        ((xid, *server),) = self._rows_of(DRAW_XID)
+        ((xid, *server),) = self._session.rows(DRAW_XID)
         self._server = Server(*server)
         return int(xid)
 
     def _xmin(self) -> int:
         assert self._server is not None
-        ((xmin,),) = self._rows_of(XMIN, wal_position=self._server.wal_position)
+        ((xmin,),) = self._session.rows(XMIN, wal_position=self._server.wal_position)
         return int(xmin)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from hashlib import sha256
-from typing import Any, Final
+from typing import Final
 
 from relay.core.ports import Claim
 from relay.polling.blocked_keys import BlockedKeys
@@ -48,7 +48,7 @@ class RowMarks:
         """Return the marks of lanes that are new here, with the failures that they have now, where they hold."""
         if not failures:
             return {}
-        rows = self._execute(self._queries.left_marks, {"lanes": list(failures)})
+        rows = self._session.rows(self._queries.left_marks, lanes=list(failures))
         for lane in failures:
             self._written.pop(lane, None)
         return {lane: mark for lane, mark, digest, server in rows if digest == _digest(server, mark, failures[lane])}
@@ -73,12 +73,9 @@ class RowMarks:
         }
         # Behind a pooler a statement alone is a pipeline with its settings, and would lock the rows until the Sync.
         with self._session.connection.transaction() if self._session.pooled else nullcontext():
-            rows = self._execute(self._queries.keep_marks, values)
+            rows = self._session.rows(self._queries.keep_marks, **values)
         for (lane,) in rows:
             self._written[lane] = marks[lane]
-
-    def _execute(self, query: Any, values: Mapping[str, Any]) -> list[Any]:
-        return self._session.connection.execute(query, values).fetchall()
 
 
 def unsettled_above(mark: int, in_hand: Sequence[Claim]) -> int:

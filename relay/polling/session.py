@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, LiteralString, NamedTuple
 
 import orjson
 import psycopg
@@ -177,6 +177,10 @@ class Session:
             self._read(plan)
 
         self.settlement.background.start(read)
+
+    def rows(self, query: LiteralString | sql.Composed, **values: Any) -> list[Any]:
+        """Return the rows of a query. Nothing may be in progress."""
+        return self.connection.execute(query, values).fetchall()
 
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
         lost: psycopg.OperationalError | None = None

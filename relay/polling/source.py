@@ -41,7 +41,7 @@ import psycopg
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Batches, Claim, Fetched, Kind, Receipt, Refusal, UnsettledBatch
+from relay.core.ports import Batches, Claim, Fetched, Kind, Receipt, Refusal, Source, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.kept_marks import KeptMarks
@@ -61,7 +61,7 @@ _CLIENT_STEP_SECONDS: Final = 0.002
 TURN_BYTES: Final = 16 << 20
 
 
-class PollingSource:
+class PollingSource(Source):
     """The rows of a worker's lanes. Holds one connection, in autocommit. See ports.Source for the contract.
 
     ``connect`` opens a new connection. With ``archive`` published events are kept in ``published``. ``watch_seconds``
@@ -167,10 +167,6 @@ class PollingSource:
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do nothing: rows of different lanes do not wait for each other."""
-
-    def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: rows of a lane that is not fetched stay in the table."""
-        return {}
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         failed = self.settlement.finish()

@@ -110,7 +110,10 @@ class Sweep:
                     while left and not connection.closed and not self._stop.is_set():
                         lane = left.pop(0)
                         try:
-                            self._sweep_one(connection, lane, lanes[lane], left_out)
+                            with unavailable_on_error(f"sweeping lane {lane}"):
+                                found = self._sweep(connection, lane, lanes[lane], left_out)
+                            seconds = 0.0 if self._stop.is_set() else _AGAIN_SECONDS if found else _SWEEP_SECONDS
+                            self.due_at[lane] = time.monotonic() + seconds
                         except Exception as error:  # noqa: BLE001  the other lanes must be swept
                             failed[lane] = error
         except Exception as error:  # noqa: BLE001  the turns go on
@@ -123,12 +126,6 @@ class Sweep:
                 lanes=[*failed],
                 error=str(next(iter(failed.values()))),
             )
-
-    def _sweep_one(self, connection: psycopg.Connection[Any], lane: int, mark: int, left_out: Collection[Kind]) -> None:
-        with unavailable_on_error(f"sweeping lane {lane}"):
-            found = self._sweep(connection, lane, mark, left_out)
-        seconds = 0.0 if self._stop.is_set() else _AGAIN_SECONDS if found else _SWEEP_SECONDS
-        self.due_at[lane] = time.monotonic() + seconds
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:

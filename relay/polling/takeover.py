@@ -39,14 +39,13 @@ class RowTakeover:
     def lane_count(self) -> int:
         self._session.free()
         with unavailable_on_error("counting lanes"):
-            row = self._connection.execute(self._queries.lane_count).fetchone()
-        assert row is not None
-        return int(row[0])
+            ((count,),) = self._session.rows(self._queries.lane_count)
+        return int(count)
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         self._session.free()
         with unavailable_on_error("looking at the lanes"):
-            rows = self._connection.execute(self._queries.still_held, lease_values(leases)).fetchall()
+            rows = self._session.rows(self._queries.still_held, **lease_values(leases))
         self._identity = Identity(*rows[0][1:]) if rows else None
         held = {row[0] for row in rows}
         lost: dict[int, OutboxError] = {
@@ -118,16 +117,15 @@ class RowTakeover:
         )
 
     def _settle_marker(self, lane: int, last_batch: int | None, adopted: Marker) -> None:
-        rows = adopted.rows
-        ids = [n for n, _ in rows]
-        gone = self._connection.execute(
-            self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
-        ).fetchone()
-        if last_batch != RECREATED and gone is not None and gone[0] != len(ids):
+        ids = list(adopted.positions)
+        ((gone,),) = self._session.rows(
+            self._queries.settle_marker, lane=lane, ids=ids, event_ids=list(adopted.event_ids)
+        )
+        if last_batch != RECREATED and gone != len(ids):
             # They were durable before they were published, and no other relay settles them.
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
-                f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "
+                f"only {gone}: it has lost commits (a restore, or a failover to a standby that was behind), "
                 "or events were deleted by hand. See `outbox relay reconcile`"
             )
         self._failures.forget(self._connection, lane, ids)

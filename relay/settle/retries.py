@@ -20,7 +20,6 @@ ever dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
@@ -28,6 +27,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from outbox._app.choices import OnFailure
+from outbox._app.settings import FailureSettings
 from outbox.event import ATTEMPTS, DEAD_LETTER, MAX_EVENT_BYTES, PAYLOAD_OMITTED
 from relay.core.ports import Claim
 from relay.failpoints import failpoint
@@ -86,19 +86,10 @@ UPDATE {failures} SET next_attempt_at = 'infinity' WHERE lane = %(lane)s AND id 
 _FORGET: Final = "DELETE FROM {failures} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])"
 
 
-@dataclass(frozen=True, slots=True)
-class FailurePolicy:
-    """How often an event is tried, and the shortest and longest wait between tries, in seconds; waits double."""
-
-    max_attempts: int = 10
-    min_backoff_seconds: float = 1.0
-    max_backoff_seconds: float = 600.0
-
-
 class Failures:
     """The statements. Each runs in the caller's transaction, which has checked the lane's epoch under a row lock."""
 
-    def __init__(self, schema: str, policy: FailurePolicy, router: Router) -> None:
+    def __init__(self, schema: str, policy: FailureSettings, router: Router) -> None:
         self._policy = policy
         self._router = router
         names = names_of(schema)

@@ -50,6 +50,7 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.background import Background
+from relay.core.lane import listed
 from relay.core.lease import Lease
 from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
 from relay.database import unavailable_on_error
@@ -460,11 +461,8 @@ def _versions(held: Sequence[SettledLane]) -> str:
 
 
 def lanes_text(lanes: Collection[int]) -> str:
-    """Return lanes for error texts: all of a few, the first of many."""
-    some = sorted(lanes)
-    if len(some) == 1:
-        return f"lane {some[0]}"
-    return f"lanes {', '.join(map(str, some[:8]))}{', …' if len(some) > 8 else ''}"
+    """Return lanes for error texts."""
+    return f"lane{'' if len(lanes) == 1 else 's'} {listed(lanes)}"
 
 
 def by_lane(claims: Iterable[Claim]) -> dict[int, list[Claim]]:

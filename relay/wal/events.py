@@ -102,16 +102,12 @@ class EventReader:
             return
         if relation != self._events_oid or self._columns is None:
             raise SchemaError("the stream has a row of a table that it did not describe")
-        self._add(*self._columns.event(new, self._lane_total))
-
-    def _next(self) -> WalPosition:
         if self._transaction is None:
             raise SchemaError("the stream has an event outside of any transaction")
+        id_, lane = self._columns.event(new, self._lane_total)
         self._number += 1
-        return WalPosition(self._transaction.final_lsn, self._number, self._transaction.xid)
-
-    def _add(self, id_: int, lane: int) -> None:
-        self.new[lane].append(StreamEvent(id_, self._next()))
+        at = WalPosition(self._transaction.final_lsn, self._number, self._transaction.xid)
+        self.new[lane].append(StreamEvent(id_, at))
 
 
 class _Columns:

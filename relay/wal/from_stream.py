@@ -158,12 +158,8 @@ class StreamReader:
     def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
         """Execute the statement that reads as many rows of events as fit."""
         named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        values = {
-            "lanes": array([each[0] for each in named]),
-            "ids": array([each[1] for each in named]),
-            "numbers": array([each[2] for each in named]),
-            "max_bytes": self._lane_bytes(announced),
-        }
+        lanes, ids, numbers = map(array, zip(*named, strict=True))
+        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": self._lane_bytes(announced)}
         self._rows.execute(self._queries.by_ids, values)
 
     def _read(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, assert_never
+from typing import Final, assert_never
 
-import psycopg
+import structlog
 
 from outbox.errors import OutboxError
 from relay.core.ports import Claim, Fetched
@@ -15,20 +15,32 @@ from relay.polling.low_water_mark import LOWEST
 from relay.settle.settlement import lanes_text
 from relay.wal.channel import Channel
 from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
+from relay.wal.session import Stream
 from relay.wal.slot import current_snapshot
+
+log = structlog.get_logger("relay")
 
 _DROPPED_AT_ONCE: Final = 5000
 
 
 class TableReader:
-    """Reads turns from the table. ``leaves_out``: events of some kinds stay there."""
+    """Reads turns from the table. ``leaves_out``: events of some kinds stay there.
 
-    def __init__(self, lanes: StreamLanes) -> None:
+    ``absent`` are owned lanes whose take-over keeps failing (for example with a lost state); the others go on without
+    them. There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill
+    the stream. So such a lane is put into the state ``table``, durably, and its events in the stream are dropped, as in
+    that state: their rows stay in the table until they are settled. That is correct before the lane is taken over, too:
+    then the marker settles what its former holder has published, by ids, and everything else is read from the table.
+    """
+
+    def __init__(self, lanes: StreamLanes, stream: Stream) -> None:
         self._lanes = lanes
+        self._stream = stream
         self._table = lanes.table
         self._settlement = lanes.table.settlement
         self._queries = lanes.queries
         self.leaves_out = False
+        self.absent: Collection[int] = ()
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
         """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``."""
@@ -110,19 +122,53 @@ class TableReader:
             lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
 
     def drop(self, channel: Channel) -> None:
-        if drop_visible(self._table.connection, channel):
+        if self._drop_visible(channel):
             self._lanes.delays.reset()
         elif channel.waiting:
             self._lanes.delays.await_visibility()
 
+    def leave_absent(self, present: Collection[int]) -> None:
+        """Move absent lanes to the table, where possible. ``present`` are lanes that were just read."""
+        for number in present:
+            self._lanes[number].absent = False
+        absent = [number for number in self.absent if number in self._lanes and number not in present]
+        session = self._stream.session
+        if not absent or session is None:
+            return
+        session.begin_without(absent)
+        for number in absent:
+            channel = session.channel(number)
+            # Published events must be settled before the lane changes its state; the loop does that first.
+            if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
+                while self._drop_visible(channel):
+                    pass
 
-def drop_visible(connection: psycopg.Connection[Any], channel: Channel) -> bool:
-    """Drop the next events whose rows are visible in the table, up to the first that is not. Returns whether any is."""
-    events = channel.take(_DROPPED_AT_ONCE)
-    if not events:
-        return False
-    snapshot = current_snapshot(connection)
-    visible = next((n for n, event in enumerate(events) if not snapshot.sees(event.at.xid)), len(events))
-    channel.put_back(events[visible:])
-    channel.done([event.at for event in events[:visible]])
-    return visible > 0
+    def _leave(self, number: int, channel: Channel) -> bool:
+        """Put an absent lane into the state ``table``. Returns whether it is in that state."""
+        lane = self._lanes[number]
+        if lane.absent:
+            return True
+        with unavailable_on_error(f"recording the state of lane {number}"):
+            row = self._table.connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
+        # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
+        # retried.
+        if row is not None:
+            lane.absent, lane.state, lane.batch = True, InTable(), ()
+            channel.rewind()
+            self._table.reader.read_all_again(number)
+            log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
+        return row is not None
+
+    def _drop_visible(self, channel: Channel) -> bool:
+        """Drop the next events whose rows are visible in the table, up to the first that is not.
+
+        Returns whether any is.
+        """
+        events = channel.take(_DROPPED_AT_ONCE)
+        if not events:
+            return False
+        snapshot = current_snapshot(self._table.connection)
+        visible = next((n for n, event in enumerate(events) if not snapshot.sees(event.at.xid)), len(events))
+        channel.put_back(events[visible:])
+        channel.done([event.at for event in events[:visible]])
+        return visible > 0

@@ -12,7 +12,6 @@ import select
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any, Final
 
@@ -55,14 +54,6 @@ _NEEDS: Final = {
 
 class SlotInUse(Unavailable):
     """Another connection reads the slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Switch:
-    """The end of a timeline, where a standby was promoted."""
-
-    timeline: int
-    lsn: int
 
 
 def lsn_text(lsn: int) -> str:
@@ -109,13 +100,13 @@ class Replication:
         row = self._command("IDENTIFY_SYSTEM")
         return row[0], int(row[1])
 
-    def switches(self, timeline: int) -> list[Switch]:
-        """Return where each timeline before this one ended, oldest first. Timeline 1 has none before it."""
+    def switches(self, timeline: int) -> dict[int, int]:
+        """Return where each timeline before this one ended: where a standby was promoted."""
         if timeline == 1:
-            return []
+            return {}
         content = self._command(f"TIMELINE_HISTORY {int(timeline)}")[1]
         lines = (re.match(r"\s*(\d+)\s+([0-9A-Fa-f]+/[0-9A-Fa-f]+)", line) for line in content.splitlines())
-        return [Switch(int(line[1]), parse_lsn(line[2])) for line in lines if line is not None]
+        return {int(line[1]): parse_lsn(line[2]) for line in lines if line is not None}
 
     def start(self, slot: str, publication: str) -> None:
         """Start streaming from the slot's confirmed position. Raises SlotInUse while another connection reads it."""

@@ -33,7 +33,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, Final
 
 import psycopg
@@ -57,30 +56,13 @@ _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _LOG_SECONDS: Final = 60.0
 _ENDS: Final = 1000
-Connect = Callable[[], psycopg.Connection[Any]]
 
 
 class Stream:
-    """The stream that a relay reads from the WAL for all its lanes. Thread-safe.
+    """The stream that a relay reads from the WAL for all its lanes: one session after the other. Thread-safe."""
 
-    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. A
-    session starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names
-    the lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
-    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
-    """
-
-    def __init__(
-        self,
-        names: SlotNames,
-        replicate: Callable[[], Replication],
-        connect: Connect,
-        leases: Sequence[Lease],
-        max_events: int = 30_000,
-        heartbeat_seconds: float = 10.0,
-    ) -> None:
-        self._new_session = partial(
-            StreamSession, names, replicate, connect, leases, max_events=max_events, heartbeat_seconds=heartbeat_seconds
-        )
+    def __init__(self, new_session: Callable[[], StreamSession]) -> None:
+        self._new_session = new_session
         self._lock = threading.Lock()
         self._session: StreamSession | None = None
         self._closed = False
@@ -99,30 +81,11 @@ class Stream:
                 self._session = self._new_session()
             return self._session.join(lane, published_lsn, timeline)
 
-    def begin_without(self, lanes: Collection[int]) -> None:
-        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
+    @property
+    def session(self) -> StreamSession | None:
+        """The session that lanes have joined last; None before the first."""
         with self._lock:
-            if self._session is not None:
-                self._session.begin_without(lanes)
-
-    def channel(self, lane: int) -> Channel | None:
-        """Return the lane's channel if the stream is being read, even if the lane has not joined."""
-        with self._lock:
-            session = self._session
-        return None if session is None else session.channel(lane)
-
-    def wait(self, lanes: Collection[int], seconds: float) -> bool:
-        """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
-        with self._lock:
-            session = self._session
-        if session is None:
-            return True
-        return session.wait(lanes, seconds)
-
-    def absent(self) -> Collection[int]:
-        """Return the lanes that have not joined: until they have, nothing is read."""
-        with self._lock:
-            return () if self._session is None else self._session.absent()
+            return self._session
 
     def close(self) -> None:
         """Send the last feedback, and release the slot. Safe to call twice."""
@@ -134,17 +97,22 @@ class Stream:
 
 
 class StreamSession:
-    """The lifetime of one replication connection, in a thread. ``error`` is what ended it."""
+    """The lifetime of one replication connection, in a thread. ``error`` is what ended it.
+
+    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. It
+    starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names the
+    lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
+    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
+    """
 
     def __init__(
         self,
         names: SlotNames,
         replicate: Callable[[], Replication],
-        connect: Connect,
+        connect: Callable[[], psycopg.Connection[Any]],
         leases: Sequence[Lease],
-        *,
-        max_events: int,
-        heartbeat_seconds: float,
+        max_events: int = 30_000,
+        heartbeat_seconds: float = 10.0,
     ) -> None:
         self._names = names
         self._replicate = replicate
@@ -196,6 +164,7 @@ class StreamSession:
         return channel
 
     def begin_without(self, lanes: Collection[int]) -> None:
+        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
         absent = set(self.absent())
         begun = self._thread.ident is not None or self.error is not None
         if begun or not absent or not self._channels or not absent <= set(lanes):
@@ -207,6 +176,7 @@ class StreamSession:
         self._thread.start()
 
     def channel(self, lane: int) -> Channel | None:
+        """Return the lane's channel if the stream is being read, even if the lane has not joined."""
         return self._channels.get(lane) if self.running.is_set() else None
 
     def freed(self, count: int) -> None:
@@ -216,10 +186,12 @@ class StreamSession:
                 self._room.notify_all()
 
     def absent(self) -> Collection[int]:
+        """Return the lanes that have not joined: until they have, nothing is read."""
         absent = self._not_joined
         return [lease.lane for lease in self._leases if lease.lane not in self._channels or lease.lane in absent]
 
     def wait(self, lanes: Collection[int], seconds: float) -> bool:
+        """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
         with self._arrived:
             if not self._anything(lanes):
                 self._arrived.wait(seconds)

@@ -238,14 +238,14 @@ class Slot:
         # Two of these are where a commit record begins. A record that begins where the timelines diverged is not in
         # this history.
         furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, published_lsn + 1)
-        left = [switch.lsn for switch in replication.switches(now) if switch.timeline == state.timeline]
-        if not left or left[0] < furthest:
-            where = lsn_text(left[0]) if left else "an unknown place"
+        left = replication.switches(now).get(state.timeline or 0)
+        if left is None or left < furthest:
+            where = "an unknown place" if left is None else lsn_text(left)
             raise StreamLost(
                 f"this server is on timeline {now}, which left timeline {state.timeline} at {where}; events up to "
                 f"{lsn_text(furthest)} of that one are published, and this server does not have them (a failover to a "
                 "standby that was behind, or a restore). Look for the server that has; to go on without: "
-                + (RECONCILE if left else REPAIR)
+                + (REPAIR if left is None else RECONCILE)
             )
         with unavailable_on_error("recording the timeline"):
             self._connection.execute(self._timeline, {"timeline": now, **self._bound})

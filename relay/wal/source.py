@@ -32,13 +32,12 @@ import structlog
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
-from relay.core.ports import Claim, Fetched, Kind, Receipt, UnsettledBatch, WalPosition
+from relay.core.ports import Claim, Fetched, Kind, Receipt, Source, UnsettledBatch, WalPosition
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import lease_values
-from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
 from relay.wal.from_table import TableReader
@@ -53,7 +52,7 @@ _SWEEP_SECONDS: Final = 60.0
 _LOG_SECONDS: Final = 10.0
 
 
-class StreamSource:
+class StreamSource(Source):
     """The lanes of a worker that reads the WAL; see ports.Source. A polling source beside it reads the table."""
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
@@ -75,8 +74,7 @@ class StreamSource:
         self._queries = StreamQueries(schema)
         self._lanes = StreamLanes(self._table, self._queries)
         self._stream_reader = StreamReader(self._lanes)
-        self._table_reader = TableReader(self._lanes)
-        self._absent = AbsentLanes(self._lanes, stream)
+        self._table_reader = TableReader(self._lanes, stream)
         self._looked_at = 0.0
         self._fetched_at = 0.0
         self._paused: Collection[int] = ()
@@ -92,17 +90,13 @@ class StreamSource:
         self._stream_reader.forget_ahead()
         self._lanes.pop(lane, None)
 
-    def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return no failures: a fetch settles the previous turn."""
-        return {}
-
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds; in the stream a kind is known only after reading."""
         self._table.leave_out(kinds)
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        self._absent.numbers = lanes
+        self._table_reader.absent = lanes
 
     def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Leave these lanes to the table, and drop their events from the stream, so that the slot can advance."""
@@ -113,7 +107,7 @@ class StreamSource:
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
             left = self._lanes.each([lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
-            self._absent.see_to(left)
+            self._table_reader.leave_absent(left)
         except Exception:
             self.flush(list(self._lanes))
             raise
@@ -156,13 +150,13 @@ class StreamSource:
             stop.wait(seconds)
             return False
         # Events of paused lanes are dropped in the next turn.
-        if any(not self._lanes[lane].streaming for lane in lanes):
-            # Only a read shows what the table has.
-            self._stream.wait([*lanes, *self._paused], self._lanes.delays.before_read(seconds))
-            return True
-        return (
-            self._stream.wait([*lanes, *self._paused], seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
-        )
+        session = self._stream.session
+        # Only a read shows what the table has.
+        reads_table = any(not self._lanes[lane].streaming for lane in lanes)
+        if reads_table:
+            seconds = self._lanes.delays.before_read(seconds)
+        arrived = session is None or session.wait([*lanes, *self._paused], seconds)
+        return arrived or reads_table or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
 
     def close(self) -> None:
         self._table.close()
@@ -196,7 +190,7 @@ class StreamSource:
         batches |= fetched.batches
         if batches:
             self._lanes.delays.reset()
-        self._absent.see_to(limits.keys() - failed.keys())
+        self._table_reader.leave_absent(limits.keys() - failed.keys())
         if batches and not table and not failed:
             self._stream_reader.read_ahead(streaming)
         return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
@@ -204,7 +198,8 @@ class StreamSource:
     def _log_absent_lanes(self) -> None:
         """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""
         now = time.monotonic()
-        absent = self._stream.absent()
+        session = self._stream.session
+        absent = () if session is None else session.absent()
         if absent and now - self._warned_at >= _LOG_SECONDS:
             self._warned_at = now
             log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))

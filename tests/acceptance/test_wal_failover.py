@@ -30,8 +30,7 @@ from relay.failpoints import VARIABLE
 from relay.lanes import Lease
 from relay.settle.statements import TIMELINE
 from relay.wal.lane_hash import lane_of
-from relay.wal.replication import Switch
-from relay.wal.session import Stream
+from relay.wal.session import Stream, StreamSession
 from relay.wal.slot import Slot, SlotNames
 
 FAST = {"fsync": "off", "autovacuum": "off"}
@@ -286,8 +285,8 @@ class Parted:
     def identify(self) -> tuple[str, int]:
         return "4711", 2
 
-    def switches(self, timeline: int) -> list[Switch]:
-        return [Switch(1, 1000)]
+    def switches(self, timeline: int) -> dict[int, int]:
+        return {1: 1000}
 
 
 @pytest.mark.parametrize(
@@ -323,7 +322,7 @@ def test_a_lane_that_asks_another_server_ends_the_session():
         raise AssertionError("not all lanes have joined")
 
     leases = [Lease(lane, 1, 10.0, time.monotonic()) for lane in range(3)]
-    stream = Stream(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases)
+    stream = Stream(lambda: StreamSession(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases))
     old = stream.join(0, 0, 1)
     with pytest.raises(Unavailable, match="timeline 1, Postgres is on 2 now"):
         stream.join(1, 0, 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from one_lane import OneLane
 from polling_support import add, table, taken
-from support import wait_until
+from support import tried, wait_until
 
 from outbox._app import migrate as db
 from outbox._clients.search_path import PinnedConnection
@@ -20,7 +20,7 @@ from relay.kafka.routing import Router
 from relay.polling import low_water_mark, row_marks, sweep
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 WAITING = 40_000
 """Eight windows of a sweep, and far more than a turn reads."""
@@ -38,7 +38,7 @@ def quick_marks(monkeypatch):
 
 def _not_due() -> Failures:
     """Return a book of failures whose events are tried again after the test."""
-    return Failures("outbox", FailurePolicy(1000, 3600.0, 3600.0), Router())
+    return Failures("outbox", tried(1000, 3600.0, 3600.0), Router())
 
 
 class Blocked:

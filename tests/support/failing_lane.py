@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from one_lane import OneLane
-from support import write
+from support import tried, write
 from typer.testing import CliRunner
 
 from outbox import Event
 from outbox._app import migrate as db
 from outbox._app.choices import OnFailure
+from outbox._app.settings import FailureSettings
 from relay.cli.app import app
 from relay.core.ports import Claim, Receipt, Refusal, UnsettledBatch
 from relay.database import Connector
@@ -21,7 +22,7 @@ from relay.lanes import LaneTable
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 BLOCK = Router({"Order": Route("orders")})
 SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})
@@ -50,11 +51,15 @@ class Lane:
         )
 
     def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> OneLane:
-        failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
+        failures = Failures(
+            "outbox",
+            tried(attempts, 600.0, 600.0),
+            router,
+        )
         return self._held(self.polling(failures, archive=archive))
 
     def deleting_source(self, router: Router = BLOCK, held: Callable[[Claim], bool] = lambda _: False) -> OneLane:
-        failures = Failures("outbox", FailurePolicy(), router)
+        failures = Failures("outbox", FailureSettings(), router)
         source = AtMostOnceSource(
             Connector(self.database.url, "test"),
             "outbox",

@@ -10,13 +10,14 @@ from loop_fakes import Broker, all_of
 from support import look_up
 from typer.testing import CliRunner
 
+from outbox._app.settings import FailureSettings
 from relay.cli.app import app
 from relay.core.lane import LoopSettings
 from relay.core.pauses import CurrentPauses, Scope, ScopeKind, scopes_of
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.supervisor import Components, Supervisor
 
 LANE, OTHER_LANE = scopes_of([1, 2], [])
@@ -44,7 +45,7 @@ class Rig:
     def __init__(self, url: str, *, lease_seconds: float = 30.0) -> None:
         self.broker = Broker(always=all_of)
         self.pauses = CurrentPauses()
-        failures = Failures("outbox", FailurePolicy(), Router())
+        failures = Failures("outbox", FailureSettings(), Router())
         self.supervisor = Supervisor(
             Components(
                 instance="me",

@@ -9,13 +9,14 @@ from one_lane import OneLane
 from support import write
 
 from outbox import Event
+from outbox._app.settings import FailureSettings
 from relay.core.lease import Lease
 from relay.core.ports import Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def taken(table: LaneTable) -> Lease:
 
 
 def source(database, lease, schema: str = "outbox") -> OneLane:
-    failures = Failures(schema, FailurePolicy(), Router())
+    failures = Failures(schema, FailureSettings(), Router())
     return OneLane(PollingSource(Connector(database.url, "test"), schema, failures), lease)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from support import tried
 
 from outbox._app import migrate as db
 from relay.core.ports import Batches, Claim, Receipt, UnsettledBatch
@@ -20,7 +21,7 @@ from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, sweep
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 BATCH = 2000
 ROUTES = Router({"Order": Route("orders")})
@@ -42,7 +43,11 @@ class Worker:
         self._sources: list[PollingSource] = []
 
     def source(self, router: Router = ROUTES, attempts: int = 1, **more: Any) -> PollingSource:
-        failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
+        failures = Failures(
+            "outbox",
+            tried(attempts, 600.0, 600.0),
+            router,
+        )
         connect = more.pop("connect", Connector(self.database.url, "test"))
         source = PollingSource(connect, "outbox", failures, **more)
         self._sources.append(source)

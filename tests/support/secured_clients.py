@@ -22,7 +22,7 @@ from relay.config import load, producer_options
 from relay.kafka import offsets, topics, transactional
 from relay.kafka.fencing import fence
 from relay.kafka.open_transactions import OpenTransactions
-from relay.kafka.producer import BatchProducer
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.routing import Route, Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -65,11 +65,7 @@ def by_publisher(database_url: str, options: dict[str, str], topic: str) -> None
     """In exactly-once, where a producer asks for its id first."""
     known = producer_options(load(kafka=options, delivery="exactly-once"))
     TransactionalPublisher(
-        known,
-        Router(),
-        AllThere(options, create=False),
-        "/shop",
-        SECONDS,
+        Sending(known, Router(), AllThere(options, create=False), "/shop", SECONDS),
         base_id=topic,
         takeover=cast("Takeover", None),
         lane_count=1,
@@ -80,7 +76,8 @@ def by_publisher(database_url: str, options: dict[str, str], topic: str) -> None
 def by_sender(database_url: str, options: dict[str, str], topic: str) -> None:
     """With a topic that was there before the credentials were changed."""
     known = producer_options(load(kafka=options))
-    sender = BatchProducer(known, Router({"Order": Route(topic)}), AllThere(options, create=False), "/shop")
+    router = Router({"Order": Route(topic)})
+    sender = BatchProducer(Sending(known, router, AllThere(options, create=False), "/shop", SECONDS))
     sender.send({0: events(0, 1)}, time.monotonic() + SECONDS)
     sender.drain(time.monotonic() + SECONDS)
     raise sender.failure(SECONDS)[0]

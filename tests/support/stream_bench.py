@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from standby import Standby
-from support import wait_until
+from support import tried, wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -39,10 +39,10 @@ from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.operations.wal_setup import Cdc
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.wal import session
 from relay.wal.replication import Replication
-from relay.wal.session import Stream
+from relay.wal.session import Stream, StreamSession
 from relay.wal.slot import SlotNames
 from relay.wal.source import StreamSource
 
@@ -259,14 +259,11 @@ class Outboxed:
         assert len(leases) == self.lanes
         # Only what is written later moves a stream at rest, and lanes wait for that before they stream.
         self.stream = stream = Stream(
-            self.names,
-            lambda: Replication(self.url, "relay"),
-            connect,
-            leases,
-            max_events=max_events,
-            heartbeat_seconds=0.2,
+            lambda: StreamSession(
+                self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events, heartbeat_seconds=0.2
+            )
         )
-        failures = Failures("outbox", FailurePolicy(attempts, backoff, backoff), router)
+        failures = Failures("outbox", tried(attempts, backoff, backoff), router)
 
         def source() -> StreamSource:
             made = StreamSource(

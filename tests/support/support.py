@@ -24,6 +24,7 @@ from confluent_kafka import Message
 from psycopg import sql
 
 from outbox import Event, Outbox
+from outbox._app.settings import FailureSettings
 from outbox._clients import search_path
 from outbox.consumer import connections
 from outbox.sandbox._process import patience
@@ -129,6 +130,13 @@ def with_path_of_role(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the product's sessions in this process the search path that they are opened with."""
     monkeypatch.setattr(search_path.PinnedConnection, "pin", lambda _self: None)
     monkeypatch.setattr(connections, "_BEGIN_PINNED", connections._BEGIN)
+
+
+def tried(attempts: int, first_seconds: float, longest_seconds: float) -> FailureSettings:
+    """The settings by which a failed event is tried so often, with these waits."""
+    return FailureSettings(
+        max_attempts=attempts, min_backoff_seconds=first_seconds, max_backoff_seconds=longest_seconds
+    )
 
 
 def write(url: str, events: Iterable[Event]) -> list[UUID]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import psycopg
 import pytest
-from support import write
+from support import tried, write
 
 from outbox import Event
 from outbox._app import migrate as db
@@ -22,6 +22,7 @@ from relay.core.ports import Batches, Completed, Receipt, Sent
 from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.producer import Sending
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -29,7 +30,7 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.lanes import LaneTable
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 LANES = 6
 
@@ -53,7 +54,7 @@ class Tables:
 
     def source(self, leases: Collection[Lease], *, archive: bool = False) -> PollingSource:
         # What is refused comes back in no test, however slow the machine is.
-        failures = Failures("outbox", FailurePolicy(10, 600.0, 600.0), Router())
+        failures = Failures("outbox", tried(10, 600.0, 600.0), Router())
         source = PollingSource(Connector(self.url, "test"), "outbox", failures, archive=archive)
         self.opened.append(source)
         for lease in leases:
@@ -109,7 +110,7 @@ class Worker:
 
     def new_publisher(self) -> TransactionalPublisher | IdempotentPublisher:
         settings, options = self.place.settings, producer_options(self.place.settings)
-        shared = (build_router(settings), build_topics(settings), "/test", delivery_seconds(settings))
+        sending = Sending(options, build_router(settings), build_topics(settings), "/test", delivery_seconds(settings))
 
         # Not self: librdkafka's threads end with the last reference to a producer, and a cycle waits for the collector.
         fenced = self.fenced
@@ -126,11 +127,10 @@ class Worker:
             abandoned=self.abandoned,
         )
         if not self.exact:
-            made = IdempotentPublisher(options, *shared, takeover=takeover)
+            made = IdempotentPublisher(sending, takeover)
         else:
             made = TransactionalPublisher(
-                options,
-                *shared,
+                sending,
                 base_id=self.base_id,
                 takeover=takeover,
                 lane_count=LANES,

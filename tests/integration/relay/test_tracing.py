@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -43,7 +44,7 @@ from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
 from relay.core.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
 from relay.kafka.routing import Router
-from relay.tracing import TracedPublisher
+from relay.kafka.tracing import traced
 
 __all__ = ["order", "spans", "wal"]
 
@@ -249,7 +250,9 @@ class OneAnswer:
 
     def __init__(self, answer) -> None:
         self.answer = answer
+        self.sending = SimpleNamespace(router=Router(), outbox="orders")
 
+    @traced
     def publish(self, batches, confirm: Confirm | None = None):
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -268,15 +271,14 @@ def claim(headers) -> Claim:
     ],
 )
 def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):
-    traced = TracedPublisher(OneAnswer(answer), Router(), "orders")
     with pytest.raises(DatabaseUnavailable) if isinstance(answer, Exception) else nullcontext():
-        assert traced.publish({0: [claim(None)]}) is answer
+        assert OneAnswer(answer).publish({0: [claim(None)]}) is answer
     failed(spans.one("send"), kind, "the lane went", "away")
 
 
 def test_a_turn_of_several_topics_names_none(spans):
     claims = [claim(None), claim(None)._replace(aggregate_type="Stock"), claim(None)._replace(aggregate_type="ä")]
-    TracedPublisher(OneAnswer(Completed({})), Router(), "orders").publish({0: claims})
+    OneAnswer(Completed({})).publish({0: claims})
     check(spans.one("send"), SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
 
 
@@ -287,7 +289,7 @@ def test_no_header_is_looked_at_without_a_provider(monkeypatch):
 
     with no_provider(monkeypatch):
         done = Completed({})
-        assert TracedPublisher(OneAnswer(done), Router(), "orders").publish({0: [claim(Untouched())]}) is done
+        assert OneAnswer(done).publish({0: [claim(Untouched())]}) is done
 
 
 def test_a_consumers_driver_needs_no_opentelemetry():

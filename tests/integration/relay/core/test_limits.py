@@ -12,6 +12,7 @@ from pgbouncer import PgBouncer
 from support import look_up, wait_until
 
 from outbox import Event, Outbox
+from outbox._app.settings import FailureSettings
 from outbox.sandbox._process import patience
 from relay import database
 from relay.core.lease import Lease
@@ -20,7 +21,7 @@ from relay.database import Connector, begin_session, unavailable_on_error
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 
 @pytest.fixture(params=["direct", "pooled"])
@@ -44,7 +45,7 @@ def lease(url):
 @contextmanager
 def opened(url: str, lease: Lease) -> Iterator[OneLane]:
     """A source. After an error it is of no further use."""
-    polling = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    polling = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
     with OneLane(polling, lease) as source:
         yield source
 

@@ -6,18 +6,19 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
+from outbox._app.settings import FailureSettings
 from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 
 @pytest.fixture
 def source(outbox_postgres):
-    failures = Failures("outbox", FailurePolicy(), Router())
+    failures = Failures("outbox", FailureSettings(), Router())
     source = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", failures)
     yield source
     source.close()
@@ -64,7 +65,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
     once = AtMostOnceSource(
         Connector(outbox_postgres.url, "test"),
         "outbox",
-        Failures("outbox", FailurePolicy(), Router()),
+        Failures("outbox", FailureSettings(), Router()),
         on_lost=lambda *what: lost.append(what),
         held=held,
     )

@@ -13,6 +13,7 @@ from pause_support import pause, read, resume
 from polling_support import add, source, table, taken
 from support import look_up, wait_until
 
+from outbox._app.settings import FailureSettings
 from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes
 from relay.core.loop import WorkerLoop
@@ -22,7 +23,7 @@ from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, reader
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.supervisor import Supervisor
 from relay.wal.lane_hash import lane_of
 
@@ -150,7 +151,7 @@ def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, ur
     add(outbox_postgres, *(f"k{number}" for number in range(40)))
     held, current, broker = HeldLanes(), CurrentPauses(), Broker()
     held.give(table(outbox_postgres, "me").acquire(4))
-    failures = Failures("outbox", FailurePolicy(), Router())
+    failures = Failures("outbox", FailureSettings(), Router())
     loop = WorkerLoop(
         lambda: PollingSource(Connector(url, "worker"), "outbox", failures),
         broker.publisher,  # type: ignore[arg-type]

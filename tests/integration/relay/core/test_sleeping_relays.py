@@ -21,11 +21,12 @@ from proxy import Connection
 from stream_bench import BLOCK, outboxed
 from support import wait_until
 
+from outbox._app.settings import FailureSettings
 from outbox._clients.search_path import PinnedConnection
 from relay.database import Connector
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 __all__ = ["lanes", "outboxed"]
 
@@ -111,7 +112,7 @@ def test_a_relay_that_reads_the_wal(outboxed, once, monkeypatch):
 def test_a_relay_behind_a_pooler(outbox_postgres, lanes, monkeypatch):
     database = outbox_postgres.url
     with PgBouncer(database, size=4) as pooler, Halting(pooler.url, "test", database, monkeypatch) as halting:
-        failures = Failures("outbox", FailurePolicy(), BLOCK)
+        failures = Failures("outbox", FailureSettings(), BLOCK)
         polling = PollingSource(Connector(halting.url, "test"), "outbox", failures, kept=KeptMarks())
         assert polling.session.pooled
         with OneLane(polling, taken(lanes)) as one:

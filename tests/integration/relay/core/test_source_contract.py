@@ -12,13 +12,14 @@ import pytest
 from support import wait_until
 from takeover_support import Tables
 
+from outbox._app.settings import FailureSettings
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import Claim, LaneLost, Receipt, Source, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2
@@ -83,7 +84,7 @@ class Polling:
         return self.left(lane)[len(before) :]
 
     def source(self) -> Source:
-        failures = Failures("outbox", FailurePolicy(), Router())
+        failures = Failures("outbox", FailureSettings(), Router())
         source = PollingSource(Connector(self._tables.url, "test"), "outbox", failures, overlap=self._overlap)
         self._tables.opened.append(source)
         for lease in self._leases:

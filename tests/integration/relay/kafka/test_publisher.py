@@ -9,6 +9,7 @@ from relay.config import load, producer_options
 from relay.core.lease import Lease
 from relay.core.ports import Claim, Completed, DeliveryTimeout, Failed, Receipt, RecordMetadata
 from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.producer import Sending
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
 
@@ -21,7 +22,9 @@ def claim(number: int, kind: str, key: str = "4711", lane: int = 0) -> Claim:
 def publisher(kafka, *, seconds: float = 60.0, **more) -> IdempotentPublisher:
     options = {"bootstrap.servers": kafka.bootstrap_servers}
     topics = Topics(options, create=True)
-    return IdempotentPublisher(producer_options(load(kafka=options)), Router(), topics, "/shop", seconds, **more)
+    return IdempotentPublisher(
+        Sending(producer_options(load(kafka=options)), Router(), topics, "/shop", seconds, **more)
+    )
 
 
 def published(receipt: Receipt) -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, settle, workers
-from support import backlog, wait_until
+from support import backlog, tried, wait_until
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
@@ -36,7 +36,7 @@ from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 __all__ = ["quick_marks", "workers"]
 
@@ -238,7 +238,7 @@ def looped(worker: Worker, publisher: Any, watcher: Watcher, *, batch: int = 50,
     """The product's own loop, over a publisher of the test's."""
     stop, held = threading.Event(), HeldLanes()
     held.give(worker.leases)
-    failures = Failures("outbox", FailurePolicy(100, 600.0, 600.0), ROUTES)
+    failures = Failures("outbox", tried(100, 600.0, 600.0), ROUTES)
     loop = WorkerLoop(
         lambda: PollingSource(Connector(worker.database.url, "loop"), "outbox", failures, **more),
         lambda _source: publisher,

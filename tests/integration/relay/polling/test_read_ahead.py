@@ -11,12 +11,13 @@ import pytest
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._app.settings import FailureSettings
 from relay.core.ports import Batches, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 LANES = 3
 
@@ -35,7 +36,7 @@ def source(outbox_postgres, monkeypatch):
         connection.execute("DELETE FROM outbox.events AS e WHERE (SELECT count(*) FROM outbox.events AS f "
                            "WHERE f.lane = e.lane AND f.id < e.id) >= 40")  # fmt: skip
     leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(LANES)
-    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
     for lease in leases:
         source.hold(lease)
     yield source
@@ -192,7 +193,7 @@ def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, m
     with psycopg.connect(url) as connection:
         Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(20_000)])
     leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire(256)
-    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
     for lease in leases:
         source.hold(lease)
     turns = in_hand = done = 0

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from failing_lane import BLOCK, SKIP, hurry, lane, name, outbox, retried, turn
 from one_lane import OneLane
-from support import backlog, wait_until
+from support import backlog, tried, wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import OutboxError
@@ -29,10 +29,10 @@ from relay.core.ports import (
     Kind,
     Receipt,
     Sent,
+    StandingError,
     UnsettledBatch,
 )
-from relay.database import StandingError
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 
 __all__ = ["lane"]
 
@@ -61,7 +61,7 @@ def test_the_same_id_under_another_aggregate_type_is_another_key(lane):
 
 
 def test_attempts_back_off_twice_as_long_each_time_up_to_the_longest(lane):
-    failures = Failures("outbox", FailurePolicy(100, 200.0, 900.0), BLOCK)
+    failures = Failures("outbox", tried(100, 200.0, 900.0), BLOCK)
     source = OneLane(lane.polling(failures), lane.lease)
     lane.add("a1")
     waits = []
@@ -212,7 +212,10 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
     held = HeldLanes()
     held.give([lane.lease])
     loop = WorkerLoop(
-        lambda: lane.polling(Failures("outbox", FailurePolicy(1, 600.0, 600.0), BLOCK), archive=True),
+        lambda: lane.polling(
+            Failures("outbox", tried(1, 600.0, 600.0), BLOCK),
+            archive=True,
+        ),
         lambda _source: watcher,
         held=held,
         stop=stop,

@@ -14,6 +14,7 @@ from support import wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._app.settings import FailureSettings
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
 from relay.core.lease import Lease
@@ -23,7 +24,7 @@ from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
 from relay.settle import settlement
-from relay.settle.retries import FailurePolicy, Failures
+from relay.settle.retries import Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2
@@ -62,7 +63,7 @@ class Box:
 
     def new_source(self, leases: Collection[Lease]) -> PollingSource:
         """Return a source that holds these lanes."""
-        failures = Failures("outbox", FailurePolicy(), Router())
+        failures = Failures("outbox", FailureSettings(), Router())
         source = PollingSource(Connector(self.database.url, "test"), "outbox", failures, archive=self.archive)
         self.opened.append(source)
         for lease in leases:

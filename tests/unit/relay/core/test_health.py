@@ -17,11 +17,11 @@ from relay.core.ports import (
     DatabaseUnavailable,
     DeliveryTimeout,
     LaneLocked,
+    StandingError,
     StreamLost,
     Unavailable,
     UndecidedTransaction,
 )
-from relay.database import StandingError
 
 STANDING = 30.0
 

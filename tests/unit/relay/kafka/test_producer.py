@@ -20,7 +20,7 @@ from relay.config import load, producer_options
 from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, DeliveryTimeout, IdBusy, TopicUnusable, Unavailable
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
-from relay.kafka.producer import BatchProducer
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
 
@@ -30,7 +30,7 @@ def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
     topics = Topics(OPTIONS, create=False)
     gc.disable()
     try:
-        sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+        sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
         sender.send({}, soon())
         gone = weakref.ref(sender)
         sender.close()
@@ -43,7 +43,7 @@ def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
 def new_sender(router: Router | None = None, **options: str) -> BatchProducer:
     """A sender to a broker that is not there."""
     known = producer_options(load(kafka={**OPTIONS, **options}))
-    return BatchProducer(known, router or Router(), AllThere(OPTIONS, create=False), "/shop")
+    return BatchProducer(Sending(known, router or Router(), AllThere(OPTIONS, create=False), "/shop", 60.0))
 
 
 def failure_of(count: int, *, late: bool) -> Unavailable:
@@ -175,13 +175,13 @@ def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(
     sender = new_sender()
     turn = {0: [claim(0, 1), claim(0, 2, "Invoice")], 1: [claim(1, 101, "Invoice")]}
     sender.send(turn, soon())
-    assert sender.paused() == frozenset()
+    assert sender._topics.paused_kinds() == frozenset()
     failure, blamed = failed(sender, (turn[0][1], code), (turn[0][0], KafkaError._PURGE_QUEUE))
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
     assert blamed == []
     assert said in str(failure)
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
 
 
 def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():
@@ -216,7 +216,7 @@ class OneMissing(AllThere):
 
 def test_events_of_a_topic_that_is_not_there_are_left_out_with_their_key_and_the_lane_says_so():
     options = producer_options(load(kafka=OPTIONS))
-    sender = BatchProducer(options, Router(), OneMissing(OPTIONS, create=False), "/shop")
+    sender = BatchProducer(Sending(options, Router(), OneMissing(OPTIONS, create=False), "/shop", 60.0))
     turn = {
         0: [claim(0, 1), claim(0, 2, "Invoice"), claim(0, 3), claim(0, 4, "Invoice", key="other")],
         1: [claim(1, 101)],

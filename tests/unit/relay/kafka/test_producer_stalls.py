@@ -12,7 +12,7 @@ from sender_support import OPTIONS, AllThere, claim, soon
 
 from relay.config import load, producer_options
 from relay.core.ports import DeliveryTimeout, TopicUnusable, Unavailable
-from relay.kafka.producer import BatchProducer
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics, Unanswered
 
@@ -34,7 +34,7 @@ class Looked(AllThere):
 
 def late_turn(topics: Topics, acknowledged: Collection[int]) -> tuple[BatchProducer, Unavailable]:
     """A turn of events 1 to 3 of Order and 4 to 6 of Invoice, of which only these were acknowledged in time."""
-    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
     sender.send({0: [claim(0, n, "Order" if n < 4 else "Invoice") for n in range(1, 7)]}, soon())
     sender.drain(time.monotonic())
     for position in acknowledged:
@@ -54,11 +54,11 @@ def test_a_topic_of_which_nothing_is_acknowledged_while_others_are_holds_itself_
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
     assert str(failure).endswith("(3 of 6 events not acknowledged)")
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
     # Others of its turn may be late themselves: they come again.
     sender, failure = late_turn(Looked(), [1])
     assert isinstance(failure, TopicUnusable)
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
     # It is asked more than once what failed: that is one attempt.
     assert str(sender.failure(4)[0]) == str(failure)
     topics.now = 1.0
@@ -69,7 +69,7 @@ def test_a_turn_that_is_merely_late_pauses_no_topic():
     for acknowledged in ([], [1, 4], [1, 2, 3, 6]):
         sender, failure = late_turn(Looked(), acknowledged)
         assert isinstance(failure, DeliveryTimeout)
-        assert sender.paused() == frozenset()
+        assert sender._topics.paused_kinds() == frozenset()
     # Nobody answers who could say more: the brokers are away.
     topics = Looked()
     topics.lacks = None
@@ -85,7 +85,7 @@ def test_a_topic_that_lacks_a_leader_waits_whatever_else_was_acknowledged(acknow
     sender, failure = late_turn(topics, acknowledged)
     assert isinstance(failure, TopicUnusable)
     assert "no leader" in str(failure)
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
 
 
 def test_a_stalled_topic_is_tried_when_the_metadata_shows_no_reason_against_it_and_takes_little_time():
@@ -133,7 +133,7 @@ def test_an_attempt_that_fails_while_nothing_else_is_sent_is_the_topics_too():
     sender, failure = late_turn(topics, [])
     assert isinstance(failure, TopicUnusable)
     # The others are not, of which nothing is known.
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
 
 
 def test_an_attempt_says_nothing_of_the_topics_beside_it():
@@ -142,14 +142,14 @@ def test_an_attempt_says_nothing_of_the_topics_beside_it():
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
     assert topics.paused() == frozenset()
-    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
     sender.send({0: [claim(0, n, kind) for n, kind in enumerate(["Order", "Invoice", "Refund"], 1)]}, soon())
     sender.drain(time.monotonic())
     del sender._failed[3]
     failure, _ = sender.failure(4)
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
-    assert sender.paused() == {("Invoice", False)}
+    assert sender._topics.paused_kinds() == {("Invoice", False)}
     assert topics.reasons().keys() == {"invoice-events"}
     sender.close()
 
@@ -158,7 +158,7 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     topics = Looked()
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
-    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
     sender.send({0: [claim(0, 1, "Invoice")]}, soon())
     started = time.monotonic()
     sender.drain(soon())

@@ -164,7 +164,7 @@ class Replicating:
 def session_of(lanes: int) -> Any:
     leases = [Lease(lane, 1, 60.0, 0.0) for lane in range(lanes)]
     names = SlotNames("outbox", "slot", "publication")
-    session = StreamSession(names, Replicating, None, leases, max_events=30_000, heartbeat_seconds=10.0)  # type: ignore[arg-type]
+    session = StreamSession(names, Replicating, None, leases)  # type: ignore[arg-type]
     # It is not to start: what it reads is put in by hand.
     session._thread = threading.Thread(target=lambda: None)
     for lane in range(lanes):

@@ -9,10 +9,9 @@ from typing import Final, Protocol
 import structlog
 
 from relay.core.health import WorkerHealth
+from relay.core.lane import listed
 from relay.core.marker import StateLost
-from relay.core.ports import Claim, LaneLost
-from relay.database import StandingError
-from relay.settle.settlement import lanes_text
+from relay.core.ports import Claim, LaneLost, StandingError
 
 log = structlog.get_logger("relay")
 
@@ -53,7 +52,7 @@ class Reminder:
 
 
 class LoopReports:
-    """Logs the reports of the worker's loop and its source, counts them, and records waits in the health."""
+    """Logs and counts the reports of the worker's loop and source, and records waits in the health. Never raises."""
 
     def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
         self.count = 0
@@ -62,7 +61,7 @@ class LoopReports:
         self._reminders: dict[int, Reminder] = {}
 
     def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
-        """Count published events, and record how long they took."""
+        """Count events that Kafka had acknowledged at this time.monotonic(), and record how long they took."""
         count = sum(map(len, batches))
         self.count += count
         self._counted("published", count)
@@ -70,6 +69,7 @@ class LoopReports:
             self._meter.delays(batches, at)
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
+        """Record how long a turn took. Reading includes settling the previous one, where both are one statement."""
         if self._meter is not None:
             stages = {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds}
             self._meter.turn(events, stages)
@@ -93,7 +93,7 @@ class LoopReports:
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        """Log why lanes wait, or that another relay has taken them."""
+        """Log why lanes wait until they are retried, or that another relay has taken them."""
         if isinstance(error, LaneLost):
             self._forget(lanes)
             if self._meter is not None:
@@ -115,6 +115,7 @@ class LoopReports:
             )
 
     def recovered(self, lanes: Collection[int]) -> None:
+        """Log the first success after ``unavailable``."""
         self._forget(lanes)
         log.info("publishing again", lanes=listed(lanes))
 
@@ -158,8 +159,3 @@ class FailureLog:
 
 def _shown(claim: Claim) -> dict[str, str]:
     return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
-
-
-def listed(lanes: Collection[int]) -> str:
-    """Return lanes for a log event: all of a few, the first of many."""
-    return lanes_text(lanes).partition(" ")[2]

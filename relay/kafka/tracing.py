@@ -6,68 +6,56 @@ tracer provider a turn costs one comparison, and no header is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
 from itertools import islice
-from typing import assert_never
+from typing import Any, TypeVar, assert_never, cast
 
 from opentelemetry.trace import Span, SpanKind
 
 from outbox import _trace
 from outbox._app import tracing
 from outbox._app.tracing import EventTrace
-from outbox.errors import OutboxError
 from outbox.event import TRACEPARENT, TRACESTATE
-from relay.core.lease import Lease
-from relay.core.ports import Batches, Completed, Confirm, Failed, Kind, Publisher, Sent, Unconfirmed
+from relay.core.ports import Batches, Completed, Confirm, Failed, Sent, Unconfirmed
 from relay.kafka.routing import NoRoute, Router
 
+_Publish = TypeVar("_Publish", bound=Callable[..., Sent])
 
-class TracedPublisher:
-    """A Publisher whose turns are spans. ``router`` is one of its own: it names the turn's topic."""
 
-    def __init__(self, publisher: Publisher, router: Router, outbox: str) -> None:
-        self._publisher = publisher
-        self._router = router
-        self._outbox = outbox
+def traced(publish: _Publish) -> _Publish:
+    """Make each turn of this method of a publisher a span. The publisher's ``sending`` has the router."""
 
-    def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
-        return self._publisher.join(leases)
-
-    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
+    @wraps(publish)
+    def in_span(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
         if not tracing.configured():
-            return self._publisher.publish(batches, confirm)
+            return publish(self, batches, confirm)
         traces = dict.fromkeys(_traces(batches))
         attributes: dict[str, str | int] = {
             _trace.MESSAGE_COUNT: sum(map(len, batches.values())),
-            tracing.OUTBOX: self._outbox,
+            tracing.OUTBOX: self.sending.outbox,
             tracing.LANES: len(batches),
             tracing.LINKS_LEFT_OUT: max(0, len(traces) - tracing.MOST_LINKS),
         }
         links = tracing.links_to(islice(traces, tracing.MOST_LINKS))
-        with tracing.batch_span(SpanKind.PRODUCER, "send", self._topics(batches), attributes, links) as span:
-            sent = self._publisher.publish(batches, confirm)
+        topics = _topics(self.sending.router, batches)
+        with tracing.batch_span(SpanKind.PRODUCER, "send", topics, attributes, links) as span:
+            sent = publish(self, batches, confirm)
             _conclude(span, sent)
             return sent
 
-    def paused(self) -> frozenset[Kind]:
-        return self._publisher.paused()
+    return cast("_Publish", in_span)
 
-    def serve(self) -> None:
-        self._publisher.serve()
 
-    def close(self) -> None:
-        self._publisher.close()
-
-    def _topics(self, batches: Batches) -> set[str]:
-        topics: set[str] = set()
-        for claims in batches.values():
-            for claim in claims:
-                try:
-                    topics.add(self._router.topic(claim))
-                except NoRoute:
-                    # The event is refused, and goes nowhere.
-                    continue
-        return topics
+def _topics(router: Router, batches: Batches) -> set[str]:
+    topics: set[str] = set()
+    for claims in batches.values():
+        for claim in claims:
+            # Without a route the event is refused, and goes nowhere.
+            with suppress(NoRoute):
+                topics.add(router.topic(claim))
+    return topics
 
 
 def _traces(batches: Batches) -> Iterator[EventTrace]:
