@@ -17,9 +17,8 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
+from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.tables import TableBuilder, TableSet
-
-DEFAULT_SCHEMA: Final = "consumer"
 
 _TIME: Final = sa.DateTime(timezone=True)
 _JSON: Final = pg.JSONB(none_as_null=True)
