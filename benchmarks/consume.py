@@ -57,6 +57,7 @@ from outbox.sandbox import jars
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
+from release.jars import resolve
 from spark_jobs.spark import session as spark_session
 
 LISTED: dict[str, Sequence[Way | Job]] = {"throughput": ways.ALL, "partitions": partitions.JOBS}
@@ -258,8 +259,6 @@ if __name__ == "__main__":
             "Maven coordinates, SHA-256, size in bytes.",
             "Written by: python benchmarks/consume.py lock",
         )
-        LOCK.write_text(
-            jars.resolve({"jdbc": (False, ("org.postgresql:postgresql:42.7.8",)), **debezium.ROOTS}, heading)
-        )
+        LOCK.write_text(resolve({"jdbc": (False, ("org.postgresql:postgresql:42.7.8",)), **debezium.ROOTS}, heading))
         sys.exit(0)
     sys.exit(main())

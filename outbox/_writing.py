@@ -6,25 +6,21 @@ Nothing here knows psycopg or asyncpg.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from uuid import UUID
 
 import orjson
 
-from outbox import _payload, _statements, _targets, _topics, _trace
+from outbox import _payload, _statements, _topics, _trace
+from outbox._sending import Batch, Explained, Rows, Sender, Steps
 from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused, SchemaError, TargetError
 from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
 from outbox.serializing import Serializer, serialize
-
-if TYPE_CHECKING:
-    import psycopg
-    import sqlalchemy as sa
-    from sqlalchemy.orm import Session
 
 _MOST_LOCKS: Final = 1000
 """Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
@@ -39,26 +35,9 @@ _NOTES: Final = {
     "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
     "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
 }
-UNBOUND: Final = "the event would be committed apart from the business rows"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What is ready to be sent: a statement and its parameters.
-
-    answers  the statement returns rows.
-    """
-
-    statement: _statements.Statement
-    values: dict[str, Any]
-    answers: bool = False
-
-
-Rows = Sequence[Sequence[Any]]
-"""What a statement returned."""
 DefaultHeaders = Mapping[str, str] | Callable[[], Mapping[str, str]] | None
-Steps = Generator[Batch, Any, list[UUID]]
-"""Yields what is to be sent, gets its Rows, and returns the events' ids."""
 
 
 class Writer:
@@ -86,7 +65,13 @@ class Writer:
         self._tables = (
             f"run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is {schema!r} here"
         )
-        self._explained = _targets.Explained(self._tables, _NOTES)
+        self.sender = Sender(
+            "Outbox",
+            "AsyncOutbox",
+            "the outbox",
+            "the event would be committed apart from the business rows",
+            Explained(self._tables, _NOTES),
+        )
 
     @property
     def serializes(self) -> bool:
@@ -125,7 +110,7 @@ class Writer:
         when: Mapping[str, Any] | None,
         *,
         lock_key: bool,
-    ) -> Steps:
+    ) -> Steps[list[UUID]]:
         """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
         _check_locks(events, when, lock_key=lock_key)
         headers = self._headers()
@@ -147,7 +132,7 @@ class Writer:
         when: Mapping[str, Any] | None,
         *,
         lock_key: bool,
-    ) -> Steps:
+    ) -> Steps[list[UUID]]:
         """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
         statement = _statements.insert_unique(self._schema, scheduled=when is not None, lock_key=lock_key)
         owners: dict[tuple[str, str], tuple[str, str, str]] = {}
@@ -240,35 +225,6 @@ class Writer:
             "payload_bytes": payload.raw,
             "headers": None if stored is None else stored.decode(),
         }
-
-    def to_session(self, session: Session, batch: Batch) -> Rows:
-        """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
-        # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
-        session.flush()
-        return self.to_connection(_targets.session_connection(session), batch)
-
-    def to_connection(self, connection: sa.Connection, batch: Batch) -> Rows:
-        """Send a batch in the transaction of a SQLAlchemy connection. Return its rows, if it answers."""
-        _targets.check_connection(connection, "the outbox", UNBOUND)
-        with self.explained():
-            translated = connection.get_execution_options().get("schema_translate_map") or {}
-            values = batch.values
-            if "schema" in values:
-                values = {**values, "schema": translated.get(self._schema, self._schema)}
-            result = _targets.execute(connection, batch.statement.sqlalchemy(translated), values)
-            return result.all() if batch.answers else ()
-
-    def explained(
-        self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any] | None = None
-    ) -> AbstractContextManager[None]:
-        """Add to the driver's errors in the block what to do about them. Missing tables raise SchemaError.
-
-        connection  of psycopg: within a pipeline, errors in the block may be those of the caller's own statements, and
-                    are left as they are.
-        """
-        if connection is not None and _targets.in_pipeline(connection):
-            return nullcontext()
-        return self._explained
 
 
 @lru_cache(maxsize=1000)

@@ -38,6 +38,10 @@ from outbox.event import (
 DEFAULT_LANES: Final = 4
 MAX_LANES: Final = 256
 
+_TIME: Final = sa.DateTime(timezone=True)
+_JSON: Final = pg.JSONB(none_as_null=True)
+_UUID: Final = pg.UUID(as_uuid=True)
+
 # A UUIDv7 (RFC 9562) for rows without an event_id: 48 bits of Unix milliseconds over 74 random bits. An expression,
 # because uuidv7() is new in Postgres 18, and a host application's alembic autogenerate would not create a function.
 # Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111. As Postgres prints it, like every default here:
@@ -67,8 +71,40 @@ _NO_RELAY_HEADER: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OutboxTables:
+class TableSet:
+    """The base of a dataclass of tables."""
+
+    @property
+    def all(self) -> tuple[sa.Table, ...]:
+        """Every table, in the order in which they can be created."""
+        return tuple(vars(self).values())
+
+
+class TableBuilder:
+    """Adds the tables of one schema to a MetaData. ``made`` has them by name."""
+
+    def __init__(self, metadata: sa.MetaData, schema: str) -> None:
+        self.made: dict[str, sa.Table] = {}
+        self._metadata = metadata
+        self._schema = schema
+
+    def add(self, name: str, *items: sa.schema.SchemaItem, **options: Any) -> None:
+        """Add a table."""
+        self.made[name] = sa.Table(name, self._metadata, *items, schema=self._schema, **options)
+
+    def attach_default(self, parent: str) -> None:
+        """Make ``{parent}_default`` the parent's partition for rows that have no other, as soon as it is created."""
+        default = f"{parent}_default"
+        names = {"parent": self._quoted(parent), "partition": self._quoted(default)}
+        attach = sa.DDL("ALTER TABLE %(parent)s ATTACH PARTITION %(partition)s DEFAULT", context=names)  # type: ignore[no-untyped-call]
+        sa.event.listen(self.made[default], "after_create", attach)
+
+    def _quoted(self, name: str) -> str:
+        return ".".join('"' + part.replace('"', '""') + '"' for part in (self._schema, name))
+
+
+@dataclass(frozen=True)
+class OutboxTables(TableSet):
     """The tables of one outbox, bound to their MetaData."""
 
     events: sa.Table
@@ -84,25 +120,6 @@ class OutboxTables:
     scheduled: sa.Table
     verified: sa.Table
     idempotency_keys: sa.Table
-
-    @property
-    def all(self) -> tuple[sa.Table, ...]:
-        """Every table, in the order in which they can be created."""
-        return (
-            self.events,
-            self.lanes,
-            self.relays,
-            self.failures,
-            self.dead_letters,
-            self.published,
-            self.published_default,
-            self.audit,
-            self.streams,
-            self.pauses,
-            self.scheduled,
-            self.verified,
-            self.idempotency_keys,
-        )
 
 
 def lane_expression(lanes: int) -> str:
@@ -120,41 +137,31 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
     0 to lanes - 1 into ``lanes`` (see docs/operations/migrations.md). Raises ConfigurationError when it is out of
     range.
     """
-    events = sa.Table(
+    tables = TableBuilder(metadata, schema)
+    tables.add(
         "events",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("lane", sa.SmallInteger, sa.Computed(lane_expression(lanes), persisted=True), nullable=False),
-        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False, server_default=sa.text(_UUID7)),
-        sa.Column("aggregate_type", sa.Text, nullable=False),
-        sa.Column("aggregate_id", sa.Text, nullable=False),
-        sa.Column("event_type", sa.Text, nullable=False),
-        sa.Column("payload", pg.JSONB(none_as_null=True)),
-        sa.Column("payload_bytes", pg.BYTEA),
-        sa.Column("headers", pg.JSONB(none_as_null=True)),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("event_id", _UUID, nullable=False, server_default=sa.text(_UUID7)),
+        *_written_columns(),
+        sa.Column("created_at", _TIME, nullable=False, server_default=sa.text("now()")),
         # Inserted by the relay or an operator's command: a copy of a dead letter, a replay, a retry. Writers must not
         # have the right to set it: see docs/operations/migrations.md.
         sa.Column("from_relay", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # (lane, id), not (id): a relay reads one lane in id order, and this index has that order.
         sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),
         *_checks("events", f"from_relay OR {_NO_RELAY_HEADER}"),
-        schema=schema,
         comment="Events written in business transactions and not yet published. Insert only; the relay deletes.",
     )
-    lanes_table = sa.Table(
+    tables.add(
         "lanes",
-        metadata,
         sa.Column("lane", sa.SmallInteger, nullable=False, autoincrement=False),
         sa.Column("owner", sa.Text),
         sa.Column("epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         # The last batch that exactly-once delivery settled here; NULL before the first one.
         sa.Column("last_batch", sa.BigInteger),
         sa.Column(
-            "lease_until",
-            sa.DateTime(timezone=True),
-            nullable=False,
-            server_default=sa.text("'-infinity'::timestamp with time zone"),
+            "lease_until", _TIME, nullable=False, server_default=sa.text("'-infinity'::timestamp with time zone")
         ),
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # Source wal: the lane takes its events from the stream, not from the table.
@@ -172,17 +179,15 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
         sa.CheckConstraint("(low_water_mark IS NULL) = (mark_failures IS NULL)", name="lanes_mark"),
-        schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )
-    relays = sa.Table(
+    tables.add(
         "relays",
-        metadata,
         sa.Column("instance", sa.Text, nullable=False),
         sa.Column("version", sa.Text, nullable=False),
-        sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("alive_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("started_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("heartbeat_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("alive_until", _TIME, nullable=False),
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'::text")),
         # The numbers of the pauses that it obeys.
         sa.Column("obeys", pg.ARRAY(sa.BigInteger), nullable=False, server_default=sa.text("'{}'::bigint[]")),
@@ -191,93 +196,71 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("session", sa.BigInteger),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
-        schema=schema,
         comment="Relays that are running or ran lately; lanes are shared out evenly among the living.",
     )
-    failures = sa.Table(
+    tables.add(
         "failures",
-        metadata,
         sa.Column("lane", sa.SmallInteger, nullable=False),
         sa.Column("id", sa.BigInteger, nullable=False),
-        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("event_id", _UUID, nullable=False),
         sa.Column("aggregate_type", sa.Text, nullable=False),
         sa.Column("aggregate_id", sa.Text, nullable=False),
         sa.Column("blocks", sa.Boolean, nullable=False),
         sa.Column("attempts", sa.Integer, nullable=False),
         sa.Column("last_error", sa.Text, nullable=False),
-        sa.Column("first_failed_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("last_failed_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("first_failed_at", _TIME, nullable=False),
+        sa.Column("last_failed_at", _TIME, nullable=False),
+        sa.Column("next_attempt_at", _TIME, nullable=False),
         sa.PrimaryKeyConstraint("lane", "id", name="failures_pkey"),
         sa.CheckConstraint("attempts >= 0", name="failures_attempts"),
         sa.Index("failures_key_hash", "lane", "aggregate_type", sa.text(_KEY_HASH)),
         sa.Index(
             "failures_next_attempt",
-            "lane",
-            "next_attempt_at",
-            "id",
+            *("lane", "next_attempt_at", "id"),
             postgresql_where=sa.text("next_attempt_at < 'infinity'"),
         ),
-        schema=schema,
         comment="Events that could not be published as they are, and whose key waits. infinity: waits for an operator.",
     )
-    dead_letters = sa.Table(
+    tables.add(
         "dead_letters",
-        metadata,
         *_event_columns(),
         sa.Column("attempts", sa.Integer, nullable=False),
         sa.Column("last_error", sa.Text, nullable=False),
-        sa.Column("first_failed_at", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("dead_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("first_failed_at", _TIME, nullable=False),
+        sa.Column("dead_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("lane", "id", name="dead_letters_pkey"),
         sa.Index("dead_letters_event_id", "event_id"),
-        schema=schema,
         comment="Events that failed for good, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
-    published = sa.Table(
+    tables.add(
         "published",
-        metadata,
         *_archive_columns(),
         sa.Index("published_event_id", "event_id"),
         sa.Index("published_key_hash", "aggregate_type", sa.text(_KEY_HASH)),
-        schema=schema,
         postgresql_partition_by="RANGE (published_at)",
         comment="The archive: events that were published, by day. Kept for as long as relay.archive_days says.",
     )
-    published_default = sa.Table(
+    tables.add(
         "published_default",
-        metadata,
         *_archive_columns(),
         sa.Index("published_default_event_id", "event_id"),
         sa.Index("published_default_key_hash", "aggregate_type", sa.text(_KEY_HASH)),
-        schema=schema,
         comment="Published events of days that have no partition of their own.",
     )
-    parent_name, default_name = (_quoted(schema, table.name) for table in (published, published_default))
-    sa.event.listen(
-        published_default,
-        "after_create",
-        sa.DDL(  # type: ignore[no-untyped-call]
-            "ALTER TABLE %(parent)s ATTACH PARTITION %(partition)s DEFAULT",
-            context={"parent": parent_name, "partition": default_name},
-        ),
-    )
-    audit = sa.Table(
+    tables.attach_default("published")
+    tables.add(
         "audit",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
-        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("who", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
         sa.Column("what", sa.Text, nullable=False),
         sa.Column("why", sa.Text),
-        sa.Column("details", pg.JSONB(none_as_null=True), nullable=False),
+        sa.Column("details", _JSON, nullable=False),
         sa.PrimaryKeyConstraint("id", name="audit_pkey"),
-        schema=schema,
         comment="What people did to events by hand: retried, discarded, replayed, reconciled.",
     )
-    streams = sa.Table(
+    tables.add(
         "streams",
-        metadata,
         sa.Column("slot", sa.Text, nullable=False),
         sa.Column("publication", sa.Text, nullable=False),
         # Changes whenever the publication does: changes that were unpublished even for a moment are silently lost.
@@ -289,21 +272,19 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # Written before it is confirmed to the server: the slot's own position is never above it, unless another client
         # moved it.
         sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
-        sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("flushed_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("created_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
-        schema=schema,
         comment="The replication slot that the outbox is read through, and the position up to which it keeps no WAL.",
     )
-    pauses = sa.Table(
+    tables.add(
         "pauses",
-        metadata,
         sa.Column("number", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("scope", sa.Text, nullable=False),
         # The lane's number or the topic's name.
         sa.Column("name", sa.Text, nullable=False),
         # Operators have no right to set these two.
-        sa.Column("requested_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("requested_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("requested_by", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
         sa.Column("reason", sa.Text),
         sa.PrimaryKeyConstraint("number", name="pauses_pkey"),
@@ -311,22 +292,15 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint("scope IN ('all', 'lane', 'topic')", name="pauses_scope"),
         sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
         sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
-        schema=schema,
         comment="What relays must not publish for now.",
     )
-    scheduled = sa.Table(
+    tables.add(
         "scheduled",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
-        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False, server_default=sa.text(_UUID7)),
-        sa.Column("aggregate_type", sa.Text, nullable=False),
-        sa.Column("aggregate_id", sa.Text, nullable=False),
-        sa.Column("event_type", sa.Text, nullable=False),
-        sa.Column("payload", pg.JSONB(none_as_null=True)),
-        sa.Column("payload_bytes", pg.BYTEA),
-        sa.Column("headers", pg.JSONB(none_as_null=True)),
-        sa.Column("not_before", sa.DateTime(timezone=True), nullable=False),
-        sa.Column("scheduled_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("event_id", _UUID, nullable=False, server_default=sa.text(_UUID7)),
+        *_written_columns(),
+        sa.Column("not_before", _TIME, nullable=False),
+        sa.Column("scheduled_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("id", name="scheduled_pkey"),
         # Those of events: a row that is accepted here is never refused there, where it would keep the others waiting.
         *_checks("scheduled", _NO_RELAY_HEADER),
@@ -337,83 +311,65 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         ),
         sa.Index("scheduled_due", "not_before", "id"),
         sa.Index("scheduled_event_id", "event_id"),
-        schema=schema,
         comment="Events that are not to be published before a time. A relay moves them into events when it has come.",
     )
-    verified = sa.Table(
+    tables.add(
         "verified",
-        metadata,
         sa.Column("topic", sa.Text, nullable=False),
-        sa.Column("verified_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("verified_until", _TIME, nullable=False),
         sa.Column("missing", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("repeated", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("other", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("skipped", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        sa.Column("checked_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("differences", pg.JSONB(none_as_null=True), nullable=False, server_default=sa.text("'[]'::jsonb")),
+        sa.Column("checked_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("differences", _JSON, nullable=False, server_default=sa.text("'[]'::jsonb")),
         sa.PrimaryKeyConstraint("topic", name="verified_pkey"),
-        schema=schema,
         comment="How far `outbox audit --follow` has compared each topic, and what it has found.",
     )
-    idempotency_keys = sa.Table(
+    tables.add(
         "idempotency_keys",
-        metadata,
         sa.Column("aggregate_type", sa.Text, nullable=False),
         sa.Column("idempotency_key", sa.Text, nullable=False),
-        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("event_id", _UUID, nullable=False),
         # With them the key is that of another fact, not of the same one again.
         sa.Column("aggregate_id", sa.Text, nullable=False),
         sa.Column("event_type", sa.Text, nullable=False),
-        sa.Column("added_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("added_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("aggregate_type", "idempotency_key", name="idempotency_keys_pkey"),
         sa.Index("idempotency_keys_event_id", "event_id"),
         sa.Index("idempotency_keys_added_at", "added_at"),
-        schema=schema,
         comment="Keys of events that were added once and are not added again. Kept for relay.idempotency_days.",
     )
-    return OutboxTables(
-        events=events,
-        lanes=lanes_table,
-        relays=relays,
-        failures=failures,
-        dead_letters=dead_letters,
-        published=published,
-        published_default=published_default,
-        audit=audit,
-        streams=streams,
-        pauses=pauses,
-        scheduled=scheduled,
-        verified=verified,
-        idempotency_keys=idempotency_keys,
-    )
+    return OutboxTables(**tables.made)
 
 
 def _checks(table: str, own_headers: str) -> list[sa.CheckConstraint]:
     """Return the constraints on what a writer gives. ``own_headers``: no header is one by which relays know copies."""
-    return [
-        sa.CheckConstraint(
-            f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}", name=f"{table}_aggregate_type_length"
-        ),
-        sa.CheckConstraint(
-            f"char_length(aggregate_id) BETWEEN 1 AND {MAX_AGGREGATE_ID}", name=f"{table}_aggregate_id_length"
-        ),
-        sa.CheckConstraint(
-            f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name=f"{table}_event_type_length"
-        ),
-        sa.CheckConstraint("pg_catalog.num_nonnulls(payload, payload_bytes) <= 1", name=f"{table}_one_payload"),
+    checks = {
+        "aggregate_type_length": f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}",
+        "aggregate_id_length": f"char_length(aggregate_id) BETWEEN 1 AND {MAX_AGGREGATE_ID}",
+        "event_type_length": f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}",
+        "one_payload": "pg_catalog.num_nonnulls(payload, payload_bytes) <= 1",
         # Text values only: a number or a list has no single form as a Kafka header. Names that the relay sets itself
         # are refused, and names that Kafka tools can't show.
-        sa.CheckConstraint(
-            "jsonb_typeof(headers) = 'object' AND "
-            f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
-            name=f"{table}_headers_text",
-        ),
-        sa.CheckConstraint(own_headers, name=f"{table}_relay_headers"),
-        sa.CheckConstraint(
-            "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
-            f" + coalesce(octet_length(headers::text), 0) <= {MAX_EVENT_BYTES}",
-            name=f"{table}_size",
-        ),
+        "headers_text": "jsonb_typeof(headers) = 'object' AND "
+        f"NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
+        "relay_headers": own_headers,
+        "size": "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
+        f" + coalesce(octet_length(headers::text), 0) <= {MAX_EVENT_BYTES}",
+    }
+    return [sa.CheckConstraint(text, name=f"{table}_{name}") for name, text in checks.items()]
+
+
+def _written_columns() -> list[sa.Column[Any]]:
+    """Return the columns that a writer fills, besides the id."""
+    return [
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("payload", _JSON),
+        sa.Column("payload_bytes", pg.BYTEA),
+        sa.Column("headers", _JSON),
     ]
 
 
@@ -422,14 +378,9 @@ def _event_columns() -> list[sa.Column[Any]]:
     return [
         sa.Column("lane", sa.SmallInteger, nullable=False),
         sa.Column("id", sa.BigInteger, nullable=False),
-        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
-        sa.Column("aggregate_type", sa.Text, nullable=False),
-        sa.Column("aggregate_id", sa.Text, nullable=False),
-        sa.Column("event_type", sa.Text, nullable=False),
-        sa.Column("payload", pg.JSONB(none_as_null=True)),
-        sa.Column("payload_bytes", pg.BYTEA),
-        sa.Column("headers", pg.JSONB(none_as_null=True)),
-        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("event_id", _UUID, nullable=False),
+        *_written_columns(),
+        sa.Column("created_at", _TIME, nullable=False),
     ]
 
 
@@ -437,12 +388,8 @@ def _archive_columns() -> list[sa.Column[Any]]:
     """Return an archived event's columns. Its place in Kafka is NULL if it was settled from a marker after a crash."""
     return [
         *_event_columns(),
-        sa.Column("published_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("published_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("topic", sa.Text),
         sa.Column("partition", sa.Integer),
         sa.Column("offset", sa.BigInteger),
     ]
-
-
-def _quoted(schema: str, name: str) -> str:
-    return ".".join('"' + part.replace('"', '""') + '"' for part in (schema, name))

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-import sys
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
 from uuid import UUID
 
-from outbox import _targets
-from outbox._writing import UNBOUND, Batch, DefaultHeaders, Rows, Writer, when
+from outbox._sending import run, run_async
+from outbox._writing import DefaultHeaders, Writer, when
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
 
 if TYPE_CHECKING:
-    import psycopg
-
-    from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
+    from outbox._targets import AsyncTarget, SyncTarget
 
 
 class _Configured:
@@ -105,7 +102,7 @@ class Outbox(_Configured):
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
         events = tuple(events)
-        send = self._sender(target)
+        send = self._writer.sender.to(target)
         due = when(not_before, delay)
         if not events:
             return []
@@ -114,13 +111,7 @@ class Outbox(_Configured):
         with self._writer.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
             steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            rows: Rows | None = None  # what starts a generator
-            while True:
-                try:
-                    batch = steps.send(rows)
-                except StopIteration as end:
-                    return cast("list[UUID]", end.value)
-                rows = send(batch)
+            return run(steps, send)
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
@@ -129,7 +120,7 @@ class Outbox(_Configured):
         transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
         target without a transaction, EventError for an id that is not a UUID.
         """
-        return bool(self._sender(target)(self._writer.cancel(event_id))[0][0])
+        return bool(self._writer.sender.to(target)(self._writer.cancel(event_id))[0][0])
 
     def reschedule(
         self,
@@ -143,7 +134,7 @@ class Outbox(_Configured):
 
         delay counts from now, by the database's clock.
         """
-        return bool(self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+        return bool(self._writer.sender.to(target)(self._writer.reschedule(event_id, when(not_before, delay))))
 
     def check(self, target: SyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; for a readiness probe.
@@ -151,27 +142,7 @@ class Outbox(_Configured):
         Reads the catalog, and writes nothing: whether the tables have this version's columns, whether the role may
         insert, and whether the transaction may write. Raises SchemaError, TargetError.
         """
-        self._writer.checked(self._sender(target)(self._writer.checking()))
-
-    def _sender(self, target: Any) -> Callable[[Batch], Rows]:
-        found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
-        if _targets.is_psycopg(found):
-            return lambda batch: self._to_psycopg(found, batch)
-        if _targets.is_session(found):
-            return lambda batch: self._writer.to_session(found, batch)
-        return lambda batch: self._writer.to_connection(found, batch)
-
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: Batch) -> Rows:
-        module = sys.modules["psycopg"]  # faster than an import in each call
-        if _targets.state_unknown(connection):
-            with connection.pipeline():
-                pass
-        _targets.require_transaction(connection, UNBOUND)
-        # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
-        cursor = module.Cursor(connection, row_factory=module.rows.tuple_row)
-        with self._writer.explained(connection):
-            cursor.execute(batch.statement.psycopg, batch.values)
-        return cast("Rows", cursor.fetchall()) if batch.answers else ()
+        self._writer.checked(self._writer.sender.to(target)(self._writer.checking()))
 
 
 class AsyncOutbox(_Configured):
@@ -200,7 +171,7 @@ class AsyncOutbox(_Configured):
     ) -> list[UUID]:
         """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
         events = tuple(events)
-        send = self._sender(target)
+        send = self._writer.sender.to_async(target)
         due = when(not_before, delay)
         if not events:
             return []
@@ -211,17 +182,11 @@ class AsyncOutbox(_Configured):
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
             steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            rows: Rows | None = None
-            while True:
-                try:
-                    batch = steps.send(rows)
-                except StopIteration as end:
-                    return cast("list[UUID]", end.value)
-                rows = await send(batch)
+            return await run_async(steps, send)
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
-        return bool((await self._sender(target)(self._writer.cancel(event_id)))[0][0])
+        return bool((await self._writer.sender.to_async(target)(self._writer.cancel(event_id)))[0][0])
 
     async def reschedule(
         self,
@@ -232,36 +197,10 @@ class AsyncOutbox(_Configured):
         delay: dt.timedelta | None = None,
     ) -> bool:
         """Change the time of a scheduled event; see ``Outbox.reschedule``."""
-        return bool(await self._sender(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+        return bool(
+            await self._writer.sender.to_async(target)(self._writer.reschedule(event_id, when(not_before, delay)))
+        )
 
     async def check(self, target: AsyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; see ``Outbox.check``."""
-        self._writer.checked(await self._sender(target)(self._writer.checking()))
-
-    def _sender(self, target: Any) -> Callable[[Batch], Awaitable[Rows]]:
-        found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
-        if _targets.is_asyncpg(found):
-            return lambda batch: self._to_asyncpg(found, batch)
-        if not _targets.is_sqlalchemy_async(found):
-            return lambda batch: self._to_psycopg(found, batch)
-        send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
-        return lambda batch: found.run_sync(send, batch)
-
-    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: Batch) -> Rows:
-        from psycopg import AsyncCursor
-        from psycopg.rows import tuple_row
-
-        if _targets.state_unknown(connection):
-            async with connection.pipeline():
-                pass
-        _targets.require_transaction(connection, UNBOUND)
-        cursor = AsyncCursor(connection, row_factory=tuple_row)
-        with self._writer.explained(connection):
-            await cursor.execute(batch.statement.psycopg, batch.values)
-        return await cursor.fetchall() if batch.answers else ()
-
-    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: Batch) -> Rows:
-        _targets.require_asyncpg_transaction(connection, UNBOUND)
-        with self._writer.explained():
-            rows: Rows = await connection.fetch(*batch.statement.asyncpg(batch.values))
-        return rows
+        self._writer.checked(await self._writer.sender.to_async(target)(self._writer.checking()))

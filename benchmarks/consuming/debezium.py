@@ -17,6 +17,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.sandbox import jars
+from release.jars import Roots
 
 if TYPE_CHECKING:
     from benchmarks.consuming.stage import Stage
@@ -32,7 +33,7 @@ POOL: Final = "hibernate"
 _DEBEZIUM: Final = "3.6.0.Final"
 _HIBERNATE: Final = "7.2.19.Final"
 
-ROOTS: Final[jars.Roots] = {
+ROOTS: Final[Roots] = {
     # One by one, as in tests/peers/connect.py: what Connect has itself does not belong into a plugin.
     SINK: (
         False,

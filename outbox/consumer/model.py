@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     import pyarrow as pa
 
+DEFAULT_SCHEMA: Final = "consumer"
+"""Of the consumers' tables."""
+
 AT_MOST_ONCE: Final = "AtMostOnce"
 """The strategy of a group that commits its positions before their effects, as its row shows it."""
 DEDUP: Final = "Dedup"

@@ -12,16 +12,21 @@ consumer's own reading.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
-DEFAULT_SCHEMA: Final = "consumer"
+from outbox.consumer.model import DEFAULT_SCHEMA
+from outbox.tables import TableBuilder, TableSet
+
+_TIME: Final = sa.DateTime(timezone=True)
+_JSON: Final = pg.JSONB(none_as_null=True)
+_UUID: Final = pg.UUID(as_uuid=True)
 
 
-@dataclass(frozen=True, slots=True)
-class ConsumerTables:
+@dataclass(frozen=True)
+class ConsumerTables(TableSet):
     """The tables of all consumer groups of one sink."""
 
     groups: sa.Table
@@ -34,55 +39,38 @@ class ConsumerTables:
     audit: sa.Table
     checkpoints: sa.Table
 
-    @property
-    def all(self) -> tuple[sa.Table, ...]:
-        """All tables, in the order in which they can be created."""
-        return (
-            self.groups,
-            self.offsets,
-            self.processed_messages,
-            self.processed_messages_default,
-            self.dead_letters,
-            self.losses,
-            self.reservations,
-            self.audit,
-            self.checkpoints,
-        )
-
 
 def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> ConsumerTables:
     """Add the consumers' tables to a MetaData and return them."""
-    groups = sa.Table(
+    tables = TableBuilder(metadata, schema)
+    tables.add(
         "groups",
-        metadata,
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("generation", sa.BigInteger, nullable=False, server_default=sa.text("1")),
         sa.Column("owner", sa.Text, nullable=False),
-        sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("taken_at", _TIME, nullable=False, server_default=sa.text("now()")),
         # Ids of days before this one are no longer all remembered: their messages become dead letters.
         sa.Column("forgotten_before", sa.Date),
         # When the last driver ended normally. If NULL or before taken_at, the driver is running or was killed.
-        sa.Column("ended_at", sa.DateTime(timezone=True)),
+        sa.Column("ended_at", _TIME),
         # What the job of the last take-over declares; only shown, never used. NULL before the first one.
         sa.Column("strategy", sa.Text),
         sa.Column("atomic", sa.Text),
         # {topic: {added partition: {"topic_id": …, "ends": {other partition: end}}}}; see driver/added_partitions.
-        sa.Column("added_ends", pg.JSONB(none_as_null=True)),
+        sa.Column("added_ends", _JSON),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
-        schema=schema,
         comment="Who consumes for each group. The generation rises with every take-over: the fencing token.",
     )
-    offsets = sa.Table(
+    tables.add(
         "offsets",
-        metadata,
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("topic", sa.Text, nullable=False),
         sa.Column("part", sa.Integer, nullable=False),
         sa.Column("topic_id", sa.Text, nullable=False),
         sa.Column("next_offset", sa.BigInteger, nullable=False),
         sa.Column("generation", sa.BigInteger, nullable=False),
-        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("updated_at", _TIME, nullable=False, server_default=sa.text("now()")),
         # How far a read_committed reader could have read when this was last moved; only shown, never used.
         sa.Column("log_end", sa.BigInteger),
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
@@ -96,66 +84,46 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("unconfirmed_end", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
-        schema=schema,
         comment="The next offset of each partition to apply. Moves in the transaction of the effect.",
     )
-    processed = sa.Table(
+    tables.add(
         "processed_messages",
-        metadata,
-        sa.Column("grp", sa.Text, nullable=False),
-        sa.Column("day", sa.Date, nullable=False),
-        sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
-        sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        *_id_columns(),
         # The id first: it alone decides nearly every comparison in the index.
         sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_pkey"),
-        schema=schema,
         postgresql_partition_by="RANGE (day)",
         comment="Ids of the messages whose effect is in the sink, by the day in the id.",
     )
-    default = sa.Table(
+    tables.add(
         "processed_messages_default",
-        metadata,
-        sa.Column("grp", sa.Text, nullable=False),
-        sa.Column("day", sa.Date, nullable=False),
-        sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
-        sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        *_id_columns(),
         sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_default_pkey"),
         # For the query by group that finds the days to forget.
         sa.Index("processed_messages_default_days", "grp", "day", postgresql_where=sa.text("day > '1970-01-01'::date")),
-        schema=schema,
         comment="Ids without a time, and of days that have no partition of their own.",
     )
-    parent_name, default_name = (_quoted(schema, table.name) for table in (processed, default))
-    sa.event.listen(
-        default,
-        "after_create",
-        sa.DDL(  # type: ignore[no-untyped-call]
-            "ALTER TABLE %(parent)s ATTACH PARTITION %(partition)s DEFAULT",
-            context={"parent": parent_name, "partition": default_name},
-        ),
-    )
-    dead_letters = sa.Table(
+    tables.attach_default("processed_messages")
+    tables.add(
         "dead_letters",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("topic", sa.Text, nullable=False),
         sa.Column("topic_id", sa.Text, nullable=False),
         sa.Column("part", sa.Integer, nullable=False),
         sa.Column("message_offset", sa.BigInteger, nullable=False),
-        sa.Column("message_id", pg.UUID(as_uuid=True)),
+        sa.Column("message_id", _UUID),
         sa.Column("message_key", pg.BYTEA),
         sa.Column("message_value", pg.BYTEA),
         # [{"key": name, "value": base64 or null}, ...], in the message's order: names may repeat.
-        sa.Column("message_headers", pg.JSONB(none_as_null=True), nullable=False),
-        sa.Column("message_time", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("message_headers", _JSON, nullable=False),
+        sa.Column("message_time", _TIME, nullable=False),
         sa.Column("reason", sa.Text, nullable=False),
         sa.Column("error", sa.Text, nullable=False),
         sa.Column("sqlstate", sa.Text),
         sa.Column("state", sa.Text, nullable=False, server_default=sa.text("'dead'")),
         sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("1")),
-        sa.Column("died_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("last_failed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("died_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("last_failed_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("id", name="dead_letters_pkey"),
         sa.UniqueConstraint("grp", "topic", "part", "message_offset", "topic_id", name="dead_letters_place"),
         sa.CheckConstraint(
@@ -185,16 +153,13 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # taken for an order by id, and filter all of the others.
         sa.Index(
             "dead_letters_behind_by_id",
-            "grp",
-            sa.text("(- id)"),
+            *("grp", sa.text("(- id)")),
             postgresql_where=sa.text("state = 'dead' AND reason = 'behind'"),
         ),
-        schema=schema,
         comment="Messages that could not be applied, whole. They wait for `outbox dead-letters retry` or `discard`.",
     )
-    losses = sa.Table(
+    tables.add(
         "losses",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("topic", sa.Text, nullable=False),
@@ -205,32 +170,27 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("end_offset", sa.BigInteger),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("detail", sa.Text, nullable=False),
-        sa.Column("found_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("accepted_at", sa.DateTime(timezone=True)),
+        sa.Column("found_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("accepted_at", _TIME),
         sa.PrimaryKeyConstraint("id", name="losses_pkey"),
         sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated', 'given-up')", name="losses_kind"),
         # What Kafka lost is recorded once, however often the group is started. Each batch is given up once.
         sa.Index(
             "losses_open",
-            "grp",
-            "topic",
-            "part",
-            "kind",
+            *("grp", "topic", "part", "kind"),
             unique=True,
             postgresql_where=sa.text("accepted_at IS NULL AND kind <> 'given-up'"),
         ),
-        schema=schema,
         comment="What Kafka lost before the group read it, which halts it until `outbox offsets reset` accepts it; and "
         "what a group has given up at-most-once.",
     )
-    reservations = sa.Table(
+    tables.add(
         "reservations",
-        metadata,
         # The order in which messages were applied; per key that is the order of their offsets.
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("name", sa.Text, nullable=False),
-        sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("message_id", _UUID, nullable=False),
         sa.Column("topic", sa.Text, nullable=False),
         sa.Column("part", sa.Integer, nullable=False),
         sa.Column("message_offset", sa.BigInteger, nullable=False),
@@ -241,21 +201,21 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("unsure", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # The effect is to be cancelled. The call is never made again.
         sa.Column("taking_back", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        sa.Column("request", pg.JSONB(none_as_null=True), nullable=False),
-        sa.Column("response", pg.JSONB(none_as_null=True)),
+        sa.Column("request", _JSON, nullable=False),
+        sa.Column("response", _JSON),
         # Rises with every claim and never falls: the token that identifies a late answer.
         sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
         sa.Column("budget_from", sa.Integer, nullable=False, server_default=sa.text("0")),
         # Until when the provider knows the key of the first attempt.
-        sa.Column("key_until", sa.DateTime(timezone=True)),
+        sa.Column("key_until", _TIME),
         sa.Column("worker", sa.Text),
         sa.Column("last_error", sa.Text),
         # A later answer of the provider that contradicts the state.
         sa.Column("conflict", sa.Text),
-        sa.Column("reserved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("reserved_at", _TIME, nullable=False, server_default=sa.text("now()")),
         # While a call is under way: the end of its lease.
-        sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.Column("settled_at", sa.DateTime(timezone=True)),
+        sa.Column("next_attempt_at", _TIME, nullable=False, server_default=sa.text("now()")),
+        sa.Column("settled_at", _TIME),
         # Behind an earlier call of its order_key, whose settlement releases it. Claims do not look at it until then.
         sa.Column("parked", sa.Boolean, nullable=False, server_default=sa.text("false")),
         sa.PrimaryKeyConstraint("grp", "name", "message_id", name="reservations_pkey"),
@@ -271,65 +231,56 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         ),
         sa.Index(
             "reservations_open",
-            "grp",
-            "name",
-            "parked",
-            "next_attempt_at",
-            "id",
+            *("grp", "name", "parked", "next_attempt_at", "id"),
             postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
         ),
         # By hash: a key may be longer than an index takes.
         sa.Index(
             "reservations_order",
-            "grp",
-            "name",
-            sa.text("hashtextextended(order_key, 0::bigint)"),
-            "id",
+            *("grp", "name", sa.text("hashtextextended(order_key, 0::bigint)"), "id"),
             postgresql_where=sa.text("settled_at IS NULL"),
         ),
         # For operators: few rows among many that are settled.
         sa.Index(
             "reservations_attention",
-            "grp",
-            "name",
-            "id",
+            *("grp", "name", "id"),
             postgresql_where=sa.text("state = 'stuck' OR conflict IS NOT NULL"),
         ),
-        schema=schema,
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",
     )
-    audit = sa.Table(
+    tables.add(
         "audit",
-        metadata,
         sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
-        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
         sa.Column("what", sa.Text, nullable=False),
         sa.Column("why", sa.Text),
-        sa.Column("details", pg.JSONB(none_as_null=True), nullable=False),
+        sa.Column("details", _JSON, nullable=False),
         sa.PrimaryKeyConstraint("id", name="audit_pkey"),
-        schema=schema,
         comment="What people did to groups by hand: offsets set, dead letters retried or discarded.",
     )
-    checkpoints = sa.Table(
+    tables.add(
         "checkpoints",
-        metadata,
         sa.Column("grp", sa.Text, nullable=False),
         # From Spark's checkpoint: a new checkpoint has another id.
-        sa.Column("query_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("query_id", _UUID, nullable=False),
         sa.Column("batch_id", sa.BigInteger, nullable=False),
         # A hash of Spark's plan of the batch. After a checkpoint was copied, two batches may have the same number.
         sa.Column("content", sa.Text, nullable=False),
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("updated_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("grp", name="checkpoints_pkey"),
         sa.CheckConstraint("batch_id >= 0", name="checkpoints_not_negative"),
-        schema=schema,
         comment="The last batch of each stream that was applied. Moves in the transaction of the effect.",
     )
-    return ConsumerTables(groups, offsets, processed, default, dead_letters, losses, reservations, audit, checkpoints)
+    return ConsumerTables(**tables.made)
 
 
-def _quoted(schema: str, name: str) -> str:
-    return ".".join('"' + part.replace('"', '""') + '"' for part in (schema, name))
+def _id_columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("grp", sa.Text, nullable=False),
+        sa.Column("day", sa.Date, nullable=False),
+        sa.Column("message_id", _UUID, nullable=False),
+        sa.Column("seen_at", _TIME, nullable=False, server_default=sa.text("now()")),
+    ]

@@ -24,7 +24,6 @@ transitions.
 
 from __future__ import annotations
 
-import functools
 import queue
 import random
 import threading
@@ -35,16 +34,15 @@ from typing import Any, Final, Literal
 from uuid import UUID
 
 import psycopg
-from psycopg.types.json import Jsonb
 
 from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox._clients.errors import first_line
-from outbox.consumer.connections import OwnSession, process_name
+from outbox.consumer.connections import OwnSession
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import AWAY, clear_errors
-from outbox.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
-from outbox.external.reservations import ClaimedCall, Reservations, SqlEffect
+from outbox.external.declaration import Call, Done, External, OutcomeUnknown, Refused, TryLater
+from outbox.external.reservations import ClaimedCall, Reservations
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
@@ -70,7 +68,6 @@ class Counts:
     conflicts: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures for ``--json``."""
         return asdict(self)
 
 
@@ -107,8 +104,7 @@ class Caller:
         self._session = OwnSession(connect, _autocommitting)
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
-        self._reservations = Reservations(external.schema, external.group, external.name, external.rules)
-        self._worker = process_name()
+        self._reservations = Reservations(external)
         self._running: dict[tuple[UUID, int], _Attempt] = {}
         self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._unsettled: list[_Answered] = []
@@ -142,17 +138,9 @@ class Caller:
 
         Raises NotFound for any other, and ConsumerError when the SQL fails.
         """
-        external = self._external
-
-        def effect(transition: Transition, claim: ClaimedCall) -> SqlEffect | None:
-            declared = external.on_confirmed if transition.state == "confirmed" else external.on_cancelled
-            return effect_of(declared, claim, claim.response)
-
         try:
             with clear_errors("settling by hand"):
-                self._reservations.settle_by_hand(
-                    self._session.connected(), message_id, confirmed=confirmed, why=why, effect_of=effect
-                )
+                self._reservations.settle_by_hand(self._session.connected(), message_id, confirmed=confirmed, why=why)
         finally:
             self._session.close()
 
@@ -164,13 +152,7 @@ class Caller:
         claims: list[ClaimedCall] = []
         if free > 0:
             began = time.monotonic()
-            claims, stuck = self._reservations.claim(
-                connection,
-                free,
-                self._worker,
-                self._external.lease_seconds,
-                self._external.key_seconds,
-            )
+            claims, stuck = self._reservations.claim(connection, free)
             if stuck:
                 self.counts.stuck += stuck
                 self._report("reservations are stuck: see `outbox external list`", {"stuck": stuck})
@@ -191,7 +173,6 @@ class Caller:
         return min(poll, due) if due > 0 else poll
 
     def _wait_for_answer(self, stop: threading.Event, wait: float) -> None:
-        """Wait for an answer, or for ``wait`` seconds."""
         if not self._running:
             stop.wait(wait)
             return
@@ -288,24 +269,10 @@ class Caller:
         while self._unsettled:
             answered = self._unsettled[0]
             transition, failed = self._reservations.settle(
-                self._session.connected(),
-                answered.claim,
-                answered.step,
-                answered.answer,
-                answered.chance,
-                functools.partial(self._effect, answered),
+                self._session.connected(), answered.claim, answered.step, answered.answer, answered.chance
             )
             self._unsettled.pop(0)
             self._count(answered, transition, failed)
-
-    def _effect(self, answered: _Answered, transition: Transition) -> SqlEffect | None:
-        if transition.conflict is not None:
-            return None
-        if transition.state == "confirmed":
-            return effect_of(self._external.on_confirmed, answered.claim, answered.answer.response)
-        if transition.state == "cancelled":
-            return effect_of(self._external.on_cancelled, answered.claim, answered.claim.response)
-        return None
 
     def _count(self, answered: _Answered, transition: Transition | None, failed: str | None) -> None:
         counts = self.counts
@@ -357,22 +324,6 @@ class Caller:
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause
-
-
-def effect_of(effect: Effect | None, claim: ClaimedCall, response: object) -> SqlEffect | None:
-    """Return the function of a cursor that runs a settlement's SQL; None if there is none."""
-    if effect is None:
-        return None
-    if callable(effect):
-        function, settled = effect, Settled(claim.message_id, claim.request, response)
-        return lambda cursor: function(cursor, settled)
-    text = effect.encode()
-    values = {"message_id": claim.message_id, "request": Jsonb(claim.request), "response": Jsonb(response)}
-
-    def run(cursor: psycopg.Cursor[Any]) -> None:
-        cursor.execute(text, values)
-
-    return run
 
 
 def _autocommitting(opened: psycopg.Connection[Any]) -> None:

@@ -8,7 +8,7 @@ call. Raises psycopg's errors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
@@ -19,14 +19,15 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
+from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerError, storable
 from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
+from outbox.external.declaration import External, Settled
 from outbox.external.state_machine import (
     Answer,
     ReservationState,
-    Rules,
     Step,
     Transition,
     effect_failed,
@@ -173,8 +174,6 @@ _LONGEST_ERROR: Final = 2000
 _WINDOW: Final = 50
 """How many due calls a claim looks at."""
 
-SqlEffect = Callable[[psycopg.Cursor[Any]], None]
-
 
 class _EffectFailed(Exception):
     """Rolls back the transaction that settles a call."""
@@ -192,28 +191,22 @@ class ClaimedCall:
     topic: str
     part: int
     message_offset: int
-    order_key: str | None
 
 
 class Reservations:
-    """The reservations of one External of one group."""
+    """The reservations of one External."""
 
-    def __init__(self, schema: str, group: str, name: str, rules: Rules) -> None:
-        self._schema = schema
-        self._which = {"grp": group, "name": name}
-        self._rules = rules
+    def __init__(self, external: External) -> None:
+        self._external = external
+        self._which = {"grp": external.group, "name": external.name}
+        self._rules = external.rules
+        self._worker = process_name()
         self.more_due = False
         """Whether the last claim parked calls, so that others may be due behind them: claim again without a pause."""
 
-    def claim(
-        self,
-        connection: psycopg.Connection[Any],
-        most: int,
-        worker: str,
-        lease: float,
-        key_seconds: float,
-    ) -> tuple[list[ClaimedCall], int]:
-        """Begin up to ``most`` due attempts, for ``lease`` seconds. Returns them, and how many calls became stuck."""
+    def claim(self, connection: psycopg.Connection[Any], most: int) -> tuple[list[ClaimedCall], int]:
+        """Begin up to ``most`` due attempts, each with a lease. Returns them, and how many calls became stuck."""
+        lease = self._external.lease_seconds
         claims: list[ClaimedCall] = []
         stuck = 0
         self.more_due = False
@@ -233,10 +226,10 @@ class Reservations:
                     message_id=row["message_id"],
                     state="cancelling" if state.taking_back else "calling",
                     unsure=unsure,
-                    worker=worker,
+                    worker=self._worker,
                     lease=lease,
                     keyed=step in {"call", "cancel"},
-                    key_seconds=key_seconds,
+                    key_seconds=self._external.key_seconds,
                 )
                 claims.append(_claim(row, step, row["attempts"] + 1))
             if len(rows) < most:
@@ -252,9 +245,8 @@ class Reservations:
         step: Step,
         answer: Answer,
         chance: float,
-        effect_of: Callable[[Transition], SqlEffect | None],
     ) -> tuple[Transition | None, str | None]:
-        """Write what an answer changes, and run the effect's SQL in the same transaction.
+        """Write what an answer changes, and run the External's SQL for it in the same transaction.
 
         If that SQL fails, all is rolled back, and another transaction stores the answer and the error. Returns the
         change, or None, and the SQL's error. After an error of a database that is away, settle again.
@@ -264,9 +256,8 @@ class Reservations:
         try:
             with pinned_transaction(connection) as path:
                 transition = self._settle(connection, claim, step, answer, chance)
-                effect = None if transition is None else effect_of(transition)
-                if effect is not None:
-                    _do(connection, effect, path)
+                if transition is not None:
+                    self._run_effect(connection, transition, claim, answer.response, path)
         except _EffectFailed as error:
             failed = str(error)
         if failed is None:
@@ -276,13 +267,7 @@ class Reservations:
         return transition, failed
 
     def settle_by_hand(
-        self,
-        connection: psycopg.Connection[Any],
-        message_id: UUID,
-        *,
-        confirmed: bool,
-        why: str,
-        effect_of: Callable[[Transition, ClaimedCall], SqlEffect | None],
+        self, connection: psycopg.Connection[Any], message_id: UUID, *, confirmed: bool, why: str
     ) -> None:
         """Write the outcome that an operator knows from the provider, run its SQL, and record the reason in the audit.
 
@@ -301,10 +286,10 @@ class Reservations:
                 self._write(cursor, row, transition, None)
                 self._run(cursor, _NO_CONFLICT, message_id=message_id)
                 details = self._which | {"message_ids": [str(message_id)]}
-                note(connection, self._schema, f"external: {transition.state} by hand", why, details)
-                effect = effect_of(transition, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
-                if effect is not None and row["state"] != transition.state:
-                    _do(connection, effect, path)
+                note(connection, self._external.schema, f"external: {transition.state} by hand", why, details)
+                if row["state"] != transition.state:
+                    claim = _claim(row, "confirm" if confirmed else "close", row["attempts"])
+                    self._run_effect(connection, transition, claim, claim.response, path)
         except _EffectFailed as error:
             raise ConsumerError(
                 f"{message_id}: nothing was written, because the SQL beside it fails: {error}"
@@ -363,9 +348,45 @@ class Reservations:
             # With no order_key, this finds none.
             self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
 
+    def _run_effect(
+        self,
+        connection: psycopg.Connection[Any],
+        transition: Transition,
+        claim: ClaimedCall,
+        response: object,
+        path: str,
+    ) -> None:
+        """Run the user's SQL that goes with a settlement, if there is any, with this search path until COMMIT.
+
+        Raises _EffectFailed, also for what would make COMMIT fail, or a ROLLBACK of it: a deferred constraint or
+        trigger, and an error that the user's function has caught. Raises the error itself if the connection is closed.
+        """
+        effects = {"confirmed": self._external.on_confirmed, "cancelled": self._external.on_cancelled}
+        effect = effects.get(transition.state)
+        if effect is None or transition.conflict is not None:
+            return
+        response = response if transition.state == "confirmed" else claim.response
+        try:
+            restore_path(connection, path)
+            with connection.cursor() as cursor:
+                if callable(effect):
+                    effect(cursor, Settled(claim.message_id, claim.request, response))
+                else:
+                    values = {"request": Jsonb(claim.request), "response": Jsonb(response)}
+                    cursor.execute(effect.encode(), {"message_id": claim.message_id, **values})
+            failed = spoilt(connection)
+            if failed is None:
+                connection.execute(IMMEDIATE)
+        except Exception as error:
+            if connection.closed:
+                raise
+            raise _EffectFailed(f"{type(error).__name__}: {str(error).strip()}") from error
+        if failed is not None:
+            raise _EffectFailed(failed)
+
     def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        named = statement(self._schema, query, front=statement(self._schema, _FRONT))
-        return cursor.execute(named, self._which | values)
+        schema = self._external.schema
+        return cursor.execute(statement(schema, query, front=statement(schema, _FRONT)), self._which | values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,27 +455,6 @@ def _values(chosen: Chosen) -> dict[str, object]:
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
 
 
-def _do(connection: psycopg.Connection[Any], effect: SqlEffect, path: str) -> None:
-    """Run a user's SQL with this search path, until the transaction ends.
-
-    Raises _EffectFailed, also for what would make COMMIT fail, or a ROLLBACK of it: a deferred constraint or trigger,
-    and an error that the user's function has caught. Raises the error itself if the connection is closed.
-    """
-    try:
-        restore_path(connection, path)
-        with connection.cursor() as cursor:
-            effect(cursor)
-        failed = spoilt(connection)
-        if failed is None:
-            connection.execute(IMMEDIATE)
-    except Exception as error:
-        if connection.closed:
-            raise
-        raise _EffectFailed(_describe(error)) from error
-    if failed is not None:
-        raise _EffectFailed(failed)
-
-
 def _state_of(row: Mapping[str, Any]) -> ReservationState:
     return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
@@ -469,12 +469,7 @@ def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
         row["topic"],
         row["part"],
         row["message_offset"],
-        row["order_key"],
     )
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _storable(text: str | None) -> str | None:

@@ -21,28 +21,38 @@ from __future__ import annotations
 
 import datetime as dt
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
-import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql as pg
-from sqlalchemy.orm import Session
-
-from outbox import _core, _targets
+from outbox._sending import Batch, Sender, Steps, run, run_async
+from outbox._statements import Statement
 from outbox.consumer.ids import NO_TIME, day
-from outbox.consumer.model import DEDUP, DEDUP_BY_KEY
-from outbox.consumer.tables import DEFAULT_SCHEMA, ConsumerTables, consumer_tables
+from outbox.consumer.model import DEDUP, DEDUP_BY_KEY, DEFAULT_SCHEMA
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import MessageTooOld
 from outbox.inbox.ids import message_id
 
 if TYPE_CHECKING:
-    import psycopg
+    from outbox._targets import AsyncTarget, SyncTarget
 
-    from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
-
-_UNBOUND: Final = "the message's id would be committed apart from its effect"
+_SENDER: Final = Sender("once", "once_async", "the inbox", "the message's id would be committed apart from its effect")
 _OWNER: Final = "outbox.inbox.once"
+
+# Says whether the id's day is over. Only then may its ids have been forgotten, and what the consumer has forgotten is
+# read by a statement of its own: this one may have waited, and would read what was true before. What is forgotten is
+# noted in the consumer's row. As in the writer's statements, functions are qualified and operators have exact types.
+_INSERT: Final = """
+WITH fresh AS (
+    INSERT INTO {schema}.processed_messages (grp, day, message_id)
+    VALUES (CAST(%(grp)s AS text), CAST(%(day)s AS date), CAST(%(message_id)s AS uuid))
+        ON CONFLICT DO NOTHING RETURNING day),
+registered AS (
+    INSERT INTO {schema}.groups (grp, owner, strategy)
+    SELECT CAST(%(grp)s AS text), CAST(%(owner)s AS text), CAST(%(strategy)s AS text)
+     WHERE NOT EXISTS (SELECT FROM {schema}.groups AS g WHERE g.grp = CAST(%(grp)s AS text))
+        ON CONFLICT DO NOTHING)
+SELECT day < CAST(pg_catalog.timezone('UTC', pg_catalog.clock_timestamp()) AS date) FROM fresh"""
+_FORGOTTEN: Final = "SELECT forgotten_before FROM {schema}.groups WHERE grp = CAST(%(grp)s AS text)"
 
 
 def once(
@@ -60,98 +70,32 @@ def once(
     MessageIdMissing, MessageTooOld, and ConfigurationError for an impossible name. The driver's own errors are passed
     through; SerializationFailure, above READ COMMITTED, means that the whole transaction is to be run again.
     """
-    found = _targets.sync_target(target, "once", "once_async")
-    wanted = _Wanted(message, consumer, key, schema)
-    if isinstance(found, Session):
-        return wanted.on_connection(_targets.session_connection(found))
-    if isinstance(found, sa.Connection):
-        return wanted.on_connection(found)
-    from psycopg import Cursor
-    from psycopg.rows import tuple_row
-
-    if _targets.state_unknown(found):
-        with found.pipeline():
-            pass
-    _targets.require_transaction(found, _UNBOUND)
-    # Not connection.execute(): the caller's cursor and row factories may be others.
-    cursor: psycopg.Cursor[tuple[Any, ...]] = Cursor(found, row_factory=tuple_row)
-    row = cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values).fetchone()
-    if wanted.is_aged(row):
-        wanted.check(cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values).fetchone())
-    return row is not None
+    return run(_steps(message, consumer, key, schema), _SENDER.to(target))
 
 
 async def once_async(
     target: AsyncTarget, message: object, *, consumer: str, key: str | None = None, schema: str = DEFAULT_SCHEMA
 ) -> bool:
     """Return the same as ``once`` in the transaction of an asynchronous session or connection."""
-    found: Any = _targets.async_target(target, "once_async", "once")
-    wanted = _Wanted(message, consumer, key, schema)
-    if _targets.is_sqlalchemy_async(found):
-        new: bool = await found.run_sync(wanted.on_target)
-        return new
-    if _targets.is_asyncpg(found):
-        return await _once_asyncpg(found, wanted, schema)
-    from psycopg import AsyncCursor
-    from psycopg.rows import tuple_row
-
-    if _targets.state_unknown(found):
-        async with found.pipeline():
-            pass
-    _targets.require_transaction(found, _UNBOUND)
-    cursor: psycopg.AsyncCursor[tuple[Any, ...]] = AsyncCursor(found, row_factory=tuple_row)
-    await cursor.execute(_core.psycopg_sql(_insert(schema)), wanted.values)
-    row = await cursor.fetchone()
-    if wanted.is_aged(row):
-        await cursor.execute(_core.psycopg_sql(_forgotten(schema)), wanted.values)
-        wanted.check(await cursor.fetchone())
-    return row is not None
+    return await run_async(_steps(message, consumer, key, schema), _SENDER.to_async(target))
 
 
-async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: str) -> bool:
-    _targets.require_asyncpg_transaction(connection, _UNBOUND)
-    rows = await connection.fetch(*_core.asyncpg_arguments(_insert(schema), wanted.values))
-    row = rows[0] if rows else None
-    if wanted.is_aged(row):
-        forgotten = await connection.fetch(*_core.asyncpg_arguments(_forgotten(schema), wanted.values))
-        wanted.check(forgotten[0] if forgotten else None)
-    return row is not None
-
-
-class _Wanted:
-    """One message of one consumer: what the statements take, and what their rows mean."""
-
-    def __init__(self, message: object, consumer: str, key: str | None, schema: str) -> None:
-        check_name(consumer)
-        self._schema = schema
-        self._id: UUID = message_id(message, key)
-        self._day: dt.date = day(self._id)
-        self.values: dict[str, Any] = {
-            "grp": consumer,
-            "day": self._day,
-            "message_id": self._id,
-            "owner": _OWNER,
-            "strategy": DEDUP if key is None else DEDUP_BY_KEY,
-        }
-
-    def on_target(self, target: Session | sa.Connection) -> bool:
-        return self.on_connection(_targets.session_connection(target) if isinstance(target, Session) else target)
-
-    def on_connection(self, connection: sa.Connection) -> bool:
-        _targets.check_connection(connection, "the inbox", _UNBOUND)
-        row = _targets.execute(connection, _insert(self._schema), self.values).one_or_none()
-        if self.is_aged(row):
-            self.check(_targets.execute(connection, _forgotten(self._schema), self.values).one_or_none())
-        return row is not None
-
-    def is_aged(self, row: Any) -> bool:
-        """Return whether ids of this one's day may have been forgotten; ``row`` is that of ``_insert``."""
-        return row is not None and bool(row[0]) and self._day != NO_TIME
-
-    def check(self, row: Any) -> None:
-        """Raise MessageTooOld if ids of this one's day were forgotten; ``row`` is that of ``_forgotten``."""
-        if row is not None and row[0] is not None and self._day < row[0]:
-            raise MessageTooOld(too_old(self.values["grp"], self._id, row[0]))
+def _steps(message: object, consumer: str, key: str | None, schema: str) -> Steps[bool]:
+    check_name(consumer)
+    id_ = message_id(message, key)
+    values = {
+        "grp": consumer,
+        "day": day(id_),
+        "message_id": str(id_),
+        "owner": _OWNER,
+        "strategy": DEDUP if key is None else DEDUP_BY_KEY,
+    }
+    rows = yield Batch(_statement(_INSERT, schema), values, answers=True)
+    if rows and rows[0][0] and day(id_) != NO_TIME:
+        found = yield Batch(_statement(_FORGOTTEN, schema), {"grp": consumer}, answers=True)
+        if found and found[0][0] is not None and day(id_) < found[0][0]:
+            raise MessageTooOld(too_old(consumer, id_, found[0][0]))
+    return bool(rows)
 
 
 def check_name(consumer: str) -> None:
@@ -169,47 +113,5 @@ def too_old(consumer: str, id_: UUID, before: dt.date) -> str:
 
 
 @cache
-def _insert(schema: str) -> sa.Select[Any]:
-    """Return a statement that inserts an id, and returns a row if it was not there.
-
-    The row says whether the id's day is over. Only then may its ids have been forgotten, and what the consumer has
-    forgotten is read by a statement of its own: this one may have waited, and would read what was true before.
-    """
-    tables = _tables(schema)
-    processed, groups = tables.processed_messages, tables.groups
-    # Qualified: see _statements.
-    now = sa.func.pg_catalog.timezone(sa.literal_column("'UTC'"), sa.func.pg_catalog.clock_timestamp())
-    grp, today = _bound("grp", sa.Text()), sa.cast(now, sa.Date())
-    fresh = (
-        pg.insert(processed)
-        .values(grp=grp, day=_bound("day", sa.Date()), message_id=_bound("message_id", pg.UUID()))
-        .on_conflict_do_nothing()
-        .returning(processed.c.day)
-        .cte("fresh")
-    )
-    # What is forgotten is noted in the consumer's row.
-    known: sa.Select[Any] = sa.select(sa.literal_column("1")).where(groups.c.grp == grp)
-    row = sa.select(grp, _bound("owner", sa.Text()), _bound("strategy", sa.Text())).where(~known.exists())
-    registered = (
-        pg.insert(groups)
-        .from_select(["grp", "owner", "strategy"], row)
-        .on_conflict_do_nothing()
-        .returning(groups.c.grp)
-        .cte("registered")
-    )
-    return sa.select(fresh.c.day < today).add_cte(registered)
-
-
-@cache
-def _forgotten(schema: str) -> sa.Select[Any]:
-    groups = _tables(schema).groups
-    return sa.select(groups.c.forgotten_before).where(groups.c.grp == _bound("grp", sa.Text()))
-
-
-def _bound(name: str, kind: sa.types.TypeEngine[Any]) -> sa.ColumnElement[Any]:
-    return sa.cast(sa.bindparam(name, type_=kind), kind)
-
-
-@cache
-def _tables(schema: str) -> ConsumerTables:
-    return consumer_tables(sa.MetaData(), schema)
+def _statement(template: str, schema: str) -> Statement:
+    return Statement(template, schema)

@@ -14,8 +14,8 @@ import psycopg
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
 from outbox.consumer.groups import GroupStore
+from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.consumer.stalled import StalledPartition, Watch
-from outbox.consumer.tables import DEFAULT_SCHEMA
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
 from outbox.inbox._applier import Handler, Settings

@@ -1,7 +1,7 @@
 """Downloads Kafka's jars once and verifies their checksums.
 
 ``jars.lock`` beside this module lists each file with its size and SHA-256, so the files that run are those that were
-tested, whatever repository serves them. ``python -m outbox.sandbox.jars lock`` regenerates it.
+tested, whatever repository serves them. ``python -m release.jars`` regenerates it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -29,24 +29,6 @@ from outbox.sandbox._dirs import cache_dir, locked_file
 from outbox.sandbox.errors import ServiceError
 
 KAFKA: Final = "kafka"
-
-Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
-"""By set: whether it includes the artifacts' dependencies, and the artifacts."""
-
-
-ROOTS: Final[Roots] = {
-    # kafka-clients is listed because log4j's platform would pull in an older version.
-    KAFKA: (
-        True,
-        (
-            "org.apache.kafka:kafka_2.13:4.2.1",
-            "org.apache.kafka:kafka-clients:4.2.1",
-            "org.apache.kafka:kafka-server:4.2.1",
-            "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",
-            "org.apache.logging.log4j:log4j-core:2.25.4",
-        ),
-    ),
-}
 
 _WORKERS: Final = 4
 _TIMEOUT: Final = 30.0
@@ -144,7 +126,7 @@ def repository() -> str:
     return next(iter(addresses)).rstrip("/")
 
 
-def sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -160,7 +142,7 @@ def _is_cached(path: Path, jar: Jar) -> bool:
 @cache
 def _digest(path: Path, _modified_at: int) -> str:
     """Return a file's SHA-256, computed once in this process unless the file is modified."""
-    return sha256(path)
+    return sha256_of(path)
 
 
 def _fetch_one(base: str, jar: Jar, path: Path) -> None:
@@ -234,35 +216,3 @@ def _trust() -> ssl.SSLContext:
 
 def _lock_text() -> str:
     return files("outbox.sandbox").joinpath("jars.lock").read_text()
-
-
-# -- writing the lock
-
-
-def resolve(roots: Roots, heading: Iterable[str]) -> str:
-    """Resolve the roots through jgo and download every artifact. Returns the text of the lock file."""
-    from jgo.maven import MavenContext
-
-    lines = [f"# {line}" for line in heading]
-    context = MavenContext(remote_repos={"repository": repository()})
-    for set_name, (transitive, coordinates) in roots.items():
-        wanted = [context.create_dependency(coordinate) for coordinate in coordinates]
-        resolved = context.resolver.resolve(wanted, transitive=transitive)
-        lines += ["", f"[{set_name}]"]
-        entries = set()
-        for dependency in [*resolved[0], *(resolved[1] if transitive else [])]:
-            file = Path(dependency.artifact.resolve())
-            coordinate = f"{dependency.groupId}:{dependency.artifactId}:{dependency.version}"
-            entries.add(f"{coordinate}  sha256:{sha256(file)}  {file.stat().st_size}")
-        lines += sorted(entries)
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    if sys.argv[1:] != ["lock"]:
-        sys.exit("usage: python -m outbox.sandbox.jars lock")
-    HEADING: Final = (
-        "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
-        "Written by: python -m outbox.sandbox.jars lock",
-    )
-    Path(__file__).with_name("jars.lock").write_text(resolve(ROOTS, HEADING))

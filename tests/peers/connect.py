@@ -22,6 +22,7 @@ from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import Supervised, kill_with_children, wait_for
 from outbox.sandbox.errors import ServiceError, StartFailed, tail
 from outbox.sandbox.java import java
+from release.jars import Roots, resolve
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
 CONNECT: Final = "connect"
@@ -31,7 +32,7 @@ DEBEZIUM: Final = "debezium"
 _KAFKA: Final = "4.3.1"
 _DEBEZIUM: Final = "3.7.0.Final"
 
-ROOTS: Final[jars.Roots] = {
+ROOTS: Final[Roots] = {
     CONNECT: (
         True,
         (
@@ -287,7 +288,7 @@ def main(arguments: list[str]) -> int:
         "What Kafka Connect and Debezium are run from: Maven coordinates, SHA-256, size in bytes.",
         "Written by: python tests/peers/connect.py lock",
     )
-    LOCK.write_text(jars.resolve(ROOTS, heading))
+    LOCK.write_text(resolve(ROOTS, heading))
     return 0
 
 

@@ -11,10 +11,11 @@ from typing import Final
 import pyspark
 
 from outbox.sandbox import jars
+from release.jars import Roots, resolve
 from spark_jobs.spark.installed import SUPPORTED
 
 LOCK: Final = Path(__file__).with_name("connector.lock")
-ROOTS: Final[jars.Roots] = {
+ROOTS: Final[Roots] = {
     # What pyspark's own jars lack, so without what these depend on; Kafka's client and the pool as in the connector's
     # POM. It is compiled against Spark's internals, and fits the patch releases of its minor version. Not each of them
     # could be had of everything when this was written.
@@ -51,4 +52,4 @@ if __name__ == "__main__":
         "Spark's Kafka source, for streams and peers: Maven coordinates, SHA-256, size in bytes.",
         "Written by: python tests/support/connector.py",
     )
-    LOCK.write_text(jars.resolve(ROOTS, heading))
+    LOCK.write_text(resolve(ROOTS, heading))

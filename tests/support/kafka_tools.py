@@ -13,10 +13,11 @@ from typing import Final
 
 from outbox.sandbox import jars
 from outbox.sandbox.java import java
+from release.jars import Roots, resolve
 
 LOCK: Final = Path(__file__).with_name("kafka_tools.lock")
 _BROKER: Final = next(jar.version for jar in jars.locked(jars.KAFKA) if jar.artifact == "kafka-server")
-ROOTS: Final[jars.Roots] = {
+ROOTS: Final[Roots] = {
     # The broker's jars have everything else that the command needs.
     "tools": (
         False,
@@ -37,4 +38,4 @@ if __name__ == "__main__":
         "Kafka's command for transactions, for runbooks: Maven coordinates, SHA-256, size in bytes.",
         "Written by: python tests/support/kafka_tools.py",
     )
-    LOCK.write_text(jars.resolve(ROOTS, heading))
+    LOCK.write_text(resolve(ROOTS, heading))

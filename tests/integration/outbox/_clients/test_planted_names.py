@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from page_support import PageRun
 from planted_support import foreign, outbox
 from rows_and_roles import login_role, put
+from sqlalchemy.orm import Session
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -104,7 +105,7 @@ def write(target: Any) -> None:
     unique, keyed = Outbox(unique_keys=True), [replace(event, idempotency_key=str(later)) for event in events(1)]
     unique.add_many(target, keyed, lock_key=True)
     unique.add_many(target, keyed)
-    connection = target.connection() if isinstance(target, sa.orm.Session) else target
+    connection = target.connection() if isinstance(target, Session) else target
     removed = "DELETE FROM outbox.events WHERE headers OPERATOR(pg_catalog.->>) 'idempotency-key' IS NOT NULL"
     assert connection.execute(sa.text(removed) if isinstance(connection, sa.Connection) else removed).rowcount == 1
     assert once(target, message, consumer="billing")

@@ -68,14 +68,14 @@ def behind_one(sink, request) -> External:
         insert(connection, "free", 10, "own")
         if request.param == "analyzed":
             connection.execute("ANALYZE consumer.reservations")
-    return payments("http://localhost")
+    return payments("http://localhost", lease=3600.0, on_confirmed=None)
 
 
 def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int = 4) -> list[reservations.ClaimedCall]:
     """Claim as a caller does: again without a pause while more may be due. Returns the claims."""
     claims: list[reservations.ClaimedCall] = []
     while len(claims) < most:
-        more, stuck = book.claim(connection, most - len(claims), "w", 3600.0, 7200.0)
+        more, stuck = book.claim(connection, most - len(claims))
         assert stuck == 0
         claims += more
         if not book.more_due:
@@ -84,12 +84,12 @@ def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int
 
 
 def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reservations.ClaimedCall) -> None:
-    change, failed = book.settle(connection, claim, claim.step, Answer("done"), 0.5, lambda _: None)
+    change, failed = book.settle(connection, claim, claim.step, Answer("done"), 0.5)
     assert (change is not None and change.state, failed) == ("confirmed", None)
 
 
 def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behind_one):
-    book = Reservations("consumer", "orders", "payments", behind_one.rules)
+    book = Reservations(behind_one)
     with sink.connect() as connection:
         # Before the first call is claimed, and while it is under way.
         for expected in (["hot1"], []):
@@ -98,7 +98,7 @@ def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behi
                 # The 20,000 are on more pages.
                 assert read < 9 * reservations._WINDOW
                 assert max(rows.values()) <= 2 * reservations._WINDOW, (query, rows)
-            claims, _ = book.claim(connection, 1, "w", 3600.0, 7200.0)
+            claims, _ = book.claim(connection, 1)
             assert [claim.request["order"] for claim in claims] == expected
         # A claim that finds too few parks a window, and the next one looks at the next.
         assert book.more_due
@@ -116,11 +116,11 @@ def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behi
 
 
 def test_the_next_of_20_000_is_released_when_the_one_before_is_settled(sink, behind_one):
-    book = Reservations("consumer", "orders", "payments", behind_one.rules)
+    book = Reservations(behind_one)
     with sink.connect() as connection:
         connection.execute(PARK_ALL)
-        claims, _ = book.claim(connection, 100, "w", 3600.0, 7200.0)
-        (hot,) = (claim for claim in claims if claim.order_key == "hot")
+        claims, _ = book.claim(connection, 100)
+        (hot,) = (claim for claim in claims if claim.request["order"].startswith("hot"))
         for number in range(1, 6):
             assert hot.request["order"] == f"hot{number}"
             (row,) = sink.rows("SELECT id FROM consumer.reservations WHERE message_id = %s", hot.message_id)
@@ -130,7 +130,7 @@ def test_the_next_of_20_000_is_released_when_the_one_before_is_settled(sink, beh
             # Exactly one is released, and no other is looked at.
             due = "SELECT request ->> 'order' FROM consumer.reservations WHERE state = 'reserved' AND NOT parked"
             assert sink.rows(due) == [(f"hot{number + 1}",)]
-            (hot,), _ = book.claim(connection, 4, "w", 3600.0, 7200.0)
+            (hot,), _ = book.claim(connection, 4)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def stuck_keys(sink, provider) -> External:
 
 
 def test_what_waits_behind_stuck_ones_is_parked_and_follows_them(sink, provider, stuck_keys):
-    book = Reservations("consumer", "orders", "payments", stuck_keys.rules)
+    book = Reservations(stuck_keys)
     with sink.connect() as connection:
         claims = claim_all(book, connection)
         assert [claim.request["order"] for claim in claims] == [f"free{n}" for n in range(1, 5)]
@@ -192,9 +192,9 @@ def test_a_parked_call_that_is_cancelled_is_not_parked_any_more(sink):
 
 def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
     """In either order of the two: the next one is due when both have ended."""
-    external = payments("http://localhost")
+    external = payments("http://localhost", lease=3600.0, on_confirmed=None)
     sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
-    book = Reservations("consumer", "orders", "payments", external.rules)
+    book = Reservations(external)
     due = "SELECT request ->> 'order' FROM consumer.reservations WHERE state = 'reserved' AND NOT parked ORDER BY id"
     park = statement(reservations._PARK)
     with sink.connect() as one, sink.connect() as other:
@@ -204,13 +204,13 @@ def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
             "interval '1 hour' WHERE message_id = %s",
             first,
         )
-        claim = reservations.ClaimedCall("call", first[0], 1, {}, None, "t", 0, 0, "k")
+        claim = reservations.ClaimedCall("call", first[0], 1, {}, None, "t", 0, 0)
         with one.transaction():
             settle(book, one, claim)
             # What is being settled can't be relied on, but the one after it, which is open, can.
             assert other.execute(park, WAITING).rowcount == 1
         assert sink.rows(due) == [("o1",)]
-        (second,), _ = book.claim(one, 1, "w", 3600.0, 7200.0)
+        (second,), _ = book.claim(one, 1)
         one.execute("UPDATE consumer.reservations SET parked = false, next_attempt_at = now() WHERE parked")
         with one.transaction():
             assert one.execute(park, WAITING).rowcount == 1
@@ -223,16 +223,16 @@ def test_one_that_is_settled_while_others_are_parked_leaves_none_behind(sink):
 
 def test_two_settlements_of_a_key_at_once_release_what_is_behind_both(sink):
     """A call that was committed late goes out beside a later one of its key; see _DUE."""
-    external = payments("http://localhost")
+    external = payments("http://localhost", lease=3600.0, on_confirmed=None)
     sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
-    book = Reservations("consumer", "orders", "payments", external.rules)
+    book = Reservations(external)
     with sink.connect() as one, sink.connect() as other:
         one.execute(
             "UPDATE consumer.reservations SET parked = (message_offset = 2), attempts = 1, "
             "state = CASE message_offset WHEN 2 THEN 'reserved' ELSE 'calling' END"
         )
         ids = [row[0] for row in sink.rows("SELECT message_id FROM consumer.reservations ORDER BY id")]
-        first, second = (reservations.ClaimedCall("call", ids[n], 1, {}, None, "t", 0, n, "k") for n in range(2))
+        first, second = (reservations.ClaimedCall("call", ids[n], 1, {}, None, "t", 0, n) for n in range(2))
         with one.transaction():
             settle(book, one, second)
             waiting = in_thread(lambda: settle(book, other, first))
@@ -247,7 +247,7 @@ def test_what_was_parked_behind_a_deleted_call_is_due_again(sink, provider):
     external = payments(provider.url)
     sink.reserve(external, [(f"o{n}", "k") for n in range(3)])
     with sink.connect() as connection:
-        claim_all(Reservations("consumer", "orders", "payments", external.rules), connection)
+        claim_all(Reservations(external), connection)
         assert connection.execute("DELETE FROM consumer.reservations WHERE state = 'calling'").rowcount == 1
         assert sink.drain(external) == {}
         connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE parked")

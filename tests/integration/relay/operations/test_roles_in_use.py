@@ -18,6 +18,7 @@ from external_support import Sink, payments, provider
 from psycopg import sql
 from psycopg.types.json import Jsonb
 from rows_and_roles import login_role, put
+from sqlalchemy.orm import Session
 from support import order, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -100,7 +101,7 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
         Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 1}), Event("Order", "2", "T", b"bytes")])
         Outbox().add(connection, Event("Order", "3", "T", headers={"tenant": "acme"}), lock_key=True)
     engine = sa.create_engine(sqlalchemy_url(url))
-    with sa.orm.Session(engine) as session, session.begin():
+    with Session(engine) as session, session.begin():
         Outbox().add(session, Event("Order", "4", "T", None))
     engine.dispose()
     assert roles.admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (4,)
