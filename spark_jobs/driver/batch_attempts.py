@@ -36,7 +36,7 @@ from spark_jobs.effects.mapped import Upsert
 from spark_jobs.job import META
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres.batch_table import BatchTable, textual
+from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, translated
 from spark_jobs.postgres.staging import StagingTables
@@ -237,7 +237,7 @@ class BatchAttempts:
 
         ask  raise Fenced if the group has been taken over; see StagingTables.create.
         """
-        plan = self._tables.create(textual(columns), generation, check=ask)
+        plan = self._tables.create(columns, generation, check=ask)
         return stage(rows, plan, required=required, max_dead=max_dead, messages=True)
 
 
