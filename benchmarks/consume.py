@@ -49,9 +49,10 @@ from rich.table import Table
 from benchmarks.consuming import debezium, partitions, ways
 from benchmarks.consuming.latency import latency
 from benchmarks.consuming.partitions import Job
-from benchmarks.consuming.stage import PARTITIONS, BenchFailed, Stage, fill, flat, nested
+from benchmarks.consuming.stage import PARTITIONS, Stage, fill, flat, nested
 from benchmarks.consuming.ways import Way
 from benchmarks.harness.choice import choose
+from benchmarks.harness.servers import BenchError
 from outbox._app import migrate as db
 from outbox.sandbox import jars
 from outbox.sandbox.kafka import KafkaCluster
@@ -69,23 +70,18 @@ MOST_GROWTH = 0.25
 
 
 def measure(stage: Stage, way: Way, number: int) -> float:
-    """Run a way once, with number 0 over the messages to warm up on. Returns seconds. Raises BenchFailed."""
+    """Run a way once, with number 0 over the messages to warm up on. Returns seconds. Raises BenchError."""
     table = f"{way.name.translate(str.maketrans({',': '', ' ': '_'}))}_{number}"
     warm = number == 0
     events = stage.warm if warm else stage.events
-    topic = {
-        (False, False): stage.flat,
-        (False, True): stage.nested,
-        (True, False): stage.warm_flat,
-        (True, True): stage.warm_nested,
-    }[warm, way.nested]
+    topic = stage.topics[warm, way.nested]
     names = {"table": sql.Identifier(table)}
     with psycopg.connect(stage.url, autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE TABLE {table} (" + way.sink.columns + ")").format(**names))  # type: ignore[arg-type]
         seconds = way.run(stage, topic, table, events)
         found = connection.execute(sql.SQL(way.sink.look).format(**names)).fetchone()  # type: ignore[arg-type]
         if found != (expected := way.sink.expected(events)):
-            raise BenchFailed(f"{way.name}: {found} stands in its table, and not {expected}")
+            raise BenchError(f"{way.name}: {found} stands in its table, and not {expected}")
         connection.execute(sql.SQL("DROP TABLE {table}").format(**names))
         connection.execute("TRUNCATE consumer.processed_messages")
         connection.execute("CHECKPOINT")
@@ -117,16 +113,15 @@ def run_all(
 
 def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way], rounds: int) -> dict[str, Any]:
     """Measure the ways; print a table. Returns the figures."""
-    for made, event, wanted in (("flat", flat, False), ("nested", nested, True)):
-        if any(way.nested is wanted for way in chosen):
-            for prefix, events in (("warm_", stage.warm), ("", stage.events)):
-                topic = topics.create_topic(topics.name(f"{prefix}{made}"), PARTITIONS)
-                setattr(stage, f"{prefix}{made}", topic)
-                fill(stage.kafka, topic, events, event)
+    for is_nested in {way.nested for way in chosen}:
+        for warm, events in ((True, stage.warm), (False, stage.events)):
+            topic = topics.create_topic(topics.name("events"), PARTITIONS)
+            stage.topics[warm, is_nested] = topic
+            fill(stage.kafka, topic, events, nested if is_nested else flat)
     rates, failed = run_all(console, stage, chosen, rounds)
     chosen = [way for way in chosen if way.name not in failed]
     if not chosen:
-        raise BenchFailed("every way failed")
+        raise BenchError("every way failed")
     base = ways.BASE if ways.BASE in rates else chosen[0].name
     table = Table("way", "once", *(f"round {number + 1}" for number in range(rounds)), "median", f"{base} ÷ it")
     ratios: dict[str, float] = {}
@@ -160,7 +155,7 @@ def wide(console: Console, stage: Stage, topics: Topics, parts: int, jobs: list[
         with psycopg.connect(stage.url, autocommit=True) as connection:
             row = connection.execute("SELECT count(*), count(DISTINCT n) FROM wide").fetchone()
             if row != (stage.events, stage.events):
-                raise BenchFailed(f"partitions, {job}: {row} rows and different ones, and not {stage.events}")
+                raise BenchError(f"partitions, {job}: {row} rows and different ones, and not {stage.events}")
             for table in ("wide", "consumer.processed_messages"):
                 connection.execute(f"TRUNCATE {table}")
             connection.execute("DELETE FROM consumer.groups")

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from outbox.consumer.declared import find_declared
 from outbox.consumer.errors import JobError
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY
+from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.effects.produce import Traced
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
 
 if TYPE_CHECKING:
@@ -180,11 +182,11 @@ class ConsumerJob:
 
     def payload_columns(self) -> tuple[str, ...]:
         """Return the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
-        names = self.decoder.names()
+        names = self.decoder.task_plan()[0].fieldNames()
         for name in names:
             if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):
                 raise JobError(f"schema: the name {name} is reserved for the consumer")
-        return names
+        return (*names, *((TRACEPARENT, TRACESTATE) if isinstance(self.schema, Traced) else ()))
 
     @property
     def shown_strategy(self) -> str:

@@ -6,7 +6,7 @@ A task applies one range of a partition in one transaction, with these calls in 
         if not into.fence(partition, span):           # lock the offset
             into.rollback()                           # applied before: nothing is read
         new = into.remember(rows, way)                # load the rows, without those that were applied before
-        into.move(partition, span, …)                 # the offset and its figures, and dead letters
+        into.move(Move(partition, span, …))           # the offset and its figures, and dead letters
         if new:
             into.apply()                              # the effect
                                                       # COMMIT, once the rows are proved complete
@@ -56,6 +56,25 @@ class Way:
     straight: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A range that a transaction applies, and its figures.
+
+    log_end  where Kafka's log ended when the round was planned; for monitoring.
+    read     how many rows there were, of which ``fresh`` were never applied before.
+    dead     the range's messages that become dead letters.
+    reached  there is no message between the range's end and this offset: the group continues from there.
+    """
+
+    partition: Partition
+    span: Range
+    log_end: int | None = None
+    read: int = 0
+    fresh: int = 0
+    dead: Sequence[DeadLetter] = ()
+    reached: int | None = None
+
+
 class Whole(Protocol):
     """The proof that a transaction's COMMIT needs; see task.input."""
 
@@ -89,22 +108,8 @@ class Transaction(Protocol):
         no message is at fault, CopyError and FallbackToBatch to be called again in another ``way``.
         """
 
-    def move(
-        self,
-        partition: Partition,
-        span: Range,
-        *,
-        log_end: int | None,
-        read: int,
-        fresh: int,
-        dead: Sequence[DeadLetter],
-        reached: int | None,
-    ) -> None:
-        """Move the fenced offset to the range's end, add to its figures, and store the partition's dead letters.
-
-        log_end  where Kafka's log ended when the round was planned; for monitoring.
-        reached  there is no message between the range's end and this offset: the group continues from there.
-        """
+    def move(self, moved: Move) -> None:
+        """Move the fenced offset to the range's end, add to its figures, and store the partition's dead letters."""
 
     def apply(self) -> None:
         """Run the effect over what was remembered. Raises RejectedRecords or EffectError."""

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from typing import Any, Final
 import orjson
 import psycopg
 
-from benchmarks.consuming.stage import BenchFailed
 from benchmarks.harness.measure import children, status_of
+from benchmarks.harness.servers import BenchError
 from outbox.sandbox.errors import tail
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
@@ -69,9 +68,8 @@ def event(number: int) -> tuple[str, Mapping[str, object]]:
 
 @dataclass
 class Sampled:
-    """What was seen of a run, twice a second: seconds, MB by role, sessions by name, and how far it was."""
+    """What was seen of a run, twice a second: MB by role, sessions by name, and how far it was."""
 
-    at: list[float] = field(default_factory=list)
     memory: list[dict[str, float]] = field(default_factory=list)
     sessions: list[dict[str, int]] = field(default_factory=list)
     applied: list[int] = field(default_factory=list)
@@ -81,7 +79,7 @@ class Sampled:
         last = self.applied[-1]
         found = [number for number, applied in enumerate(self.applied) if 0 < applied < last]
         if len(found) < 8:
-            raise BenchFailed(f"only {len(found)} samples while it worked: take more events")
+            raise BenchError(f"only {len(found)} samples while it worked: take more events")
         return slice(found[0], found[-1] + 1)
 
 
@@ -100,7 +98,6 @@ class Sampler(threading.Thread):
         """Sample."""
         try:
             with psycopg.connect(self._url, autocommit=True, application_name="sampler") as connection:
-                began = time.monotonic()
                 while not self._over.wait(_EVERY):
                     sessions = connection.execute(
                         "SELECT application_name, count(*) FROM pg_stat_activity "
@@ -109,7 +106,6 @@ class Sampler(threading.Thread):
                     applied = connection.execute("SELECT coalesce(sum(next_offset), 0) FROM consumer.offsets")
                     row = applied.fetchone()
                     assert row is not None
-                    self.sampled.at.append(time.monotonic() - began)
                     self.sampled.memory.append(by_role(self._pid))
                     self.sampled.sessions.append({str(name): int(count) for name, count in sessions})
                     self.sampled.applied.append(int(row[0]))
@@ -169,7 +165,7 @@ def consume(url: str, kafka: str, topic: str, folder: Path, job: str) -> tuple[d
             process.wait()
     sampled = sampler.end()
     if status:
-        raise BenchFailed(f"outbox consume ended with {status}\n{tail(log)}")
+        raise BenchError(f"outbox consume ended with {status}\n{tail(log)}")
     line = next(one for one in out.read_text().splitlines() if one.startswith("{"))
     return orjson.loads(line), sampled
 

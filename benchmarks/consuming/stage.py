@@ -12,6 +12,8 @@ import psycopg
 from confluent_kafka import Producer
 from uuid_utils import uuid7
 
+from benchmarks.harness.servers import BenchError
+
 PARTITIONS: Final = 4
 KEYS: Final = 5_000
 FLAT: Final = "order_id string, seq int, customer string, amount_cents long, status string, note string"
@@ -27,16 +29,12 @@ Event = Callable[[int], tuple[str, Mapping[str, object]]]
 """Returns the key and the payload of an event, by its number."""
 
 
-class BenchFailed(Exception):
-    """A way left other rows than it should have; the message says which."""
-
-
 @dataclass
 class Stage:
     """Where everything is.
 
-    flat, nested    topics with ``events`` events; and ``warm`` ones of the same kind, in topics of their own.
-    kept            what a way started and uses again, such as a Connect worker.
+    topics  by whether they are to warm up on, with ``warm`` events instead of ``events``, and whether these are nested.
+    kept    what a way started and uses again, such as a Connect worker.
     """
 
     spark: Any
@@ -45,10 +43,7 @@ class Stage:
     folder: Path
     events: int
     warm: int
-    flat: str = ""
-    nested: str = ""
-    warm_flat: str = ""
-    warm_nested: str = ""
+    topics: dict[tuple[bool, bool], str] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,7 +103,7 @@ def fill(kafka: str, topic: str, events: int, event: Event, partitions: int | No
             except BufferError:
                 producer.poll(0.1)
     if left := producer.flush(_SECONDS):
-        raise BenchFailed(f"{left} events could not be written to {topic} within {_SECONDS} s")
+        raise BenchError(f"{left} events could not be written to {topic} within {_SECONDS} s")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -114,37 +114,17 @@ class Steady:
     together: int = 1
 
 
-class Writer:
-    """A process that commits a steady load and notes when each COMMIT returned."""
+def writer(site: Site, steady: Steady) -> AbstractContextManager[Connection]:
+    """Start a process that commits a steady load once it gets a message.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def go(self) -> None:
-        """Begin."""
-        self._connection.send(b"go")
-
-    def committed(self, seconds: float) -> array[int]:
-        """Return the times of the commits, in ns of the monotonic clock, by the events' order.
-
-        Raises BenchError when the writer needs more than ``seconds`` or fails.
-        """
-        times: array[int] = received(self._connection, "the writer", seconds)
-        return times
+    At the end it sends the time of each COMMIT, in ns of the monotonic clock, by the events' order.
+    """
+    return child(_write, site.url, site.kind, steady)
 
 
-@contextmanager
-def writer(site: Site, steady: Steady) -> Iterator[Writer]:
-    """Start a writer's process, ready to begin; end it at the end."""
-    with child(_write, site.url, site.kind, steady) as connection:
-        yield Writer(connection)
-
-
-@contextmanager
-def bare_writer(site: Site, steady: Steady) -> Iterator[Writer]:
+def bare_writer(site: Site, steady: Steady) -> AbstractContextManager[Connection]:
     """The same, but it produces to the topic itself: what Kafka and its clients take without an outbox."""
-    with child(_produce, site.kafka, site.topic, steady) as connection:
-        yield Writer(connection)
+    return child(_produce, site.kafka, site.topic, steady)
 
 
 @contextmanager

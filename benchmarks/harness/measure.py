@@ -122,16 +122,6 @@ class Statements:
     all: int = 0
     control: int = 0
 
-    @property
-    def rate(self) -> float:
-        """Statements a second that read or write something."""
-        return (self.all - self.control) / self.seconds
-
-    @property
-    def rate_all(self) -> float:
-        """Statements a second of any kind."""
-        return self.all / self.seconds
-
 
 def log_statements(site: Site) -> None:
     """Make Postgres log every statement of sessions that begin from now on."""

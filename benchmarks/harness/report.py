@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,7 @@ from benchmarks.harness.scenarios import Scenario, Sizes
 from benchmarks.harness.servers import ROOT, Servers
 
 _LIBRARIES: Final = ("confluent-kafka", "psycopg")
+_VERDICTS: Final = {True: "reached", False: "NOT reached", None: "–"}
 
 
 @dataclass
@@ -78,8 +79,11 @@ def show(console: Console, chapter: Chapter) -> None:
     table.add_column("repeated", justify="right")
     table.add_column("failed", justify="right")
     for way in results.ways:
-        cells = [cell(results, way, metric) for metric in scenario.metrics]
-        table.add_row(way, *cells, str(repeated(results, way)), str(len(errors(results, way))) or "")
+        runs = [run for run in results.runs if run.way == way]
+        spreads = [(metric, results.spread(way, metric.name)) for metric in scenario.metrics]
+        cells = ["–" if spread is None else spread.text(metric).replace(" ", "\n") for metric, spread in spreads]
+        failed = sum(run.error is not None for run in runs)
+        table.add_row(way, *cells, str(sum(run.repeated for run in runs)), str(failed))
     console.print(table)
     for run in results.runs:
         if run.error is not None:
@@ -88,7 +92,7 @@ def show(console: Console, chapter: Chapter) -> None:
     if targets:
         asked = Table("target", "asked", "found", "", title_justify="left")
         for target in targets:
-            asked.add_row(target.what, target.asked, target.found, verdict(target.reached))
+            asked.add_row(target.what, target.asked, target.found, _VERDICTS[target.reached])
         console.print(asked)
     console.print()
 
@@ -98,31 +102,6 @@ def shown_targets(chapter: Chapter) -> list[Target]:
     targets = chapter.scenario.targets(chapter.results)
     failed = any(run.error is not None for run in chapter.results.runs)
     return [target for target in targets if failed or target.spread is not None]
-
-
-def cell(results: Results, way: str, metric: Any) -> str:
-    """Return the median, and the spread where there is one."""
-    spread = results.spread(way, metric.name)
-    if spread is None:
-        return "–"
-    if spread.least == spread.greatest:
-        return str(metric.text(spread.median))
-    return f"{metric.text(spread.median)}\n({metric.text(spread.least)}–{metric.text(spread.greatest)})"
-
-
-def repeated(results: Results, way: str) -> int:
-    """Return how many copies beyond the first a way left on Kafka, over all rounds."""
-    return sum(run.repeated for run in results.runs if run.way == way)
-
-
-def errors(results: Results, way: str) -> list[str]:
-    """Return the errors of a way."""
-    return [run.error for run in results.runs if run.way == way and run.error is not None]
-
-
-def verdict(reached: bool | None) -> str:
-    """Return the word for it."""
-    return {True: "reached", False: "NOT reached", None: "–"}[reached]
 
 
 def as_json(chapters: Sequence[Chapter], about: dict[str, str]) -> str:

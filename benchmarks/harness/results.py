@@ -49,9 +49,14 @@ class Spread:
     greatest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Return the spread of values; None without any."""
+        return cls(statistics.median(values), min(values), max(values)) if values else None
+
+    def text(self, metric: Metric) -> str:
+        """Return the median, and the least and the greatest value where they differ."""
+        shown = [metric.text(value) for value in (self.median, self.least, self.greatest)]
+        return shown[0] if self.least == self.greatest else f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,7 @@ class Target:
     @property
     def found(self) -> str:
         """The figure as people read it."""
-        if self.spread is None:
-            return "no figure"
-        shown = [f"{value:,.{self.digits}f}" for value in (self.spread.median, self.spread.least, self.spread.greatest)]
-        return shown[0] if self.spread.least == self.spread.greatest else f"{shown[0]} ({shown[1]}–{shown[2]})"
+        return "no figure" if self.spread is None else self.spread.text(Metric(self.what, "", self.digits))
 
 
 class Results:
@@ -94,8 +96,7 @@ class Results:
 
     def spread(self, way: str, metric: str) -> Spread | None:
         """Return the spread of a way's figures over the rounds; None without any."""
-        values = list(self.by_round(way, metric).values())
-        return Spread.of(values) if values else None
+        return Spread.of(list(self.by_round(way, metric).values()))
 
     def best_debezium(self, metric: str, *, least: bool = False) -> dict[int, str]:
         """Return, for each round, Debezium's way with the greatest (or least) figure."""
@@ -120,19 +121,19 @@ class Results:
 
 def at_least(what: str, values: Sequence[float], goal: float) -> Target:
     """Return the target that the median is ``goal`` or more."""
-    spread = Spread.of(values) if values else None
+    spread = Spread.of(values)
     return Target(what, f"≥ {goal:g}", spread, None if spread is None else spread.median >= goal)
 
 
 def at_most(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
     """Return the target that the median is ``goal`` or less."""
-    spread = Spread.of(values) if values else None
+    spread = Spread.of(values)
     return Target(what, f"≤ {goal:g}{unit}", spread, None if spread is None else spread.median <= goal, digits)
 
 
 def beside(what: str, values: Sequence[float]) -> Target:
     """Return a figure that is shown without a target."""
-    return Target(what, "–", Spread.of(values) if values else None, None)
+    return Target(what, "–", Spread.of(values), None)
 
 
 RATE: Final = Metric("rate", "events/s")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.harness.load import Backlog, Steady, bare_writer, fill, wait_until_empty, writer
+from benchmarks.harness.load import Backlog, Steady, bare_writer, fill, received, wait_until_empty, writer
 from benchmarks.harness.measure import Cpu, percentile
 from benchmarks.harness.publishers import Publisher, Way, publishing
 from benchmarks.harness.relays import Relay
@@ -155,12 +155,12 @@ def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run,
     with reader(site, steady.first, steady.count) as receiving, begin(site, steady) as writing:
         pids = publisher.pids if publisher is not None else []
         before = Cpu.now(servers, pids)
-        writing.go()
-        committed = writing.committed(what.seconds * 3 + 60)
+        writing.send(b"go")
+        committed = received(writing, "the writer", what.seconds * 3 + 60)
         cost = Cpu.now(servers, pids).percent_since(before)
-        received, tally = receiving.received(120)
+        seen, tally = received(receiving, "the reader", 120)
     tally.note(run)
     skipped = int(what.rate * _LEFT_OUT_SECONDS)
-    times = sorted((received[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
+    times = sorted((seen[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)

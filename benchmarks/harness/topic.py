@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -14,7 +13,7 @@ from typing import Any, Final
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from benchmarks.harness.load import child, received
+from benchmarks.harness.load import child
 from benchmarks.harness.results import Run
 from benchmarks.harness.servers import PARTITIONS, BenchError, Site
 
@@ -155,29 +154,13 @@ class Ends:
         return sum(answer.result().offset for answer in asked.values())
 
 
-class Reader:
-    """A process that reads the topic as it comes and notes when each event came."""
+def reader(site: Site, first: int, count: int) -> AbstractContextManager[Connection]:
+    """Start a process that reads from the topic's present end.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def received(self, seconds: float) -> tuple[array[int], Tally]:
-        """Return the times of the first sight, in ns of the monotonic clock, by the events' order, and the tally.
-
-        Raises BenchError when it does not end within ``seconds``.
-        """
-        times, tally = received(self._connection, "the reader", seconds)
-        return times, tally
-
-
-@contextmanager
-def reader(site: Site, first: int, count: int) -> Iterator[Reader]:
-    """Start a reader's process at the topic's present end.
-
-    It ends one second after all events have come, or when nothing comes for half a minute.
+    One second after all events have come, or when nothing comes for half a minute, it sends the times of the first
+    sight, in ns of the monotonic clock, by the events' order, and the tally.
     """
-    with child(_read, site.kafka, site.topic, first, count) as connection:
-        yield Reader(connection)
+    return child(_read, site.kafka, site.topic, first, count)
 
 
 def _read(kafka: str, topic: str, first: int, count: int, parent: Connection) -> None:

@@ -36,10 +36,11 @@ from spark_jobs.effects.mapped import Upsert
 from spark_jobs.job import META
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres.batch_table import BatchTable, textual
+from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.group_store import PostgresGroupStore
-from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, translated
+from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, forgiven, translated
 from spark_jobs.postgres.staging import StagingTables
+from spark_jobs.sink import Move
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets, Prepared, Source
 from spark_jobs.task.input import NO_INPUT
@@ -155,7 +156,9 @@ class BatchAttempts:
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
-            _move(into, span, state, read, fresh)
+            for partition, range_ in sorted(span.ranges.items()):
+                counts = read.get(partition, 0), fresh.get(partition, 0)
+                into.move(Move(partition, range_, span.log_ends.get(partition), *counts, state.letters(partition)))
             if fresh:
                 into.run(applying)
         committed = into.now()
@@ -237,27 +240,8 @@ class BatchAttempts:
 
         ask  raise Fenced if the group has been taken over; see StagingTables.create.
         """
-        plan = self._tables.create(textual(columns), generation, check=ask)
+        plan = self._tables.create(columns, generation, check=ask)
         return stage(rows, plan, required=required, max_dead=max_dead, messages=True)
-
-
-def _move(
-    into: PostgresTransaction,
-    span: OffsetRanges,
-    state: RoundState,
-    read: Mapping[Partition, int],
-    fresh: Mapping[Partition, int],
-) -> None:
-    for partition, range_ in sorted(span.ranges.items()):
-        into.move(
-            partition,
-            range_,
-            log_end=span.log_ends.get(partition),
-            read=read.get(partition, 0),
-            fresh=fresh.get(partition, 0),
-            dead=state.letters(partition),
-            reached=None,
-        )
 
 
 def _taken(applying: BatchTable, messages: set[MessageRef], repeats: Offsets) -> set[MessageRef]:

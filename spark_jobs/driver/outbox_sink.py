@@ -31,7 +31,7 @@ import itertools
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
+
+N = TypeVar("N", int, float)
 
 _OPTIONS: Final = (
     *("job", "checkpointLocation", "group", "accept", "fromBeginning", "patienceSeconds"),
@@ -99,10 +101,10 @@ class OutboxSinkSource(DataSource):
 
         overwrite  the output mode is complete: ``batch`` has all rows of the result, and the effect decides.
         """
-        request = _requested(self.options)
+        job, where, _ = _requested(self.options)
         columns, form = stream_columns(schema)
-        where, group = request.options, request.job.group
-        plan = staging.StagePlan(where.url, where.schema, staging.shared_name(group), group, columns)
+        group = job.group
+        plan = staging.StagePlan(where.url, where.schema, staging.new_name(group), group, columns)
         return OutboxWriter(dict(self.options), plan, form, where.patience, credentials.chosen())
 
 
@@ -181,9 +183,9 @@ class OutboxWriter(DataSourceStreamArrowWriter):
             staging.drop(group.store, sql.Identifier(self._plan.schema, table))
 
     def _commit(self, staged: list[Staged], batch_id: int) -> None:
-        request = _requested(self._options)
-        batch = planned_in(request.checkpoint, batch_id, staged[0].run_id or "")
-        _require_query(batch, staged, request.checkpoint)
+        _, _, checkpoint = _requested(self._options)
+        batch = planned_in(checkpoint, batch_id, staged[0].run_id or "")
+        _require_query(batch, staged, checkpoint)
         group = _group(tuple(self._options.items()), f"query {batch.query_id}, run {batch.run_id}")
         lost: list[StagedRowsLost] = []
 
@@ -198,7 +200,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         if lost:
             raise lost[0]
         # Those of attempts that died, too: no other task of the group can be waited for now.
-        staging.drop_shared(group.store, self._plan.schema, group.job.group)
+        staging.drop_all(group.store, self._plan.schema, group.job.group)
 
     def _create_table(self, session: str) -> None:
         def create() -> None:
@@ -263,15 +265,8 @@ def _require_query(batch: Batch, staged: list[Staged], checkpoint: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    job: ConsumerJob
-    options: StreamOptions
-    checkpoint: str
-
-
-def _requested(options: Mapping[str, str]) -> _Request:
-    """Read the options. Raises JobError and ConfigurationError."""
+def _requested(options: Mapping[str, str]) -> tuple[ConsumerJob, StreamOptions, str]:
+    """Return the job, its options and the checkpoint's folder. Raises JobError and ConfigurationError."""
     given = {name.lower(): value for name, value in options.items()}
     names = {name.lower(): name for name in _OPTIONS}
     if unknown := sorted(set(given) - set(names)):
@@ -282,23 +277,22 @@ def _requested(options: Mapping[str, str]) -> _Request:
     job = find_job(given["job"])
     if job.transform is not None:
         raise JobError("transform: apply it to the stream, before writeStream; the format outbox gets rows, not plans")
+    again = given.get("frombeginning", "false")
+    if again.lower() not in ("true", "false"):
+        raise JobError(f"option fromBeginning: must be true or false, not {again!r}")
     patience = _number(given, "patienceSeconds", float)
-    days = _number(given, "keepDays", int)
-    return _Request(
-        replace(job, group=given.get("group", job.group)),
-        stream_options(
-            database_url=given.get("databaseurl"),
-            consumer_schema=given.get("consumerschema"),
-            keep_days=None if days is None else int(days),
-            accept=given.get("accept"),
-            from_beginning=_flag(given, "fromBeginning"),
-            patience=60.0 if patience is None else patience,
-        ),
-        given["checkpointlocation"],
+    where = stream_options(
+        given.get("databaseurl"),
+        given.get("consumerschema"),
+        _number(given, "keepDays", int),
+        accept=given.get("accept"),
+        from_beginning=again.lower() == "true",
+        patience=60.0 if patience is None else patience,
     )
+    return replace(job, group=given.get("group", job.group)), where, given["checkpointlocation"]
 
 
-def _number(given: Mapping[str, str], name: str, kind: type[int | float]) -> float | None:
+def _number(given: Mapping[str, str], name: str, kind: type[N]) -> N | None:
     text = given.get(name.lower())
     try:
         return None if text is None else kind(text)
@@ -306,15 +300,8 @@ def _number(given: Mapping[str, str], name: str, kind: type[int | float]) -> flo
         raise JobError(f"option {name}: must be a number, not {text!r}") from None
 
 
-def _flag(given: Mapping[str, str], name: str) -> bool:
-    text = given.get(name.lower(), "false").lower()
-    if text not in ("true", "false"):
-        raise JobError(f"option {name}: must be true or false, not {text!r}")
-    return text == "true"
-
-
 @functools.lru_cache(maxsize=16)
 def _group(options: tuple[tuple[str, str], ...], owner: str) -> StreamGroup:
     """Return the group. Kept, so that a process maintains its days once an hour and not in each batch."""
-    request = _requested(dict(options))
-    return StreamGroup(request.job, request.options, owner)
+    job, where, _ = _requested(dict(options))
+    return StreamGroup(job, where, owner)

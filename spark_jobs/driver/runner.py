@@ -128,7 +128,6 @@ class Runner:
         as_one = job.atomic == "batch"
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)
-        self._day_made_at: float | None = None
         self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
@@ -222,9 +221,7 @@ class Runner:
                     "after `outbox offsets`",
                     {"strategy": "OffsetsOnly"},
                 )
-        if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
-            self._store.maintain_days(self._options.keep_days, self._report)
-            self._day_made_at = time.monotonic()
+        self._store.maintain_days(self._options.keep_days, self._report)
         return self._generation
 
     def _something_waits(self) -> bool:

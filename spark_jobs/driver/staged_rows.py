@@ -14,10 +14,10 @@ from outbox.consumer.errors import ConsumerUnavailable, shown
 from outbox.consumer.model import RejectedRecord
 from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres import lock_monitor
-from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
+from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.fitting import copy_fitting
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.postgres.staging import StagePlan, named
-from spark_jobs.postgres.unfit import without_unfit
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task.feed import Feed, rejected_from, rejected_text
@@ -45,7 +45,7 @@ def stage(
 ) -> StagedRows:
     """Stage rows. Raises RejectedRecords for messages that can't be applied, EffectError for rows of none.
 
-    messages  a row may be rejected as a message: rows are copied as text, so that each of them reaches the table.
+    messages  a row that does not fit is rejected as a message; otherwise it is an EffectError.
     """
     reports = spark.in_tasks(
         rows, lambda batches: _stage(plan, required, max_dead, messages, task_input.from_spark(batches)), _REPORT
@@ -76,12 +76,11 @@ def _stage(
     broken = ""
     try:
         with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
+            rows = named(name, feed)
             if messages:
-                texts = [name for name, kind in plan.columns.items() if kind == "text"]
-                fit = without_unfit(feed, texts, found, max_dead)
-                copy_csv(cursor, plan.identifier, list(plan.staged_columns), named(name, fit))
+                copy_fitting(cursor, plan.identifier, plan.staged_columns, rows, found, max_dead)
             else:
-                copy_rows(cursor, plan.identifier, plan.staged_columns, named(name, feed))
+                copy_rows(cursor, plan.identifier, plan.staged_columns, rows)
             found += feed.found
             if found:
                 cursor.connection.rollback()

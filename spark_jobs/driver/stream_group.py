@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,17 +81,11 @@ class StreamOptions:
 
 
 def stream_options(
-    *,
-    database_url: str | None,
-    consumer_schema: str | None,
-    keep_days: int | None,
-    accept: str | None,
-    from_beginning: bool,
-    patience: float,
+    database_url: str | None, consumer_schema: str | None, keep_days: int | None, **accepted: Any
 ) -> StreamOptions:
     """Return the options; those of the settings that are None are read as ``outbox consume`` reads them.
 
-    Raises ConfigurationError.
+    accepted  the others of StreamOptions. Raises ConfigurationError.
     """
     # Imported here, because executors import this module and have no pydantic.
     from outbox._app.settings import load
@@ -102,14 +95,8 @@ def stream_options(
         consumer_schema=consumer_schema,
         consumer={} if keep_days is None else {"keep_days": keep_days},
     )
-    return StreamOptions(
-        settings.require_database(),
-        settings.consumer_schema,
-        settings.consumer.keep_days,
-        accept,
-        from_beginning,
-        patience,
-    )
+    url = settings.require_database()
+    return StreamOptions(url, settings.consumer_schema, settings.consumer.keep_days, **accepted)
 
 
 class StreamGroup:
@@ -123,7 +110,6 @@ class StreamGroup:
         self.store = PostgresGroupStore(options.url, options.schema, job.group, owner)
         self._sinks = PostgresSinks(options.url, options.schema, job, self.store)
         self._dedup = DedupStore(options.schema, job.group)
-        self._maintained_at: float | None = None
 
     def take_over(self) -> int:
         """Become the group's only query; returns the generation. Raises JobError."""
@@ -132,10 +118,8 @@ class StreamGroup:
         return self.store.take_over(STREAM, "batch")
 
     def maintain_days(self) -> None:
-        """Maintain the days of ids, once an hour: a query may run for weeks, and days are created for a few ahead."""
-        if self._maintained_at is None or time.monotonic() - self._maintained_at > 3600:
-            self.store.maintain_days(self.options.keep_days, report)
-            self._maintained_at = time.monotonic()
+        """Maintain the days of ids: a query may run for weeks, and days are created for a few ahead."""
+        self.store.maintain_days(self.options.keep_days, report)
 
     def effect(self, columns: Mapping[str, str]) -> str | PythonEffect:
         """Return the job's effect for rows of these columns. Raises JobError."""

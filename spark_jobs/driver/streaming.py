@@ -80,15 +80,8 @@ def exactly_once(
     does. Raises ConfigurationError and JobError.
     """
     require_installed()
-    options = stream_options(
-        database_url=database_url,
-        consumer_schema=consumer_schema,
-        keep_days=keep_days,
-        accept=accept,
-        from_beginning=from_beginning,
-        patience=patience,
-    )
-    return ExactlyOnce(job, options)
+    accepted = {"accept": accept, "from_beginning": from_beginning, "patience": patience}
+    return ExactlyOnce(job, stream_options(database_url, consumer_schema, keep_days, **accepted))
 
 
 class ExactlyOnce:
@@ -96,7 +89,6 @@ class ExactlyOnce:
 
     def __init__(self, job: ConsumerJob, options: StreamOptions) -> None:
         self._job = job
-        self._options = options
         self._group = StreamGroup(job, options, process_name())
         self._lock = threading.Lock()
         self._generations: dict[str, int] = {}
@@ -156,7 +148,7 @@ class ExactlyOnce:
             return generation
 
     def _staging_tables(self) -> StagingTables:
-        options = self._options
+        options = self._group.options
         return StagingTables(self._group.store, options.url, options.schema, self._job.group, ONE_QUERY)
 
 

@@ -180,17 +180,16 @@ class Traced:
 
     schema: str | Decoder | None
 
-    def names(self) -> tuple[str, ...]:
-        """Return the payload's names and these two. Raises JobError if the payload has one of them itself."""
-        inner = decoder_of(self.schema).names()
-        for name in inner:
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """Return the payload's fields and plan. The task that reads the messages adds the other two columns.
+
+        Raises JobError if the payload has one of them itself.
+        """
+        fields, plan = decoder_of(self.schema).task_plan()
+        for name in fields.fieldNames():
             if name.lower() in {TRACEPARENT, TRACESTATE}:
                 raise JobError(f"Traced: the payload has a field {name} itself")
-        return (*inner, TRACEPARENT, TRACESTATE)
-
-    def task_plan(self) -> tuple[StructType, Plan]:
-        """Return the payload's fields and plan. The task that reads the messages adds the other two columns."""
-        return decoder_of(self.schema).task_plan()
+        return fields, plan
 
 
 def _expression(text: str) -> sql.Composed:

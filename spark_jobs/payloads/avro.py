@@ -15,10 +15,11 @@ from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
 from spark_jobs.payloads.avro_limits import has_weightless_items, holds_itself, read_bounded
+from spark_jobs.payloads.decoding import struct_of, within
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.json_text import decimal_that_fits
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
-from spark_jobs.payloads.registry import Registry, Schema
+from spark_jobs.payloads.registry import Registry, Schema, remembering
 
 Convert = Callable[[Any], Any]
 
@@ -81,19 +82,7 @@ class Plan:
             return _bare(resolved_once, convert, names)
         assert self.registry is not None
         client = self.registry.client()
-        known: dict[int | uuid.UUID, _Resolved | Problem] = {}
-
-        def resolved(name: int | uuid.UUID) -> _Resolved:
-            # That a schema is missing is remembered for this task only: it may be registered later.
-            if name not in known:
-                try:
-                    known[name] = _written(client.schema(name), name, parsed, self.policy)
-                except Problem as problem:
-                    known[name] = problem
-            found = known[name]
-            if isinstance(found, Problem):
-                raise found
-            return found
+        resolved = remembering(lambda name: _written(client.schema(name), name, parsed, self.policy))
 
         def read(value: bytes, header: bytes | None) -> Sequence[Any]:
             framed = unframe(value, header, indexes=False)
@@ -208,7 +197,7 @@ def _names(parsed: Any) -> Mapping[str, Any]:
 
 
 def _record(parsed: Any) -> tuple[t.StructType, Convert]:
-    kind, convert, _ = _typed(parsed, _names(parsed), "", ())
+    kind, convert = _typed(parsed, _names(parsed), "", ())
     if not isinstance(kind, t.StructType):
         raise JobError("schema: the job's Avro schema must be a record")
     return kind, convert
@@ -216,13 +205,13 @@ def _record(parsed: Any) -> tuple[t.StructType, Convert]:
 
 def _typed(  # noqa: C901  one case for each type
     schema: Any, named: Mapping[str, Any], path: str, inside: tuple[str, ...]
-) -> tuple[t.DataType, Convert, bool]:
-    """Return the Spark type, the function from fastavro's value to Arrow's, and whether it may be null."""
+) -> tuple[t.DataType, Convert]:
+    """Return the Spark type, and the function from fastavro's value to Arrow's."""
     if isinstance(schema, list):
         return _union(schema, named, path, inside)
     if isinstance(schema, str):
         if schema in _PLAIN:
-            return _PLAIN[schema], _octets if schema == "bytes" else _same, False
+            return _PLAIN[schema], _octets if schema == "bytes" else _same
         if schema in inside:
             raise JobError(f"schema: field {path}: record {schema} holds itself, which no column can; use Raw()")
         if schema not in named:
@@ -236,35 +225,31 @@ def _typed(  # noqa: C901  one case for each type
         return _decimal(schema, path)
     if logical in _LOGICAL and of in {"int", "long", "string"}:
         kind, python = _LOGICAL[logical]
-        return kind, _of_type(path, logical, python), False
+        return kind, _of_type(path, logical, python)
     if of in {"record", "error"}:
         return _struct(schema, named, path, (*inside, schema["name"]))
     if of == "array":
-        element, convert, _ = _typed(schema["items"], named, f"{path}[]", inside)
-        return t.ArrayType(element), lambda value: [convert(item) for item in value], False
+        element, convert = _typed(schema["items"], named, f"{path}[]", inside)
+        return t.ArrayType(element), lambda value: [convert(item) for item in value]
     if of == "map":
-        element, convert, _ = _typed(schema["values"], named, f"{path}{{}}", inside)
-        return (
-            t.MapType(t.StringType(), element),
-            lambda value: [(name, convert(item)) for name, item in value.items()],
-            False,
-        )
+        element, convert = _typed(schema["values"], named, f"{path}{{}}", inside)
+        mapped = t.MapType(t.StringType(), element)
+        return mapped, lambda value: [(name, convert(item)) for name, item in value.items()]
     if of in {"fixed", "enum"}:
-        return _PLAIN[of], _octets if of == "fixed" else _same, False
+        return _PLAIN[of], _octets if of == "fixed" else _same
     return _typed(of, named, path, inside)
 
 
 def _union(
     schema: list[Any], named: Mapping[str, Any], path: str, inside: tuple[str, ...]
-) -> tuple[t.DataType, Convert, bool]:
+) -> tuple[t.DataType, Convert]:
     branches = [branch for branch in schema if branch != "null"]
-    nullable = len(branches) < len(schema)
     if len(branches) == 1:
-        kind, convert, _ = _typed(branches[0], named, path, inside)
-        return kind, lambda value: None if value is None else convert(value), nullable
+        kind, convert = _typed(branches[0], named, path, inside)
+        return kind, lambda value: None if value is None else convert(value)
     for both, kind in ({"int", "long"}, t.LongType()), ({"float", "double"}, t.DoubleType()):
         if all(isinstance(branch, str) for branch in branches) and set(branches) == both:
-            return kind, _same, nullable
+            return kind, _same
     raise JobError(
         f"schema: field {path}: a union of several types is no column; give a reader schema that has one of them"
     )
@@ -272,20 +257,15 @@ def _union(
 
 def _struct(
     schema: Mapping[str, Any], named: Mapping[str, Any], path: str, inside: tuple[str, ...]
-) -> tuple[t.DataType, Convert, bool]:
-    kind = t.StructType()
+) -> tuple[t.DataType, Convert]:
+    kinds: list[tuple[str, t.DataType]] = []
     converts: list[tuple[str, Convert]] = []
     for field in schema["fields"]:
         name = field["name"]
-        here = f"{path}.{name}" if path else name
-        if name.lower() in {known.lower() for known in kind.fieldNames()}:
-            raise JobError(f"schema: field {here} is there twice; Spark does not tell upper from lower case")
-        inner, convert, _ = _typed(field["type"], named, here, inside)
-        kind.add(name, inner)
+        inner, convert = _typed(field["type"], named, within(path, name), inside)
+        kinds.append((name, inner))
         converts.append((name, convert))
-    if not converts:
-        raise JobError(f"schema: {f'field {path}' if path else 'the record'} has no fields")
-    return kind, lambda record: {name: convert(record[name]) for name, convert in converts}, False
+    return struct_of("schema", path, kinds), lambda record: {name: convert(record[name]) for name, convert in converts}
 
 
 def _same(value: Any) -> Any:
@@ -307,7 +287,7 @@ def _of_type(path: str, logical: str, python: type) -> Convert:
     return convert
 
 
-def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert, bool]:
+def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert]:
     precision, scale = int(schema["precision"]), int(schema.get("scale", 0))
     if precision > 38:
         raise JobError(f"schema: field {path}: Spark's decimals have 38 digits at most, not {precision}")
@@ -322,7 +302,7 @@ def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert,
             raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
         return fitting
 
-    return t.DecimalType(precision, scale), convert, False
+    return t.DecimalType(precision, scale), convert
 
 
 def _differences(
@@ -338,14 +318,14 @@ def _differences(
         return
     fields = {field["name"]: field for field in written["fields"]}
     for field in wanted["fields"]:
-        here = f"{path}.{field['name']}" if path else field["name"]
+        here = within(path, field["name"])
         match = next((name for name in (field["name"], *field.get("aliases", ())) if name in fields), None)
         if match is None:
             yield here, "missing"
         else:
             yield from _differences(writer_names, fields.pop(match)["type"], reader_names, field["type"], here)
     for name in fields:
-        yield f"{path}.{name}" if path else name, "unknown"
+        yield within(path, name), "unknown"
 
 
 def _inner(schema: Any, named: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,10 +42,6 @@ Wrong = Literal["dead-letter", "null"]
 class Decoder(Protocol):
     """Declares the payload's columns and how to read them."""
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the columns, without PROBLEM. Raises JobError."""
-        ...
-
     def task_plan(self) -> tuple[StructType, Plan]:
         """Return the fields, and the plan that tasks read them by. Raises JobError, and ConsumerUnavailable.
 
@@ -55,38 +50,15 @@ class Decoder(Protocol):
         ...
 
 
-class _Planned(ABC):
-    """The base of our decoders."""
-
-    @property
-    @abstractmethod
-    def _fields(self) -> StructType: ...
-
-    @property
-    @abstractmethod
-    def _plan(self) -> Plan: ...
-
-    def names(self) -> tuple[str, ...]:
-        """Return the fields' names. Raises JobError, and ConsumerUnavailable."""
-        return tuple(self._fields.fieldNames())
-
-    def task_plan(self) -> tuple[StructType, Plan]:
-        return self._fields, self._plan
-
-
 @dataclass(frozen=True, slots=True)
-class Raw(_Planned):
+class Raw:
     """The payload as it is, in a column ``payload``."""
 
-    @property
-    def _fields(self) -> StructType:
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """See Decoder."""
         from pyspark.sql.types import BinaryType, StructType
 
-        return StructType().add("payload", BinaryType())
-
-    @property
-    def _plan(self) -> Plan:
-        return _Bytes
+        return StructType().add("payload", BinaryType()), _Bytes
 
 
 class _Bytes:
@@ -101,7 +73,7 @@ class _Bytes:
 
 
 @dataclass(frozen=True)
-class Json(_Planned):
+class Json:
     """A JSON object.
 
     schema   Spark DDL of its fields, such as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``:
@@ -135,15 +107,12 @@ class Json(_Planned):
         """The fields; None for VARIANT."""
         return _from_ddl(self.schema)
 
-    @property
-    def _fields(self) -> StructType:
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """See Decoder."""
         from pyspark.sql.types import StructType, VariantType
 
-        return StructType().add("payload", VariantType()) if self._declared is None else self._declared
-
-    @property
-    def _plan(self) -> Plan:
-        return _JsonPlan(self._declared, self._policy, self.framed)
+        fields = StructType().add("payload", VariantType()) if self._declared is None else self._declared
+        return fields, _JsonPlan(self._declared, self._policy, self.framed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +132,7 @@ class _JsonPlan:
 
 
 @dataclass(frozen=True)
-class Avro(_Planned):
+class Avro:
     """An Avro record; its fields are the columns.
 
     registry       URL, or a Registry: every message refers to the schema that it was written with.
@@ -221,9 +190,13 @@ class Avro(_Planned):
     def _fields(self) -> StructType:
         return self._plan.fields()
 
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """See Decoder."""
+        return self._fields, self._plan
+
 
 @dataclass(frozen=True)
-class Protobuf(_Planned):
+class Protobuf:
     """A Protobuf message; its fields are the columns.
 
     registry    URL, or a Registry: every message refers to its schema, and is a dead letter if its type is not
@@ -282,6 +255,10 @@ class Protobuf(_Planned):
     def _fields(self) -> StructType:
         return self._plan.fields()
 
+    def task_plan(self) -> tuple[StructType, Plan]:
+        """See Decoder."""
+        return self._fields, self._plan
+
 
 def decoder_of(schema: str | Decoder | None) -> Decoder:
     """Return the decoder that a job's ``schema`` stands for. Raises JobError."""
@@ -312,6 +289,26 @@ def _registry(registry: str | Registry) -> Registry:
 
 def _avro(schema: str | Mapping[str, Any]) -> Schema:
     return Schema("AVRO", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def within(path: str, name: str) -> str:
+    """Return the path of a field in a record at ``path``, for errors."""
+    return f"{path}.{name}" if path else name
+
+
+def struct_of(what: str, path: str, fields: Sequence[tuple[str, DataType]]) -> StructType:
+    """Return the type of a record. Raises JobError for one without fields, or with two that Spark takes for one."""
+    from pyspark.sql.types import StructType
+
+    kind = StructType()
+    for name, inner in fields:
+        if name.lower() in {known.lower() for known in kind.fieldNames()}:
+            where = within(path, name)
+            raise JobError(f"{what}: field {where} is there twice; Spark does not tell upper from lower case")
+        kind.add(name, inner)
+    if not fields:
+        raise JobError(f"{what}: {f'field {path}' if path else 'the record'} has no fields")
+    return kind
 
 
 def arrow_type(kind: DataType) -> pa.DataType:

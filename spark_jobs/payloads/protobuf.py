@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import importlib
 import re
 import uuid
@@ -15,9 +16,10 @@ from typing import Any, Final
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
+from spark_jobs.payloads.decoding import struct_of, within
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
-from spark_jobs.payloads.registry import Registry, Schema
+from spark_jobs.payloads.registry import Client, Registry, Schema, remembering
 
 Convert = Callable[[Any], Any]
 
@@ -65,13 +67,15 @@ class Plan:
         message = self._class()
         kind, convert = _struct(message.DESCRIPTOR, "", (), self.policy)
         names = kind.fieldNames()
-        check = None if self.registry is None else _Names(self.registry)
+        name = None
+        if self.registry is not None:
+            name = remembering(functools.partial(_name, self.registry.client("serialized")))
 
         def read(value: bytes, header: bytes | None) -> Sequence[Any]:
             payload = value
-            if check is not None:
+            if name is not None:
                 framed = unframe(value, header, indexes=True)
-                written = check.name(framed.schema, framed.indexes)
+                written = name(framed.schema, framed.indexes)
                 if written != self.message:
                     raise Problem(f"the payload is a {written}, not a {self.message}")
                 payload = framed.payload
@@ -98,41 +102,23 @@ class Plan:
             raise JobError(f"descriptor: {type(error).__name__}: {error}") from error
 
 
-class _Names:
-    """The names of message types, by the schema's id and the path in its file."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._client = registry.client("serialized")
-        self._known: dict[tuple[int | uuid.UUID, tuple[int, ...]], str | Problem] = {}
-
-    def name(self, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> str:
-        key = (schema, indexes)
-        if key not in self._known:
-            try:
-                self._known[key] = self._look(schema, indexes)
-            except Problem as problem:
-                self._known[key] = problem
-        found = self._known[key]
-        if isinstance(found, Problem):
-            raise found
-        return found
-
-    def _look(self, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> str:
-        found = self._client.schema(schema)
-        if found.kind != "PROTOBUF":
-            raise Problem(f"schema {schema} is {found.kind}, not PROTOBUF")
-        try:
-            file = _file(found)
-        except JobError as error:
-            raise Problem(f"schema {schema} can't be read: {error}") from error
-        names = [file.package] if file.package else []
-        inside = file.message_type
-        for index in indexes:
-            if index >= len(inside):
-                raise Problem(f"schema {schema} has no message at the place that the payload names")
-            names.append(inside[index].name)
-            inside = inside[index].nested_type
-        return ".".join(names)
+def _name(client: Client, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> str:
+    """Return the name of a message type, by the schema's id and the path in its file. Raises Problem."""
+    found = client.schema(schema)
+    if found.kind != "PROTOBUF":
+        raise Problem(f"schema {schema} is {found.kind}, not PROTOBUF")
+    try:
+        file = _file(found)
+    except JobError as error:
+        raise Problem(f"schema {schema} can't be read: {error}") from error
+    names = [file.package] if file.package else []
+    inside = file.message_type
+    for index in indexes:
+        if index >= len(inside):
+            raise Problem(f"schema {schema} has no message at the place that the payload names")
+        names.append(inside[index].name)
+        inside = inside[index].nested_type
+    return ".".join(names)
 
 
 def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
@@ -216,17 +202,12 @@ def _struct(
 
     if descriptor.full_name in inside:
         raise JobError(f"message: field {path}: {descriptor.full_name} holds itself, which no column can; use Raw()")
-    kind = t.StructType()
+    kinds: list[tuple[str, t.DataType]] = []
     converts: list[tuple[str, Convert]] = []
     for field in descriptor.fields:
-        here = f"{path}.{field.name}" if path else field.name
-        if field.name.lower() in {name.lower() for name in kind.fieldNames()}:
-            raise JobError(f"message: field {here} is there twice; Spark does not tell upper from lower case")
-        inner, convert = _field(field, here, (*inside, descriptor.full_name), policy)
-        kind.add(field.name, inner)
+        inner, convert = _field(field, within(path, field.name), (*inside, descriptor.full_name), policy)
+        kinds.append((field.name, inner))
         converts.append((field.name, convert))
-    if not converts:
-        raise JobError(f"message: {descriptor.full_name} has no fields")
     strict = policy.unknown == "dead-letter"
 
     def whole(message: Any) -> dict[str, Any]:
@@ -236,7 +217,7 @@ def _struct(
                 raise Problem(f"field number {extra.field_number}{where}: is not in the job's descriptor")
         return {name: convert(message) for name, convert in converts}
 
-    return kind, whole
+    return struct_of("message", path, kinds), whole
 
 
 def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:

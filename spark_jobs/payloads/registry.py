@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outbox._clients.schema_registry import check_options, open_client
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from spark_jobs.payloads.reading import Problem
+
+T = TypeVar("T")
 
 _UNKNOWN_SCHEMA: Final = 40403
 _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
@@ -48,6 +50,27 @@ class Registry:
         if key not in _clients:
             _clients[key] = Client(self, form)
         return _clients[key]
+
+
+def remembering(look: Callable[..., T]) -> Callable[..., T]:
+    """Return the function with its results and its Problems remembered, for the life of a task.
+
+    Not for longer: a schema that is missing may be registered later.
+    """
+    known: dict[tuple[Any, ...], T | Problem] = {}
+
+    def found(*key: Any) -> T:
+        if key not in known:
+            try:
+                known[key] = look(*key)
+            except Problem as problem:
+                known[key] = problem
+        result = known[key]
+        if isinstance(result, Problem):
+            raise result
+        return result
+
+    return found
 
 
 class Client:

@@ -29,7 +29,7 @@ To a task, and to a round with ``atomic="batch"``, it looks like the other one: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -40,11 +40,10 @@ from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import Partition, Range
 from spark_jobs.outcomes import EffectError, RejectedRecords
-from spark_jobs.postgres.sink import PostgresSink, PostgresTransaction, found_at
+from spark_jobs.postgres.sink import PostgresSink, PostgresTransaction, found_at, move
 
 if TYPE_CHECKING:
-    from outbox.consumer.letters import DeadLetter
-    from spark_jobs.sink import Whole
+    from spark_jobs.sink import Move, Whole
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -74,37 +73,20 @@ class AtMostOnceTransaction(PostgresTransaction):
             )
         return False
 
-    def move(
-        self,
-        partition: Partition,
-        span: Range,
-        *,
-        log_end: int | None,
-        read: int,
-        fresh: int,
-        dead: Sequence[DeadLetter],
-        reached: int | None,
-    ) -> None:
+    def move(self, moved: Move) -> None:
         """Commit the move of the group's offset. Messages that would become dead letters are recorded as lost."""
         self._rows.require_whole()
-        if fresh:
+        partition, span = moved.partition, moved.span
+        if moved.fresh:
             # Before the COMMIT, whose answer may be lost.
-            self._ahead[partition] = span, fresh
+            self._ahead[partition] = span, moved.fresh
         with self._session() as connection:
             if not found_at(self._group, connection, partition, span, self._sink.generation):
                 raise OffsetMoved(partition, span.end)
             self._group.lose(connection, self._sink.generation, partition)
-            self._group.record_losses(connection, [given_up(letter.record, span.topic_id) for letter in dead])
-            self._group.move(
-                connection,
-                partition,
-                span.end,
-                reached=reached,
-                log_end=log_end,
-                leader_epoch=span.leader_epoch,
-                duplicates=read - fresh,
-            )
-            if fresh:
+            self._group.record_losses(connection, [given_up(letter.record, span.topic_id) for letter in moved.dead])
+            move(self._group, connection, moved)
+            if moved.fresh:
                 self._group.give_up(connection, partition, span.start, span.end, 0)
 
     def apply(self) -> None:

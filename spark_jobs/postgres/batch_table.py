@@ -6,7 +6,7 @@ and one bad row costs one row.
 
 | what fails                                   | how the rejected message is found                                    |
 |----------------------------------------------|----------------------------------------------------------------------|
-| COPY: a value that the column's type refuses | CopyError; again with all columns as text, cast part by part         |
+| COPY: a value that the column's type refuses | CopyError; again in parts, halved down to single rows                |
 | the effect, with an error of ``by_data``     | the batch in halves, each under a savepoint, in the order of offsets |
 | parts fail together, but none by itself      | there is none: each message was applied once, in smaller batches     |
 | the effect raises Reject                     | Reject has its id                                                    |
@@ -33,8 +33,8 @@ from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject, StagedRowsLost
 from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
-from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
-from spark_jobs.postgres.unfit import without_unfit
+from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.fitting import copy_fitting
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,6 +47,13 @@ STAGED_AT: Final = "outbox_batch_staged_at"
 """Columns of a staging table: which attempt of a task staged a row, and in which order."""
 
 _PLACE: Final = "message_topic, message_part, message_offset"
+_HOLD: Final = """
+CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS
+SELECT *, pg_catalog.dense_rank() OVER (ORDER BY message_topic, message_part, message_offset) AS outbox_batch_held_at
+  FROM batch"""
+_HELD: Final = """
+SELECT DISTINCT message_topic, message_part, message_offset FROM outbox_batch_held
+ ORDER BY message_topic, message_part, message_offset"""
 _MOST_TAKEN_BACK: Final = 1_000
 """How many rolled-back messages may be left in the file of ``batch`` before it is emptied."""
 
@@ -83,10 +90,10 @@ class BatchTable:
         self._staged: tuple[sql.Identifier, list[str]] | None = None
         self._ids: list[Ids] | None = None
         self._listed = sql.SQL(", ").join(map(_in_query, columns))
-        self._cast = sql.SQL(", ").join(
-            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in columns.items()
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind)) for column, kind in columns.items()
         )
-        self._create("batch", columns)
+        cursor.execute(sql.SQL("CREATE TEMPORARY TABLE batch ({}) ON COMMIT DROP").format(fields))
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Stream rows into ``batch``. Raises CopyError."""
@@ -102,40 +109,23 @@ class BatchTable:
     def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Do the same after ``copy`` has raised CopyError. Raises RejectedRecords where values do not fit."""
         found: list[RejectedRecord] = []
-        as_text = textual(self._columns)
-        names = [name for name, kind in as_text.items() if kind == "text"]
-        # Under names that no table of the sink has: a temporary table hides others.
-        self._create("outbox_batch_incoming", as_text)
-        incoming = sql.Identifier("outbox_batch_incoming")
-        fit = without_unfit(batches, names, found, self._max_dead)
-        copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(fit))
-        found += self._fill(incoming)
+        table = sql.Identifier("batch")
+        copy_fitting(self._cursor, table, self._columns, self._kept_while(batches), found, self._max_dead)
         if found:
             raise RejectedRecords(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
 
-        Raises RejectedRecords where values do not fit; EffectError if the rows do not identify messages;
-        StagedRowsLost if rows are missing.
+        Raises StagedRowsLost if rows are missing.
         """
         self._staged = staged, list(names)
         source, order = self._taken()
-        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} ORDER BY {}")
+        insert = sql.SQL("INSERT INTO batch ({0}) SELECT {0} FROM {1} ORDER BY {2}")
         try:
-            with self._cursor.connection.transaction():
-                taken = self._cursor.execute(insert.format(self._listed, self._cast, source, order), ()).rowcount
+            taken = self._cursor.execute(insert.format(self._listed, source, order), ()).rowcount
         except psycopg.errors.UndefinedTable as error:
             raise StagedRowsLost(f"{staged.as_string(None)} is gone: another driver has dropped it") from error
-        except psycopg.Error as error:
-            if passing(error):
-                raise
-            if not (self._bisecting and self.placed and by_data(error)):
-                raise EffectError(shown(error)) from error
-            found = self._fill(source)
-            if found:
-                raise RejectedRecords(found) from error
-            taken = self.count()
         if taken != rows:
             raise StagedRowsLost(
                 f"{rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
@@ -218,9 +208,14 @@ class BatchTable:
             raise RejectedRecords(found)
 
     def _bisect(self, do: Callable[[], object]) -> list[RejectedRecord]:
-        """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail."""
-        refill = self._refilling(self._listed)
+        """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail.
 
+        All rows of a message are in the same part, so a message is applied or refused as a whole.
+        """
+        refill = sql.SQL(
+            "INSERT INTO batch ({0}) SELECT {0} FROM outbox_batch_held "
+            "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
+        ).format(self._listed)
         filled = 0
 
         def make_room(messages: int) -> None:
@@ -238,52 +233,24 @@ class BatchTable:
             self._cursor.execute(refill, (low, high))
             do()
 
-        return self._message_by_message(sql.Identifier("batch"), part, make_room)
-
-    def _fill(self, source: sql.Composable) -> list[RejectedRecord]:
-        """Fill ``batch`` from rows of text, cast to its types. Return the messages whose values do not fit."""
-        fill = self._refilling(self._cast)
-        return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
-
-    def _refilling(self, values: sql.Composable) -> sql.Composed:
-        return sql.SQL(
-            "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_held "
-            "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
-        ).format(self._listed, values)
-
-    def _message_by_message(
-        self,
-        source: sql.Composable,
-        do: Callable[[int, int], object],
-        before: Callable[[int], object] = lambda _messages: None,
-    ) -> list[RejectedRecord]:
-        """Copy rows into outbox_batch_held, and call ``do`` for smaller and smaller parts. Return the messages that
-        fail.
-
-        do      gets the first and the last message of a part, counted from 1; called inside a savepoint.
-        before  gets the number of a part's messages; called outside of the savepoint.
-
-        All rows of a message are in the same part, so a message is applied or refused as a whole.
-        """
         self._cursor.execute("DROP TABLE IF EXISTS pg_temp.outbox_batch_held")
-        self._cursor.execute(
-            sql.SQL(
-                "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS "
-                "SELECT *, pg_catalog.dense_rank() OVER (ORDER BY {}) AS outbox_batch_held_at FROM {}"
-            ).format(sql.SQL(_PLACE), source)
-        )
+        # Under a name that no table of the sink has: a temporary table hides others.
+        self._cursor.execute(_HOLD)
         self._cursor.execute("CREATE INDEX ON outbox_batch_held (outbox_batch_held_at)")
-        listed = sql.SQL("SELECT DISTINCT {0} FROM outbox_batch_held ORDER BY {0}").format(sql.SQL(_PLACE))
-        places = self._cursor.execute(listed).fetchall()
+        places = self._cursor.execute(_HELD).fetchall()
         return [
             RejectedRecord(places[number - 1], "failed", shown(error), error.sqlstate)
-            for number, error in self._halves(1, len(places), do, before)
+            for number, error in self._halves(1, len(places), part, make_room)
         ]
 
     def _halves(
         self, low: int, high: int, do: Callable[[int, int], object], before: Callable[[int], object]
     ) -> Iterator[tuple[int, psycopg.Error]]:
-        """Call ``do`` for messages ``low`` to ``high``, halving parts that fail. Yield the messages that fail alone."""
+        """Call ``do`` for messages ``low`` to ``high``, halving parts that fail. Yield the messages that fail alone.
+
+        do      gets the first and the last message of a part, counted from 1; called inside a savepoint.
+        before  gets the number of a part's messages; called outside of the savepoint.
+        """
         found = 0
         parts = [(low, high)] if low <= high else []
         while parts:
@@ -393,14 +360,6 @@ class BatchTable:
                 self._kept.append(batch.select(list(self._columns)))
             yield batch
 
-    def _create(self, name: str, columns: Mapping[str, str]) -> None:
-        fields = sql.SQL(", ").join(
-            sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind)) for column, kind in columns.items()
-        )
-        self._cursor.execute(
-            sql.SQL("CREATE TEMPORARY TABLE {} ({}) ON COMMIT DROP").format(sql.Identifier(name), fields)
-        )
-
     def _one(self, query: str) -> Any:
         row = self._cursor.execute(query.encode()).fetchone()
         assert row is not None
@@ -410,11 +369,6 @@ class BatchTable:
 def _in_query(name: str) -> sql.SQL:
     """Return an identifier for a query with parameters, in which percent signs must be doubled."""
     return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
-
-
-def textual(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns with type text, which accepts any value, except for those that identify the message."""
-    return {name: META_PLACE.get(name, "text") for name in columns}
 
 
 def read_rows(

@@ -9,8 +9,10 @@ functions.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -33,6 +35,8 @@ _LAST: Final = 253_402_300_799_999_999
 _AT_ONCE: Final = 32 * 1024 * 1024
 # Decimals of up to 18 digits fit the 64-bit integers that numpy computes with.
 _MOST_DIGITS: Final = 18
+# The other forms that Postgres accepts: in braces, and with dashes after any four digits.
+_UNUSUAL_UUID: Final = re.compile(r"(\{)?[0-9a-fA-F]{4}(?:-?[0-9a-fA-F]{4}){7}(?(1)\})")
 
 Encoder = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
 """Encodes the values of a type of fixed width as rows of bytes, which are undefined where the column is NULL."""
@@ -86,7 +90,7 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
-        if has_beyond(field.type):
+        if pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type):
             _require_within(batch.column(index))
         if pa.types.is_binary(field.type):
             texts = [None if value is None else "\\x" + value.hex() for value in batch.column(index).to_pylist()]
@@ -114,7 +118,10 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[st
     pieces: list[pa.Array | np.ndarray[Any, Any]] = [_repeated(len(fixed) + len(texts), ">i2", rows)]
     for name, encode in fixed.items():
         column = batch.column(name)
-        encoded = encode(column)
+        try:
+            encoded = encode(column)
+        except Unfit as error:
+            raise Unfit(f"column {name} holds {error}") from error
         if not column.null_count:
             pieces += [_repeated(encoded.shape[1], ">i4", rows), encoded]
             continue
@@ -215,27 +222,16 @@ def _days(column: pa.Array) -> np.ndarray[Any, Any]:
     return _bytes_of(_values(column.cast(pa.int32())) - POSTGRES_DAY, ">i4")
 
 
-def beyond(column: pa.Array) -> pa.Array:
-    """Return a mask of the times or dates outside the years 1 to 9999, which CSV can't represent."""
+def _require_within(column: pa.Array) -> None:
+    """Raise Unfit for times or dates outside the years 1 to 9999, which CSV can't represent."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     dates = pa.types.is_date32(column.type)
     values = column.cast(pa.int32() if dates else pa.int64())
     first, last = (_FIRST // _A_DAY, _LAST // _A_DAY) if dates else (_FIRST, _LAST)
-    return pc.fill_null(pc.or_(pc.less(values, first), pc.greater(values, last)), False)
-
-
-def _require_within(column: pa.Array) -> None:
-    if beyond(column).true_count:
+    if pc.or_(pc.less(values, first), pc.greater(values, last)).true_count:
         raise Unfit("a time or date beyond the years 1 to 9999")
-
-
-def has_beyond(kind: pa.DataType) -> bool:
-    """Return whether ``beyond`` applies to columns of this type."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
 def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
@@ -246,11 +242,16 @@ def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _uuids(column: pa.Array) -> np.ndarray[Any, Any]:
+    import numpy as np
+
     from spark_jobs import ids as identity
 
     ids, wrong = identity.parsed(column)
-    if wrong[column.is_valid().to_numpy(zero_copy_only=False)].any():
-        raise Unfit("a text that is no UUID")
+    for row in np.flatnonzero(wrong & column.is_valid().to_numpy(zero_copy_only=False)):
+        text = column[int(row)].as_py()
+        if not _UNUSUAL_UUID.fullmatch(text):
+            raise Unfit("a text that is no UUID")
+        ids[row] = np.frombuffer(UUID(text).bytes, np.uint8)
     found: np.ndarray[Any, Any] = ids
     return found
 

@@ -7,6 +7,7 @@ server has restarted (see connections). Raises psycopg's errors.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.letters import EARLIER, KEYS, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
-from outbox.consumer.retention import KEEP_DAYS, IdRetention, RetentionResult
+from outbox.consumer.retention import KEEP_DAYS, IdRetention
 from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
@@ -113,6 +114,7 @@ class PostgresGroupStore:
         self._below: int | None = None
         """Where the next look at what is behind dead letters goes on; None: at the newest."""
         self._released = False
+        self._maintained_at: float | None = None
 
     def transaction(
         self, *, reset: bool = False, pinned: bool | None = None
@@ -283,19 +285,19 @@ class PostgresGroupStore:
             self.rows.require(connection, generation)
             self.rows.record_losses(connection, found)
 
-    def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
-        """Create the partitions of processed_messages for the days that are kept: see IdRetention.make."""
-        return IdRetention(self._url, self._schema, keep_days, self._name).make()
-
-    def forget_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
-        """Forget the ids of days that are no longer kept: see IdRetention.forget."""
-        return IdRetention(self._url, self._schema, keep_days, self._name).forget()
+    def retention(self, keep_days: int = KEEP_DAYS) -> IdRetention:
+        """Return what creates and forgets the days of ids, on the driver's session."""
+        return IdRetention(self._url, self._schema, keep_days, self._name)
 
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
-        """Call ``make_days`` and ``forget_days``, and report what could not be done."""
-        for result in (self.make_days(keep_days), self.forget_days(keep_days)):
+        """Create and forget days of ids, once an hour, and report what could not be done."""
+        if self._maintained_at is not None and time.monotonic() - self._maintained_at <= 3600:
+            return
+        retention = self.retention(keep_days)
+        for result in (retention.make(), retention.forget()):
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
+        self._maintained_at = time.monotonic()
 
     def _named(self, query: LiteralString, **parts: sql.Composable) -> sql.Composed:
         return statement(self._schema, query, earlier=sql.SQL(EARLIER), **parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import psycopg
 from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from outbox.consumer.letters import DeadLetterStore
 from outbox.consumer.model import ClaimedOffset, MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
 from outbox.consumer.statements import statement
@@ -25,7 +25,7 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.direct_copy import DirectCopy
 from spark_jobs.postgres.group_store import PostgresGroupStore
-from spark_jobs.sink import Way, Whole
+from spark_jobs.sink import Move, Way, Whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -160,30 +160,10 @@ class PostgresTransaction:
         applying.reduce(suspect=way.repeats, forgiven=forgiven(self._requests))
         return applying.count()
 
-    def move(
-        self,
-        partition: Partition,
-        span: Range,
-        *,
-        log_end: int | None,
-        read: int,
-        fresh: int,
-        dead: Sequence[DeadLetter],
-        reached: int | None,
-    ) -> None:
+    def move(self, moved: Move) -> None:
         """Move the group's offset over the range, with its figures, and store the partition's dead letters."""
-        put = self._letters.write(self.cursor.connection, span.topic_id, dead)
-        self._group.move(
-            self.cursor.connection,
-            partition,
-            span.end,
-            reached=reached,
-            log_end=log_end,
-            leader_epoch=span.leader_epoch,
-            applied=fresh,
-            duplicates=read - fresh,
-            dead=put,
-        )
+        put = self._letters.write(self.cursor.connection, moved.span.topic_id, moved.dead)
+        move(self._group, self.cursor.connection, moved, applied=moved.fresh, dead=put)
 
     def apply(self) -> None:
         """Run the effect. After a direct copy there is nothing left to do."""
@@ -250,6 +230,23 @@ def found_at(
         # At the range's end or at the next message; or such a task had a longer range.
         return False
     return True
+
+
+def move(
+    group: GroupStore, connection: psycopg.Connection[Any], moved: Move, *, applied: int = 0, dead: int = 0
+) -> None:
+    """Move the group's offset over a range."""
+    group.move(
+        connection,
+        moved.partition,
+        moved.span.end,
+        reached=moved.reached,
+        log_end=moved.log_end,
+        leader_epoch=moved.span.leader_epoch,
+        applied=applied,
+        duplicates=moved.read - moved.fresh,
+        dead=dead,
+    )
 
 
 def forgiven(requests: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRef]:

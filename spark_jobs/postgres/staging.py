@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 _OWN: Final = {STAGED_BY: "text", STAGED_AT: "bigint"}
 # Each table belongs to one round: what holds a lock on it is an abandoned task, or reads all tables, as pg_dump does.
 _PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
-_OLDER: Final = r"""
-SELECT relname FROM pg_class
- WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
-   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
-_SHARED: Final = r"""
+_LEFT: Final = """
 SELECT relname FROM pg_class
  WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s) AND relname LIKE %(like)s"""
 
@@ -95,8 +91,7 @@ class StagingTables:
                and it would wait for a driver that takes the group over, which holds the group's row and waits for the
                offsets.
         """
-        table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
-        plan = StagePlan(self._url, self._schema, table, self._group, columns)
+        plan = StagePlan(self._url, self._schema, new_name(self._group), self._group, columns)
         # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(plan.identifier)
         with self._store.transaction() as connection:
@@ -107,27 +102,18 @@ class StagingTables:
 
     def drop_made(self) -> None:
         """Drop the tables that this driver has created, whatever the outcome of the round."""
-        self._made[:] = [table for table in self._made if not self._drop(table)]
+        self._made[:] = [table for table in self._made if not drop(self._store, table)]
 
     def drop_older(self, generation: int) -> None:
-        """Drop the tables that older generations of the group have left; once for each generation."""
+        """Drop the tables that older generations of the group have left; once for each generation. Raises Fenced."""
         if self._cleaned == generation:
             return
         with self._store.transaction() as connection:
-            values = {
-                "schema": sql.Identifier(self._schema).as_string(connection),
-                "like": f"{self._stem()}\\_%",
-                "generation": generation,
-            }
-            older = [sql.Identifier(self._schema, name) for (name,) in connection.execute(_OLDER, values)]
-        if not [table for table in older if not self._drop(table)]:
+            # A newer generation has no table yet: none can begin before this transaction ends.
+            self._store.rows.require(connection, generation, advice=self._advice)
+            older = [table for table in left(connection, self._schema, self._group) if table not in self._made]
+        if not [table for table in older if not drop(self._store, table)]:
             self._cleaned = generation
-
-    def _drop(self, table: sql.Identifier) -> bool:
-        return drop(self._store, table)
-
-    def _stem(self) -> str:
-        return f"staged_{_digest(self._group)}"
 
 
 def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
@@ -142,9 +128,15 @@ def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
     return True
 
 
-def shared_name(group: str) -> str:
-    """Return a new name for a table that the first of a batch's tasks creates."""
-    return f"staged_shared_{_digest(group)}_{uuid.uuid4().hex[:12]}"
+def new_name(group: str) -> str:
+    """Return a new name for a staging table of a group."""
+    return f"staged_{_digest(group)}_{uuid.uuid4().hex[:12]}"
+
+
+def left(connection: psycopg.Connection[Any], schema: str, group: str) -> list[sql.Identifier]:
+    """Return all staging tables that a group has."""
+    values = {"schema": sql.Identifier(schema).as_string(connection), "like": f"staged\\_{_digest(group)}\\_%"}
+    return [sql.Identifier(schema, name) for (name,) in connection.execute(_LEFT, values)]
 
 
 def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
@@ -154,17 +146,13 @@ def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
     connection.execute(plan.creating(sql.SQL("IF NOT EXISTS")))
 
 
-def drop_shared(store: PostgresGroupStore, schema: str, group: str) -> None:
-    """Drop all tables of ``shared_name`` that the group has. What can't be dropped now is left to the next call."""
-    tables: list[tuple[str]] = []
+def drop_all(store: PostgresGroupStore, schema: str, group: str) -> None:
+    """Drop all staging tables of a group. What can't be dropped now is left to the next call."""
+    tables: list[sql.Identifier] = []
     with suppress(psycopg.Error, ConsumerUnavailable), store.transaction() as connection:
-        values = {
-            "schema": sql.Identifier(schema).as_string(connection),
-            "like": f"staged\\_shared\\_{_digest(group)}\\_%",
-        }
-        tables = connection.execute(_SHARED, values).fetchall()
-    for (name,) in tables:
-        drop(store, sql.Identifier(schema, name))
+        tables = left(connection, schema, group)
+    for table in tables:
+        drop(store, table)
 
 
 def _digest(group: str) -> str:

@@ -45,7 +45,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
-from spark_jobs.sink import Sink, Transaction, Way
+from spark_jobs.sink import Move, Sink, Way
 from spark_jobs.task.behind import Behind
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text
@@ -167,7 +167,7 @@ class RangeStopped(Exception):
     """Ends the transaction with a report to the driver instead of a retry by Spark."""
 
     def __init__(self, outcome: RangeOutcome, detail: str) -> None:
-        super().__init__(detail)
+        super().__init__(f"{outcome} {detail}")
         self.outcome = outcome
         self.detail = storable(detail)
 
@@ -307,24 +307,18 @@ def run_together(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) 
             if into.fence_all(spans):
                 fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
             if fresh != sum(feed.rows for feed in feeds.values()):
-                into.rollback()
-                return None
+                raise FallbackToBatch("an offset has moved, or there is a repeat")
             with into.at_once():
                 for partition, feed in feeds.items():
-                    _move(plan, into, partition, feed, feed.rows, read[partition])
+                    into.move(_moved(plan, partition, feed, feed.rows, read[partition]))
             if fresh:
                 into.apply()
-    except Exception:  # noqa: BLE001  found again, and reported, where each range is tried by itself
+    except Exception as error:  # noqa: BLE001  found again, and reported, where each range is tried by itself
+        _LOG.info("%s could not be applied, so each is applied by itself: %s", where, shown(error))
         return None
-    committed = into.now()
     for partition, messages in read.items():
         plan.decoder.note_size(partition, messages.size)
-    return {
-        partition: TaskResult(
-            RangeOutcome.APPLIED, feed.rows, feed.rows, behind=len(feed.aside), size=feed.size, committed=committed
-        )
-        for partition, feed in feeds.items()
-    }
+    return {partition: _applied(feed, feed.rows, into.now()) for partition, feed in feeds.items()}
 
 
 class _All:
@@ -363,14 +357,32 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
 
 
 def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
+    """Apply a partition's rows."""
+    where, span = _where(plan, partition), plan.ranges[partition]
     try:
-        applied = _apply(plan, partition, feed, source)
+        with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.here) as into:
+            if not into.fence(partition, span):
+                # Rolled back, because COMMIT requires that the input was read to its end.
+                into.rollback()
+                return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
+            fresh = into.remember(feed.whole(), plan.way(partition))
+            into.move(_moved(plan, partition, feed, fresh, source))
+            if fresh:
+                into.apply()
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail, size=feed.size)
-    if applied is None:
-        return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
-    fresh, at = applied
-    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=len(feed.aside), size=feed.size, committed=at)
+    return _applied(feed, fresh, into.now())
+
+
+def _moved(plan: TaskPlan, partition: Partition, feed: Feed, fresh: int, source: TaskInput[Any]) -> Move:
+    dead = (*plan.dead.get(partition, ()), *feed.aside)
+    span, log_end = plan.ranges[partition], plan.log_ends.get(partition)
+    return Move(partition, span, log_end, feed.rows, fresh, dead, source.reached)
+
+
+def _applied(feed: Feed, fresh: int, committed: float | None) -> TaskResult:
+    aside = len(feed.aside)
+    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=aside, size=feed.size, committed=committed)
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -401,67 +413,24 @@ def run_retry(
 def retry(plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]) -> TaskResult:
     """Do what ``run_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
+    where, fresh = "dead letters", 0
     try:
-        result = TaskResult(RangeOutcome.APPLIED, fresh=_apply_retried(plan, retried, feed, batches))
+        with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
+            if into.hold(retried):
+                fresh = into.remember(feed.whole(), Way(repeats=True, lenient=bool(plan.lenient)))
+                into.resolve()
+                if fresh:
+                    into.apply()
+            else:
+                into.rollback()
     except RangeStopped as stop:
-        result = TaskResult(stop.outcome, detail=stop.detail)
-    return replace(result, read=feed.rows)
+        return TaskResult(stop.outcome, feed.rows, detail=stop.detail)
+    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh)
 
 
 def _where(plan: TaskPlan, partition: Partition) -> str:
     span = plan.ranges[partition]
     return f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
-
-
-def _apply(
-    plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]
-) -> tuple[int, float | None] | None:
-    """Apply a partition's rows. Returns the number of fresh ones and when they were committed.
-
-    Or None if the range was applied before.
-    """
-    where = _where(plan, partition)
-    span = plan.ranges[partition]
-    with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead, here=plan.here) as into:
-        if not into.fence(partition, span):
-            # Rolled back, because COMMIT requires that the input was read to its end.
-            into.rollback()
-            return None
-        fresh = into.remember(feed.whole(), plan.way(partition))
-        _move(plan, into, partition, feed, fresh, batches)
-        if fresh:
-            into.apply()
-    return fresh, into.now()
-
-
-def _move(
-    plan: TaskPlan, into: Transaction, partition: Partition, feed: Feed, fresh: int, batches: TaskInput[Any]
-) -> None:
-    into.move(
-        partition,
-        plan.ranges[partition],
-        log_end=plan.log_ends.get(partition),
-        read=feed.rows,
-        fresh=fresh,
-        dead=(*plan.dead.get(partition, ()), *feed.aside),
-        reached=batches.reached,
-    )
-
-
-def _apply_retried(
-    plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], feed: Feed, batches: TaskInput[Any]
-) -> int:
-    """Apply dead letters. Returns the number of fresh rows; the rest had been applied before."""
-    where = "dead letters"
-    with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
-        if not into.hold(retried):
-            into.rollback()
-            return 0
-        fresh = into.remember(feed.whole(), Way(repeats=True, lenient=bool(plan.lenient)))
-        into.resolve()
-        if fresh:
-            into.apply()
-    return fresh
 
 
 @contextmanager
@@ -485,5 +454,5 @@ def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
         for partition in sorted(partitions):
             span = plan.ranges[partition]
             if into.fence(partition, span):
-                log_end, dead = plan.log_ends.get(partition), plan.dead.get(partition, ())
-                into.move(partition, span, log_end=log_end, read=0, fresh=0, dead=dead, reached=None)
+                dead = plan.dead.get(partition, ())
+                into.move(Move(partition, span, plan.log_ends.get(partition), dead=dead))

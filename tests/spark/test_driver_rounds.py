@@ -283,9 +283,6 @@ def failing(error: str) -> Any:
     class Failing:
         """Not at the module's level: executors do not have this module."""
 
-        def names(self) -> tuple[str, ...]:
-            return ("n",)
-
         def task_plan(self) -> Any:
             fields, _ = Json("n int").task_plan()
 

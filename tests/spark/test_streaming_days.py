@@ -12,7 +12,8 @@ from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import stream
 
 from outbox.consumer import retention
-from spark_jobs.driver import stream_group
+from outbox.consumer.retention import IdRetention
+from spark_jobs.postgres import group_store
 
 __all__ = ["stream"]
 
@@ -46,14 +47,14 @@ def test_days_are_created_and_forgotten_within_one_run(stream, moved_clock, monk
     function = stream.function(keep_days=2)
     calls: list[dt.datetime] = []
     hours: list[int] = [0]
-    monkeypatch.setattr(stream_group, "time", SimpleNamespace(monotonic=lambda: 3601.0 * hours[-1]))
-    real = function._group.store.maintain_days
+    monkeypatch.setattr(group_store, "time", SimpleNamespace(monotonic=lambda: 3601.0 * hours[-1]))
+    real = function._group.store.retention
 
-    def maintained(*arguments: Any) -> None:
+    def maintained(keep_days: int) -> IdRetention:
         calls.append(stream.sink("SELECT at FROM public.clock")[0][0])
-        real(*arguments)
+        return real(keep_days)
 
-    function._group.store.maintain_days = maintained
+    function._group.store.retention = maintained
 
     def moving(rows: Any, batch_id: int) -> None:
         # Two batches in each hour, and four days between the hours.

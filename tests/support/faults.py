@@ -95,9 +95,6 @@ def reading(passed: Callable[[Any], Any]) -> Any:
     class Reading:
         """Not at the module's level: executors do not have this module."""
 
-        def names(self) -> tuple[str, ...]:
-            return ("n",)
-
         def task_plan(self) -> Any:
             fields, plan = Json("n int").task_plan()
 

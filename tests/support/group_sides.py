@@ -31,7 +31,7 @@ from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
-from spark_jobs.sink import Way
+from spark_jobs.sink import Move, Way
 from spark_jobs.task.input import NO_INPUT, in_memory
 
 GROUP, TOPIC, TOPIC_ID = "g", "t", "topic-id"
@@ -256,7 +256,7 @@ class OnSpark:
                 into.rollback()
                 return None
             fresh = into.remember(given, Way())
-            into.move(place, span, log_end=None, read=len(batch), fresh=fresh, dead=(), reached=None)
+            into.move(Move(place, span, read=len(batch), fresh=fresh))
             if fresh:
                 into.apply()
         return fresh
@@ -267,7 +267,7 @@ class OnSpark:
         with self.sink().transaction("here", given, most=10) as into:
             assert into.fence(place, span)
             fresh = into.remember(given, Way())
-            into.move(place, span, log_end=None, read=len(batch), fresh=fresh, dead=(), reached=None)
+            into.move(Move(place, span, read=len(batch), fresh=fresh))
             between()
             into.apply()
 
@@ -280,7 +280,7 @@ class OnSpark:
         letter = DeadLetter(why, message.id or event_id(message.number), message.key(), message.value(), headers, time)
         with self.sink().transaction("here", NO_INPUT, most=10) as into:
             assert into.fence(place, span)
-            into.move(place, span, log_end=None, read=0, fresh=0, dead=[letter], reached=None)
+            into.move(Move(place, span, dead=[letter]))
 
     def retry(self) -> None:
         # As the driver: only when there is something to retry, and one partition at a time.

@@ -10,7 +10,7 @@ import datetime as dt
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from outbox.consumer.errors import ConsumerUnavailable, Fenced, OffsetMoved
-from outbox.consumer.letters import DeadLetter, RetryRecord
+from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError, RejectedRecords
-from spark_jobs.sink import Way, Whole
+from spark_jobs.sink import Move, Way, Whole
 
 TABLES = """
 CREATE TABLE groups (grp TEXT PRIMARY KEY, generation INT NOT NULL);
@@ -116,29 +116,20 @@ class SqliteTransaction:
         ((left,),) = self._connection.execute("SELECT count(*) FROM batch")
         return int(left)
 
-    def move(
-        self,
-        partition: Partition,
-        span: Range,
-        *,
-        log_end: int | None,
-        read: int,
-        fresh: int,
-        dead: Sequence[DeadLetter],
-        reached: int | None,
-    ) -> None:
+    def move(self, moved: Move) -> None:
         """Move the group's offset over the range, count, and store the partition's dead letters."""
-        for letter in dead:
+        for letter in moved.dead:
             found = letter.record
             self._connection.execute(
                 "INSERT INTO dead_letters (grp, topic, part, message_offset, message_key, message_value, headers, "
                 "reason, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (self._sink.group, *found.place, letter.key, letter.value, letter.headers, found.reason, found.error),
             )
+        figures = moved.fresh, moved.read - moved.fresh, len(moved.dead)
         self._connection.execute(
             "UPDATE offsets SET applied = applied + ?, duplicates = duplicates + ?, dead = dead + ?, "
             "next_offset = ? WHERE grp = ? AND topic = ? AND part = ?",
-            (fresh, read - fresh, len(dead), max(span.end, reached or 0), self._sink.group, *partition),
+            (*figures, max(moved.span.end, moved.reached or 0), self._sink.group, *moved.partition),
         )
 
     def now(self) -> float:

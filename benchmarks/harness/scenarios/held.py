@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, wait_until_empty, writer
+from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, received, wait_until_empty, writer
 from benchmarks.harness.measure import percentile
 from benchmarks.harness.publishers import publishing
 from benchmarks.harness.relays import Ours
@@ -46,12 +46,12 @@ class Held(Scenario):
             with held_snapshot(site) if way.value else contextlib.nullcontext():
                 load = Steady(2_000, count, warm, together=10)
                 with reader(site, warm, count) as receiving, writer(site, load) as writing:
-                    writing.go()
-                    committed = writing.committed(self.sizes.held_seconds * 5 + 60)
-                    received, tally = receiving.received(self.sizes.held_seconds * 5 + 60)
+                    writing.send(b"go")
+                    committed = received(writing, "the writer", self.sizes.held_seconds * 5 + 60)
+                    seen, tally = received(receiving, "the reader", self.sizes.held_seconds * 5 + 60)
                 check_offered(run, committed, 2_000, strict=not self.quick)
                 tally.note(run)
-                times = sorted((received[n] - committed[n]) / 1e6 for n in range(count // 10, count))
+                times = sorted((seen[n] - committed[n]) / 1e6 for n in range(count // 10, count))
                 relay.halt()
                 base = ends.now()
                 fill(site, Backlog(self.sizes.held_backlog, warm + count))
@@ -63,7 +63,7 @@ class Held(Scenario):
             run.figures |= {
                 **figures,
                 "rate": appended.rate,
-                "published": count / ((max(received) - min(received)) / 1e9),
+                "published": count / ((max(seen) - min(seen)) / 1e9),
                 "p50": percentile(times, 0.5),
                 "p99": percentile(times, 0.99),
             }

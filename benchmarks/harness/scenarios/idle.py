@@ -59,8 +59,8 @@ class Empty(Scenario):
                 transactions = _transactions(site) - commits - 1
                 (pid,) = relay.pids
                 run.figures |= {
-                    "statements": statements.rate,
-                    "statements_all": statements.rate_all,
+                    "statements": (statements.all - statements.control) / statements.seconds,
+                    "statements_all": statements.all / statements.seconds,
                     "transactions": transactions / statements.seconds,
                     **Cpu.now(servers, relay.pids).percent_since(before),
                     "connections": connections(site),

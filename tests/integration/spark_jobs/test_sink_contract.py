@@ -29,7 +29,7 @@ from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
-from spark_jobs.sink import GroupStore, Sink, Way
+from spark_jobs.sink import GroupStore, Move, Sink, Way
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT, TaskInput, in_memory
 from spark_jobs.task.partition import TaskPlan
@@ -145,7 +145,7 @@ def apply(
             into.rollback()
             return None
         fresh = into.remember(given, database.way)
-        into.move(("t", part), span, log_end=None, read=read, fresh=fresh, **{"dead": (), "reached": None, **counted})
+        into.move(Move(("t", part), span, read=read, fresh=fresh, **counted))
         if fresh:
             into.apply()
     return fresh
@@ -162,7 +162,7 @@ def test_everything_is_committed_together(database):
     with database.sink.transaction("here", given, most=10) as into:
         assert into.fence(PARTITION, span)
         assert into.remember(given, database.way) == 3
-        into.move(PARTITION, span, log_end=None, read=3, fresh=3, dead=[letter(7)], reached=9)
+        into.move(Move(PARTITION, span, read=3, fresh=3, dead=[letter(7)], reached=9))
         into.apply()
         assert nothing_happened(database)
     assert database.read("numbers") == [(1,), (2,), (3,)]
@@ -182,7 +182,7 @@ def test_an_error_takes_all_of_it_back(database, after):
     steps = {
         "fence": lambda into: into.fence(PARTITION, span),
         "remember": lambda into: into.remember(given, database.way),
-        "move": lambda into: into.move(PARTITION, span, log_end=None, read=1, fresh=1, dead=[letter(0)], reached=None),
+        "move": lambda into: into.move(Move(PARTITION, span, read=1, fresh=1, dead=[letter(0)])),
         "apply": lambda into: into.apply(),
     }
     made = list(steps)[: list(steps).index(after) + 1]
@@ -287,7 +287,7 @@ def test_what_was_applied_before_is_left_out(database):
 def test_a_range_without_rows_moves(database):
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
         assert into.fence(PARTITION, Range(TOPIC_ID, 0, 5))
-        into.move(PARTITION, Range(TOPIC_ID, 0, 5), log_end=None, read=0, fresh=0, dead=[letter(4)], reached=None)
+        into.move(Move(PARTITION, Range(TOPIC_ID, 0, 5), dead=[letter(4)]))
     assert (database.read("position"), database.read("letters")) == ([(5,)], [(4, "failed", "why", "dead")])
 
 
@@ -352,7 +352,7 @@ def letters(database: Database, *offsets: int) -> Mapping[Any, Any]:
     with database.sink.transaction("here", NO_INPUT, most=10) as into:
         into.fence(PARTITION, Range(TOPIC_ID, 0, 10))
         dead = [letter(one) for one in offsets]
-        into.move(PARTITION, Range(TOPIC_ID, 0, 10), log_end=None, read=0, fresh=0, dead=dead, reached=None)
+        into.move(Move(PARTITION, Range(TOPIC_ID, 0, 10), dead=dead))
     database.set("retry")
     ids = [number for (number,) in database.read("letter_ids")]
     return {("t", 0, offset): (number, "failed") for offset, number in zip(offsets, ids, strict=True)}

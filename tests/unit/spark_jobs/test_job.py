@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,8 @@ class Named:
     def __init__(self, *names: str) -> None:
         self._names = names
 
-    def names(self) -> tuple[str, ...]:
-        return self._names
-
     def task_plan(self) -> Any:
-        raise AssertionError
+        return SimpleNamespace(fieldNames=lambda: self._names), None
 
 
 def job(effect: object, **declared: object) -> ConsumerJob:

@@ -200,7 +200,7 @@ def test_what_a_driver_has_open_is_closed_with_it(url):
     names = blockers.names("g")
     with Runner(None, job, Options(url, {"bootstrap.servers": "127.0.0.1:1"}), lambda *_: None) as runner:
         runner._store.require_utf8()
-        runner._store.make_days()
+        runner._store.retention().make()
         with transaction(url, names[1], NO_INPUT):
             pass
         assert [len(sessions(url, name)) for name in names] == [1, 1]

@@ -351,7 +351,7 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         sink.remember("g", old, KEEP + 2, 3)
         sink.remember("g", lately, 0)
         sink.remember("g", stray, KEEP + 4, 2)
-        assert "permission denied" in consumer.make_days(KEEP).problem
+        assert "permission denied" in consumer.retention(KEEP).make().problem
 
         # What it would do, and that the consumer itself can't.
         keep = ("--days", str(KEEP))
@@ -377,11 +377,11 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         assert sink.remembered() == {("g", lately): 1}
         assert sink.forgotten() == {"g": old + dt.timedelta(days=1)}
         assert prune(sink.url, *keep) == "nothing to do\n"
-        assert consumer.make_days(KEEP) == RetentionResult()
+        assert consumer.retention(KEEP).make() == RetentionResult()
         sink.run(f"UPDATE consumer.processed_messages SET seen_at = now() - interval '{KEEP + 1} days'")
-        assert consumer.forget_days(KEEP) == RetentionResult(problem=ANY, denied=True)
+        assert consumer.retention(KEEP).forget() == RetentionResult(problem=ANY, denied=True)
         assert prune(sink.url, *keep) == f"partition processed_messages_{lately:%Y%m%d}: dropped\n"
-        assert consumer.forget_days(KEEP) == RetentionResult()
+        assert consumer.retention(KEEP).forget() == RetentionResult()
 
 
 def test_the_owner_is_told_what_keeps_the_days_as_they_are(sink):

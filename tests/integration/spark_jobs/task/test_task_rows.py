@@ -12,13 +12,13 @@ from consumer_group import COLUMNS, event_id
 from psycopg import sql
 from task_sink import WAYS, Sink, sink
 
-from outbox.consumer.model import RejectedRecord
+from outbox.consumer.model import META_PLACE, RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
 from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres import batch_table as applying
-from spark_jobs.postgres.unfit import without_unfit
+from spark_jobs.postgres.fitting import copy_fitting
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory
 
@@ -50,7 +50,6 @@ def test_a_shorter_range_that_was_committed_meanwhile_is_no_take_over(sink: Sink
 
 
 def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None:
-    columns = {**COLUMNS, "message_note": "text"}
     batch = pa.RecordBatch.from_pydict(
         {
             "message_topic": ["t"] * 3,
@@ -61,14 +60,18 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
             ),
         }
     )
+    columns = {"message_note": "text", "message_offset": "bigint"}
     found: list[RejectedRecord] = []
-    texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
-    (left,) = without_unfit([batch], texts, found, max_dead=2)
-    assert left.column("message_offset").to_pylist() == [0]
-    assert sorted(record.place[2] for record in found) == [1, 2]
-    # Where they are more than may be put aside, one more is enough.
-    with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
-        list(without_unfit([batch], texts, [], max_dead=0))
+    with psycopg.connect(sink.url) as connection:
+        cursor = connection.cursor()
+        cursor.execute("CREATE TEMPORARY TABLE noted (message_note text, message_offset bigint)")
+        copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=2)
+        assert cursor.execute("SELECT message_offset FROM noted").fetchall() == [(0,)]
+        assert sorted(record.place[2] for record in found) == [1, 2]
+        assert all(record.error.startswith("column message_note: ") for record in found)
+        # Where they are more than may be put aside, one more is enough.
+        with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
+            copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], [], max_dead=0)
 
 
 STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
@@ -78,10 +81,9 @@ def staged(
     sink: Sink, columns: dict[str, str], rows: list[tuple[str, str, int, str]], effect: Any, **limits: Any
 ) -> None:
     """Apply rows (task, line, offset, n) as executors have staged them."""
-    listed = ", ".join(f"{name} text" for name in columns if name not in applying.META_PLACE)
+    listed = ", ".join(f"{name} {kind}" for name, kind in {**columns, **META_PLACE}.items())
     sink.run(
-        f"DROP TABLE IF EXISTS staged; CREATE TABLE staged ({listed}, message_topic text, message_part int, "
-        "message_offset bigint, outbox_batch_staged_by text, "
+        f"DROP TABLE IF EXISTS staged; CREATE TABLE staged ({listed}, outbox_batch_staged_by text, "
         "outbox_batch_staged_at bigint GENERATED ALWAYS AS IDENTITY)"
     )
     with psycopg.connect(sink.url) as connection:
@@ -122,20 +124,6 @@ def test_rows_that_were_staged_come_in_their_order(sink: Sink) -> None:
 
     with pytest.raises(EffectError, match=r"some id \(not today\).*of no one message"):
         staged(sink, no_messages, shuffled[:2], refuse)
-
-
-def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink) -> None:
-    rows = [("a", "x", 0, "1"), ("b", "x", 1, "?"), ("a", "y", 1, "?"), ("a", "z", 1, "?"), ("b", "x", 2, "12345")]
-    with pytest.raises(RejectedRecords) as caught:
-        staged(sink, STAGED, rows, "SELECT 1")
-    assert [record.place[2] for record in caught.value.found] == [1, 2]
-    # All of them fail together and none of them alone: then they are all there, once.
-    sink.run(
-        "CREATE SEQUENCE tries; CREATE DOMAIN later AS text CHECK (nextval('tries') > 1); CREATE TABLE lines (n bigint)"
-    )
-    good = [("a", "x", number, "1") for number in range(5)]
-    staged(sink, {**STAGED, "line": "later"}, good, "INSERT INTO lines SELECT message_offset FROM batch")
-    assert sink.run("SELECT n FROM lines ORDER BY n") == [(number,) for number in range(5)]
 
 
 @pytest.mark.parametrize("numbers", [[], [3, 4]])

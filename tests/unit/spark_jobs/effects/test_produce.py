@@ -8,12 +8,13 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import StructType
 from uuid_utils.compat import uuid7
 
 from examples.jobs import enrich_orders
 from outbox.consumer.errors import JobError
 from spark_jobs.effects.produce import Produce, Traced, derived_id
-from spark_jobs.job import find_job
+from spark_jobs.job import ConsumerJob, find_job
 
 A = UUID("0191b2c4-5e6f-7abc-8def-0123456789ab")
 RANDOM = UUID("6ba7b810-9dad-41d1-80b4-00c04fd430c8")
@@ -76,15 +77,13 @@ def test_names_are_quoted_and_texts_are_literals():
 
 def test_a_traced_payload_has_no_such_field_itself():
     class Own:
-        def names(self):
-            return ("a", "TraceParent")
-
         def task_plan(self):
-            raise AssertionError
+            return StructType().add("a", "string").add("TraceParent", "string"), None
 
-    assert Traced(None).names() == ("payload", "traceparent", "tracestate")
+    job = ConsumerJob("g", effect="SELECT 1", schema=Traced(None))
+    assert job.payload_columns() == ("payload", "traceparent", "tracestate")
     with pytest.raises(JobError, match="field TraceParent itself"):
-        Traced(Own()).names()
+        Traced(Own()).task_plan()
 
 
 def test_the_job_to_copy_can_be_found():

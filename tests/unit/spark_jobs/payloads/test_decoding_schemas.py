@@ -186,10 +186,10 @@ def test_declarations_that_can_not_work_are_refused():
         (lambda: Protobuf(subject="s"), "goes with a registry"),
         (lambda: Protobuf(descriptor=b""), "message"),
         (lambda: Protobuf(descriptor=5), "generated class"),
-        (lambda: Protobuf(descriptor=b"\xff", message="m").names(), "descriptor"),
-        (lambda: Protobuf(descriptor=b"", message="m").names(), "no message m"),
-        (lambda: Avro(reader_schema="{").names(), "no Avro schema"),
-        (lambda: Avro(reader_schema='"int"').names(), "must be a record"),
+        (lambda: Protobuf(descriptor=b"\xff", message="m").task_plan(), "descriptor"),
+        (lambda: Protobuf(descriptor=b"", message="m").task_plan(), "no message m"),
+        (lambda: Avro(reader_schema="{").task_plan(), "no Avro schema"),
+        (lambda: Avro(reader_schema='"int"').task_plan(), "must be a record"),
     ):
         with pytest.raises(JobError, match=said):
             make()
@@ -215,7 +215,7 @@ PROTOBUF_FIELD = protobuf_payload.Plan(
 
 def test_protobuf_times_enums_and_unknown_fields():
     plan = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto)
-    place = plan.names().index("label")
+    place = plan.task_plan()[0].fieldNames().index("label")
     message = descriptor_pb2.FieldDescriptorProto(name="x", label=3).SerializeToString()
     reader = plan._plan()
     assert reader(message, None)[place] == "LABEL_REPEATED"
@@ -231,7 +231,7 @@ def test_protobuf_times_enums_and_unknown_fields():
         with pytest.raises(Problem, match=said):
             moment(value)
     with pytest.raises(JobError, match="holds itself"):
-        Protobuf(descriptor=descriptor_pb2.DescriptorProto).names()
+        Protobuf(descriptor=descriptor_pb2.DescriptorProto).task_plan()
 
 
 # The registry, over real HTTP.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -42,3 +43,17 @@ def test_the_time_of_ranges_that_are_applied_together_is_that_after_the_commit()
     results = run_together(plan, read)
     assert results is not None
     assert [results[place].committed for place in places] == [2.0, 2.0]
+
+
+def test_why_ranges_are_not_applied_together_is_logged(caplog):
+    sink: Any = SimpleNamespace(transaction=lambda *_, **__: 1 / 0)
+    plan = TaskPlan(
+        sink, {("t", 0): Range("id", 0, 1)}, {}, (), 0, decoder=SimpleNamespace(copyable=lambda parts: parts)
+    )
+    with caplog.at_level(logging.INFO):
+        assert run_together(plan, {("t", 0): in_memory([])}) is None
+    (line,) = caplog.messages
+    assert (
+        line
+        == "1 ranges at once could not be applied, so each is applied by itself: ZeroDivisionError: division by zero"
+    )
