@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState, Verified
+from relay.metrics import gauge, gauges
 from relay.metrics.delays import PublishDelays
 from relay.metrics.topics import MOST_TOPICS, TopicAges, topic_ages
 
@@ -74,10 +75,6 @@ class TurnMetrics:
 
 def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int) -> Iterator[Metric]:
     """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
-
-    def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"outbox_{name}", text, value=value)
-
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
@@ -106,12 +103,12 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
         )
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
-    paused = GaugeMetricFamily(
-        "outbox_pauses", "Pauses that operators have requested, by what they cover.", labels=["scope"]
+    yield gauges(
+        "pauses",
+        "Pauses that operators have requested, by what they cover.",
+        ["scope"],
+        (([kind], sum(one.scope.kind is kind for one in state.pauses)) for kind in ScopeKind),
     )
-    for kind in ScopeKind:
-        paused.add_metric([kind], sum(one.scope.kind is kind for one in state.pauses))
-    yield paused
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
         yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
@@ -125,28 +122,24 @@ def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
     """Yield the metrics of `outbox audit --follow`; none if it has never run."""
     if not verified:
         return
-    until = GaugeMetricFamily(
-        "outbox_audit_verified_until_timestamp_seconds",
+    shown = verified[:MOST_TOPICS]
+    yield gauges(
+        "audit_verified_until_timestamp_seconds",
         "The topic's events that were written before are verified: they are on Kafka, and every group has applied "
         "them, but for the differences that are counted. Only with `outbox audit --follow`.",
-        labels=["topic"],
+        ["topic"],
+        (([one.topic], one.verified_until.timestamp()) for one in shown),
     )
-    missing, repeated, other, skipped = (
-        CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
-        for name, text in (
-            ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group."),
-            ("repeated", "Events with more than one record, each minute counted once."),
-            ("other_differences", "Events unknown, out of order, in a wrong partition, or changed."),
-            ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records."),
-        )
-    )
-    for one in verified[:MOST_TOPICS]:
-        until.add_metric([one.topic], one.verified_until.timestamp())
-        missing.add_metric([one.topic], one.missing)
-        repeated.add_metric([one.topic], one.repeated)
-        other.add_metric([one.topic], one.other)
-        skipped.add_metric([one.topic], one.skipped)
-    yield from (until, missing, repeated, other, skipped)
+    for name, text, column in (
+        ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group.", "missing"),
+        ("repeated", "Events with more than one record, each minute counted once.", "repeated"),
+        ("other_differences", "Events unknown, out of order, in a wrong partition, or changed.", "other"),
+        ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records.", "skipped"),
+    ):
+        family = CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
+        for one in shown:
+            family.add_metric([one.topic], getattr(one, column))
+        yield family
 
 
 class OutboxWatch:
