@@ -37,7 +37,7 @@ from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher
 from relay.metrics.delays import PublishDelays
 from relay.metrics.groups import GroupWatch
-from relay.metrics.outbox import OutboxWatch, TurnMetrics
+from relay.metrics.outbox import OutboxWatch
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicAges
@@ -46,7 +46,7 @@ from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.reports import LoopReports
+from relay.reports import LoopReports, TurnMetrics
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
@@ -95,9 +95,10 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
-    meter, clock = None, DatabaseClock()
+    clock = DatabaseClock()
+    meter = TurnMetrics(registry)
     if settings.relay.metrics_address is not None:
-        meter = TurnMetrics(registry, PublishDelays(registry, clock, build_router(settings)))
+        meter.delays = PublishDelays(registry, clock, build_router(settings)).observe
         # Not the publisher's router, which another thread uses.
         topic_ages = TopicAges(settings.db_schema, build_router(settings))
         expected = settings.relay.expected_relays

@@ -42,10 +42,11 @@ from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
 from relay.metrics.delays import PublishDelays
 from relay.metrics.groups import GroupLags, group_metrics
-from relay.metrics.outbox import TurnMetrics, outbox_metrics
+from relay.metrics.outbox import outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.metrics.storage import Storage, storage_metrics
 from relay.operations.roles import COLUMNS, TABLES, RoleKind
+from relay.reports import TurnMetrics
 from relay.sizes import Disk
 from relay.wal.slot import SlotState
 from spark_jobs.errors import Reject
@@ -243,7 +244,8 @@ def metrics_page() -> str:
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     build_info(build, "1", "d", "s")
-    TurnMetrics(turns, PublishDelays(turns, DatabaseClock(), Router()))
+    PublishDelays(turns, DatabaseClock(), Router())
+    TurnMetrics(turns)
     slot_repairs(repairs)
     now = dt.datetime.now(dt.UTC)
     verified = Verified("t", now, 0, 0, 0, 0, now, ())

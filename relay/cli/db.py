@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json
 from outbox.errors import ConfigurationError
-from relay.config import load
+from relay.config import Settings, SourceKind, load
+from relay.operations.roles import USUAL, RoleKind, grants
 
 if TYPE_CHECKING:
-    from relay.config import Settings
-    from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
@@ -24,7 +23,6 @@ _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tabl
 
 
 @app.command()
-@failing_clearly
 def upgrade(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -44,7 +42,6 @@ def upgrade(
 
 
 @app.command()
-@failing_clearly
 def downgrade(
     revision: Annotated[str, typer.Argument(help="A revision, or base to drop all tables.")],
     database_url: DatabaseUrl = None,
@@ -61,7 +58,6 @@ def downgrade(
 
 
 @app.command()
-@failing_clearly
 def check(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -93,7 +89,6 @@ def check(
 
 
 @app.command()
-@failing_clearly
 def sql(
     schema: _Schema = None,
     consumer: _Consumer = False,
@@ -114,7 +109,6 @@ def sql(
 
 
 @app.command()
-@failing_clearly
 def lanes(
     number: Annotated[str, typer.Argument(help="The new number of lanes: 1 to 256.")],
     database_url: DatabaseUrl = None,
@@ -140,11 +134,11 @@ def _require_consistent(database_url: str | None, schema: str | None) -> None:
     from contextlib import closing
 
     from outbox.errors import OperationRefused
-    from relay.cli.relay import build_reconciler
+    from relay.cli.relay import reconciler_settings
     from relay.core.marker import RECREATED
     from relay.operations.reconcile import Reconciler
 
-    with closing(build_reconciler(Reconciler, database_url, schema)) as reconciler:
+    with closing(Reconciler(reconciler_settings(database_url, schema))) as reconciler:
         found = reconciler.look(search=False)
     for one in found.lanes:
         if one.problem is not None:
@@ -160,7 +154,6 @@ def _require_consistent(database_url: str | None, schema: str | None) -> None:
 
 
 @app.command()
-@failing_clearly
 def prune(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -240,7 +233,6 @@ def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
 
 
 @app.command()
-@failing_clearly
 def roles(
     which: Annotated[
         list[str] | None,
@@ -264,8 +256,6 @@ def roles(
 ) -> None:
     """Print the minimal grants for each kind of role: by default for outbox_writer, outbox_relay, …"""
     from outbox._app import migrate as db
-    from relay.config import SourceKind
-    from relay.operations.roles import USUAL, grants
 
     settings = load(database_url=database_url)
     chosen = [_role(item) for item in which or ()] or [(kind, kind.default_role) for kind in USUAL]
@@ -286,7 +276,6 @@ def roles(
 
 
 @app.command()
-@failing_clearly
 def ledger(
     switch: Annotated[str, typer.Argument(metavar="on|off", help="Whether to keep it; off drops it.")],
     database_url: DatabaseUrl = None,
@@ -339,8 +328,6 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
 
 
 def _role(item: str) -> tuple[RoleKind, str]:
-    from relay.operations.roles import RoleKind
-
     kind, equals, name = item.partition("=")
     if not equals or kind not in list(RoleKind):
         raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(RoleKind)}")

@@ -1,4 +1,4 @@
-"""The metrics of a relay's turns, and of the state of the whole outbox."""
+"""The metrics of the state of the whole outbox."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from relay import insights
@@ -14,63 +14,9 @@ from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState, Verified
 from relay.metrics import gauge, gauges
-from relay.metrics.delays import PublishDelays
 from relay.metrics.topics import MOST_TOPICS, TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
-
-
-class TurnMetrics:
-    """The metrics of this process's turns; see supervisor.Meter. Counters start at zero with each process."""
-
-    def __init__(self, registry: CollectorRegistry, delays: PublishDelays) -> None:
-        self.delays = delays.observe
-        self._events = Counter(
-            "outbox_relay_events",
-            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
-            "(at-most-once only).",
-            ["result"],
-            registry=registry,
-        )
-        for result in ("published", "refused", "dead", "lost"):
-            self._events.labels(result)
-        self._turns = Histogram(
-            "outbox_relay_turn_events", "Events that a turn sent.", buckets=_EVENTS, registry=registry
-        )
-        self._stages = Histogram(
-            "outbox_relay_turn_seconds",
-            "Duration of a stage of a turn: read (with settling the previous turn, if both are one statement), "
-            "publish (until Kafka's acknowledgement, or the commit of its transaction), settle.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        for stage in ("read", "publish", "settle"):
-            self._stages.labels(stage)
-        self._lost = Counter(
-            "outbox_relay_lanes_lost",
-            "Lanes that another relay had taken by the time their turn was settled.",
-            registry=registry,
-        )
-        self._last = Gauge(
-            "outbox_relay_last_turn_timestamp_seconds",
-            "When the last turn ended; 0 before the first.",
-            registry=registry,
-        )
-
-    def events(self, result: str, count: int) -> None:
-        self._events.labels(result).inc(count)
-
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        self._turns.observe(events)
-        for stage, seconds in stages.items():
-            self._stages.labels(stage).observe(seconds)
-        self._last.set(time.time())
-
-    def lanes_lost(self, count: int) -> None:
-        self._lost.inc(count)
 
 
 def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int) -> Iterator[Metric]:
