@@ -30,7 +30,7 @@ from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, Unavailable
-from relay.core.reports import FailureLog, LoopReports, Meter, Reminder
+from relay.core.reports import FailureLog, LoopReports, Reminder, TurnMetrics
 from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.tasks.scheduled import NextDue
@@ -77,7 +77,7 @@ class Components:
     """The topics that can't be written to, with the reasons."""
     grown: Callable[[], Mapping[str, str]] = dict
     """The topics that got more partitions lately, with what that means."""
-    meter: Meter | None = None
+    meter: TurnMetrics = field(default_factory=TurnMetrics)
     clock: DatabaseClock = field(default_factory=DatabaseClock)
     """Written by the control loop; the meter reads it."""
     pauses: CurrentPauses = field(default_factory=CurrentPauses)

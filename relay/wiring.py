@@ -24,7 +24,7 @@ from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
-from relay.core.reports import LoopReports
+from relay.core.reports import LoopReports, TurnMetrics
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
 from relay.kafka.first_contact import log_unreachable
@@ -39,7 +39,7 @@ from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher
 from relay.metrics.delays import PublishDelays
 from relay.metrics.groups import GroupWatch
-from relay.metrics.outbox import OutboxWatch, TurnMetrics
+from relay.metrics.outbox import OutboxWatch
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicAges
@@ -95,9 +95,10 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
-    meter, clock = None, DatabaseClock()
+    clock = DatabaseClock()
+    meter = TurnMetrics(registry)
     if settings.relay.metrics_address is not None:
-        meter = TurnMetrics(registry, PublishDelays(registry, clock, build_router(settings)))
+        meter.delays = PublishDelays(registry, clock, build_router(settings)).observe
         # Not the publisher's router, which another thread uses.
         topic_ages = TopicAges(settings.db_schema, build_router(settings))
         expected = settings.relay.expected_relays

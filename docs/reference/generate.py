@@ -38,11 +38,12 @@ from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
 from relay.core.health import Health, Reason
+from relay.core.reports import TurnMetrics
 from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
 from relay.metrics.delays import PublishDelays
 from relay.metrics.groups import GroupLags, group_metrics
-from relay.metrics.outbox import TurnMetrics, outbox_metrics
+from relay.metrics.outbox import outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.metrics.storage import Storage, storage_metrics
 from relay.operations.roles import COLUMNS, TABLES, RoleKind
@@ -243,7 +244,8 @@ def metrics_page() -> str:
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     build_info(build, "1", "d", "s")
-    TurnMetrics(turns, PublishDelays(turns, DatabaseClock(), Router()))
+    PublishDelays(turns, DatabaseClock(), Router())
+    TurnMetrics(turns)
     slot_repairs(repairs)
     now = dt.datetime.now(dt.UTC)
     verified = Verified("t", now, 0, 0, 0, 0, now, ())

@@ -34,7 +34,7 @@ from outbox._app.console import failing_clearly, print_json
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import Topics
 from outbox.urls import sqlalchemy_url
-from relay.cli.browser import open_in_browser
+from relay.cli.web import open_in_browser
 
 LEASE_SECONDS: Final = 3.0
 # Spark takes the longest to come back, and has time to catch up before the relay is killed.
@@ -46,7 +46,7 @@ LOOK_SECONDS: Final = 0.2
 _PAGE_SECONDS: Final = 30.0
 
 
-@failing_clearly
+@failing_clearly()
 def demo(
     events: Annotated[int, typer.Option(min=100, help="About how many events the shop commits.")] = 20_000,
     rate: Annotated[float, typer.Option(min=0, help="Events per second; 0: as fast as possible.")] = 500.0,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, ParamSpec, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
 import typer
@@ -17,30 +17,20 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 DatabaseUrl = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
 SinkUrl = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")]
 
 
-def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
+@contextmanager
+def failing_clearly() -> Iterator[None]:
     """Print an OutboxError as one line on stderr: status 2 for settings, 1 for the rest. Bugs keep their traceback."""
-
-    @functools.wraps(command)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except ConfigurationError as error:
-            say(f"outbox: {error}", err=True)
-            raise typer.Exit(2) from None
-        except OutboxError as error:
-            say(f"outbox: {error}", err=True)
-            raise typer.Exit(1) from None
-
-    return wrapper
+    try:
+        yield
+    except OutboxError as error:
+        say(f"outbox: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from None
 
 
 def require_reason(reason: str | None, what: str, *, needed: bool = True) -> str:

@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
-_TABLES: Final = (
+TABLES: Final = (
     "groups",
     "offsets",
     "processed_messages",
@@ -29,7 +29,7 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 @cache
 def _names(schema: str) -> Mapping[str, sql.Identifier]:
-    return {name: sql.Identifier(schema, name) for name in _TABLES}
+    return {name: sql.Identifier(schema, name) for name in TABLES}
 
 
 def statement(schema: str, query: LiteralString, **parts: sql.Composable) -> sql.Composed:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox._app.console import AsJson, failing_clearly, print_json
+from outbox._app.console import AsJson, print_json
 from outbox.urls import display_url
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ def _group() -> None:
 
 
 @app.command()
-@failing_clearly
 def up(
     brokers: Annotated[int | None, typer.Option(help="1 or 3; an existing cluster keeps its number.")] = None,
     json: AsJson = False,
@@ -45,7 +44,6 @@ def up(
 
 
 @app.command()
-@failing_clearly
 def status(json: AsJson = False) -> None:
     """Print what runs and where the logs are. Exit status 1 unless everything runs."""
     state = _sandbox().status()
@@ -58,7 +56,6 @@ def status(json: AsJson = False) -> None:
 
 
 @app.command()
-@failing_clearly
 def down(
     purge: Annotated[bool, typer.Option("--purge", help="Remove the data as well.")] = False, json: AsJson = False
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
+import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from itertools import chain
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from outbox._app.settings import client_options
 from outbox.consumer.admin.status import has_tables
@@ -41,7 +42,7 @@ from relay.audit.sums import (
     minute_of_id,
     minute_start,
 )
-from relay.audit.tables import Archived, Committed, Misplaced, Tables, uuid_of
+from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.config import Settings
 from relay.database import Connector
@@ -60,14 +61,14 @@ def audit(settings: Settings, scope: Scope) -> Audit:
 
     Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
     """
-    with Comparison(settings, scope) as comparison:
-        return comparison.run()
+    with ExitStack() as opened:
+        return _Comparison(settings, scope, opened).run()
 
 
-class Comparison:
-    """One audit. Use it in a ``with`` block, and run it once."""
+class _Comparison:
+    """One audit, to be run once, while what it has opened is open."""
 
-    def __init__(self, settings: Settings, scope: Scope) -> None:
+    def __init__(self, settings: Settings, scope: Scope, opened: ExitStack) -> None:
         self._settings = settings
         self._scope = scope
         # The last minute is included if ``until`` is within it.
@@ -76,35 +77,27 @@ class Comparison:
         self._router = build_router(settings)
         self._options = client_options(settings)
         sink_url = settings.relay.sink_url
-        with ExitStack() as opened:
-            self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
-            self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
-            kept = ledger.state(self._connection, settings.db_schema)
-            self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
-            self._ledger = kept is not None and kept.key == self._key
-            # Events of the minute in which it was turned on may have been written before.
-            self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
-            self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
-            common = self._minutes, self._key, _STATEMENT_SECONDS
-            self._tables = Tables(
-                *(self._connection, settings.db_schema, self._router, scope.topics, *common),
-                order_minutes=scope.order_minutes,
-            )
-            self._groups: Groups | None = None
-            if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
-                self._groups = Groups(self._sink, settings.consumer_schema, scope.group, *common)
-            self._opened = opened.pop_all()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
+        self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
+        kept = ledger.state(self._connection, settings.db_schema)
+        self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
+        self._ledger = kept is not None and kept.key == self._key
+        # Events of the minute in which it was turned on may have been written before.
+        self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
+        self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
+        common = self._minutes, self._key, _STATEMENT_SECONDS
+        self._tables = Tables(
+            *(self._connection, settings.db_schema, self._router, scope.topics, *common),
+            order_minutes=scope.order_minutes,
+        )
+        self._groups: Groups | None = None
+        if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
+            self._groups = Groups(self._sink, settings.consumer_schema, scope.group, *common)
 
     def run(self) -> Audit:
         with self._tables.snapshot():
             self._now = minute_of(self._tables.now())
-            waiting, dead, discarded = self._tables.waiting(), self._tables.dead(), self._tables.discarded()
+            unpublished = self._tables.unpublished()
             lowest = self._tables.lowest()
             archived = self._tables.archived()
         # Relays that keep no archive any more leave the old one.
@@ -112,7 +105,7 @@ class Comparison:
         self._archive = (
             range(0) if archived is None else range(archived[0], archived[1] + 1 if off else self._minutes.stop)
         )
-        self._own, topics = self._topic_names({*waiting, *dead}, {place.topic for place in lowest})
+        self._own, topics = self._topic_names({*unpublished[0], *unpublished[1]}, {place.topic for place in lowest})
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         self._extents = self._topics.extents(self._audit.since, lowest, complete=self._minutes.start in self._archive)
         self._missing_topics(topics)
@@ -121,7 +114,7 @@ class Comparison:
             archive = pool.submit(self._read_archive)
             cells, first = self._topics.sums(self._extents, self._minutes)
             committed, written, misplaced = archive.result()
-        there = {*committed, *waiting, *dead, *discarded, *written}
+        there = {*committed, *chain.from_iterable(unpublished), *written}
         groups, applied = self._applied(topics)
         self._expired = self._lost_before(topics, first)
 
@@ -129,7 +122,7 @@ class Comparison:
         found = {}
         for window in self._with_applied([*there, *ids], groups, applied):
             found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
-            parts = [found_in.get(window, NOTHING) for found_in in (waiting, dead, discarded)]
+            parts = [found_in.get(window, NOTHING) for found_in in unpublished]
             one.waiting, one.dead, one.discarded = (part.events for part in parts)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
             here = committed.get(window, Committed()) if self._archived(window) else None
@@ -308,7 +301,7 @@ class Comparison:
         on_kafka = self._topics.events(extents, windows)
         with self._tables.snapshot():
             archived = self._tables.events(windows)
-            left = [self._tables.ids(table, windows) for table in ("events", "dead_letters", "discarded")]
+            left = [self._tables.ids(table, windows) for table in UNPUBLISHED]
             written = self._tables.ledger() if self._ledger else {}
         taken = self._ids_of_groups(windows, on_kafka)
         more, hidden = self._topics.since(extents)
@@ -496,5 +489,5 @@ class Comparison:
         self, one: WindowAudit, kind: str, event_id: bytes | str | None, text: str, group: str | None = None
     ) -> None:
         one.state = DIFFERENT
-        name = uuid_of(event_id) if isinstance(event_id, bytes) else event_id
+        name = str(uuid.UUID(bytes=event_id)) if isinstance(event_id, bytes) else event_id
         self._audit.add(one.window, Difference(kind, name, one.window.topic, one.window.start, text, group))

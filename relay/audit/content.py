@@ -7,7 +7,8 @@ idempotency key that is the event's id, for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Final, LiteralString
 
 from psycopg import sql
@@ -53,13 +54,7 @@ def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any
         if not (name.startswith("ce_") or name in RESERVED_HEADERS or name == CONTENT_TYPE)
         and not (name == IDEMPOTENCY_KEY and _bytes(text) == event_id)
     )
-    return b"".join(map(_sized, (key, event_type, value, *_flat(own))))
-
-
-def _flat(pairs: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
-    for name, text in pairs:
-        yield name
-        yield text
+    return b"".join(map(_sized, (key, event_type, value, *chain.from_iterable(own))))
 
 
 def _sized(content: bytes | None) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, LiteralString, NamedTuple
@@ -67,8 +68,7 @@ def minute_of_id(event_id: bytes) -> int | None:
 
 def first_id(minute: int) -> str:
     """Return the lowest UUID of version 7 of a minute, to compare ids with."""
-    digits = f"{minute * WINDOW_SECONDS * 1000:012x}{0:020x}"
-    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+    return str(uuid.UUID(int=(minute * WINDOW_SECONDS * 1000) << 80))
 
 
 HAS_TIME: Final = """(pg_catalog.get_byte(pg_catalog.uuid_send({id}), 6) >> 4 = 7

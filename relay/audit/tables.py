@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -102,6 +101,10 @@ _NOW: Final = "SELECT clock_timestamp()"
 _EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
 
 _KEPT: Final = "SELECT min(published_at), max(published_at) FROM {published} WHERE published_at >= %(since)s"
+
+
+UNPUBLISHED: Final = ("events", "dead_letters", "discarded")
+"""Where an event is that is not in the archive: it waits, is a dead letter, or an operator has discarded it."""
 
 
 class Committed(NamedTuple):
@@ -214,14 +217,9 @@ class Tables:
                 )
         return found
 
-    def waiting(self) -> dict[Window, Sum]:
-        return self._summed(_WAITING, "events")
-
-    def dead(self) -> dict[Window, Sum]:
-        return self._summed(_WAITING, "dead_letters")
-
-    def discarded(self) -> dict[Window, Sum]:
-        return self._summed(_WAITING, "discarded")
+    def unpublished(self) -> list[dict[Window, Sum]]:
+        """Return the sums over the ids in each table of UNPUBLISHED."""
+        return [self._summed(_WAITING, table) for table in UNPUBLISHED]
 
     def ledger(self) -> dict[Window, Sum]:
         return self._summed(_LEDGER)
@@ -247,7 +245,7 @@ class Tables:
         return found
 
     def ids(self, table: str, windows: Collection[Window]) -> dict[Window, set[bytes]]:
-        """Return the ids of the events of these windows in ``events``, ``dead_letters`` or ``discarded``."""
+        """Return the ids of the events of these windows in a table of UNPUBLISHED."""
         found: dict[Window, set[bytes]] = {window: set() for window in windows}
         minutes = sorted({window.minute for window in windows})
         for kind, minute, event_id in self._rows(_IDS, table=table, minutes=minutes):
@@ -303,7 +301,3 @@ def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
         "hashed_ids": halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)")),
         "hashed_wholes": halves("wholes", pieces["whole"]),
     }
-
-
-def uuid_of(event_id: bytes) -> str:
-    return str(uuid.UUID(bytes=event_id))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from outbox import __version__
+from outbox._app.console import failing_clearly
 
 _GROUPS: Final = {
     **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "audit", "contracts")},
@@ -24,12 +26,21 @@ _COMMANDS: Final = {
     "trace": "relay.cli.trace",
     "web": "relay.cli.web",
     "doctor": "relay.cli.doctor",
-    "asyncapi": "relay.cli.asyncapi",
+    "asyncapi": "relay.cli.contracts",
     "replay": "relay.cli.replay",
     "recover": "relay.cli.recover",
     "consume": "spark_jobs.cli.consume",
 }
 """Commands, each with the module that has a function of that name."""
+
+
+class _Commands(TyperGroup):
+    """The commands, whose errors are one clear line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        with failing_clearly():
+            return super().invoke(ctx)
 
 
 def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -40,6 +51,7 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
     named = arguments[0] if arguments else None
     app = typer.Typer(
         name="outbox",
+        cls=_Commands,
         help="Events from Postgres to Kafka to the sink's tables: once, in order per key.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,

@@ -6,18 +6,17 @@ import datetime as dt
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, say, table_console, text_table
+from outbox._app.console import AsJson, DatabaseUrl, print_json, say, table_console, text_table
 from outbox._app.text import as_utc
 from outbox.errors import ConfigurationError
+from relay.audit import certificate as certificates
+from relay.audit.findings import Audit, Scope, WindowAudit
 from relay.cli.status import SinkOption, load_with_sink
-
-if TYPE_CHECKING:
-    from relay.audit.findings import Audit, Scope, WindowAudit
-    from relay.config import Settings
+from relay.config import Settings
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -34,7 +33,6 @@ _COUNTS: Final = ("committed", "kafka", "repeated", "waiting", "dead", "discarde
 
 
 @app.callback()
-@failing_clearly
 def audit(
     context: typer.Context,
     since: Annotated[
@@ -58,9 +56,7 @@ def audit(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from relay.audit import certificate as certificates
     from relay.audit.comparison import audit
-    from relay.audit.findings import Scope
 
     now = dt.datetime.now(dt.UTC)
     begin, end = as_utc(since) or now - _HOUR, as_utc(until) or now
@@ -98,7 +94,6 @@ def _follow(settings: Settings, scope: Scope) -> None:
 
 
 @app.command()
-@failing_clearly
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate of `outbox audit --certificate`.")],
     sha256: Annotated[
@@ -112,9 +107,7 @@ def verify(
 
     Minutes of which Kafka or the archive has deleted something since are skipped.
     """
-    from relay.audit import certificate as certificates
     from relay.audit.comparison import audit
-    from relay.audit.findings import Scope
 
     lines, digest = certificates.read(file, sha256)
     head = lines[0]

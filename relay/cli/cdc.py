@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,6 @@ from outbox._app.console import (
     AsJson,
     DatabaseUrl,
     Reason,
-    failing_clearly,
     print_json,
     require_reason,
     say,
@@ -22,16 +21,15 @@ from outbox._app.console import (
 from outbox._app.text import age_text, bytes_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
-
-if TYPE_CHECKING:
-    from relay.config import Settings
-    from relay.operations.wal_setup import Cdc, Status
+from relay.config import Settings
+from relay.operations.wal_setup import Cdc, Status
+from relay.wal.replication import lsn_text
+from relay.wal.slot import slot_names
 
 app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is_help=True)
 
 
 @app.command()
-@failing_clearly
 def setup(
     repair: Annotated[bool, typer.Option("--repair", help="Replace the slot; each lane reads the table once.")] = False,
     reason: Reason = None,
@@ -55,7 +53,6 @@ def setup(
 
 
 @app.command()
-@failing_clearly
 def status(
     as_json: AsJson = False,
     database_url: DatabaseUrl = None,
@@ -76,7 +73,6 @@ def status(
 
 
 @app.command()
-@failing_clearly
 def drop(
     slot: Annotated[
         str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="The slot's name, to confirm.")
@@ -93,16 +89,11 @@ def drop(
 
 @contextmanager
 def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
-    from relay.operations.wal_setup import Cdc
-    from relay.wal.slot import slot_names
-
     with outbox_session(database_url, "cdc") as (connection, settings):
         yield Cdc(connection, slot_names(settings)), settings
 
 
 def _summary(found: Status, settings: Settings) -> dict[str, Any]:
-    from relay.wal.replication import lsn_text
-
     slot = found.slot
 
     def lsn(value: int | None) -> str | None:

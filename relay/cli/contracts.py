@@ -1,19 +1,21 @@
-"""``outbox contracts``: what a new version of a service's events breaks."""
+"""``outbox asyncapi`` and ``outbox contracts``: what a service's events are, and what a new version of them breaks."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outbox._app.console import AsJson, failing_clearly, print_json, printable
+from outbox._app.console import AsJson, print_json, printable
+from relay.config import load
+from relay.operations.contracts import compare, read
 
 app = typer.Typer(help="The contract with consumers, as `outbox asyncapi` prints it.", no_args_is_help=True)
 
 
 @app.command()
-@failing_clearly
 def check(
     old: Annotated[Path, typer.Argument(help="The document of the version that consumers know.")],
     new: Annotated[Path, typer.Argument(help="The document of the version that is to come.")],
@@ -23,8 +25,6 @@ def check(
 
     Exit status 1 for a change that breaks, 2 for a document that can't be read. Needs neither Postgres nor Kafka.
     """
-    from relay.operations.contracts import compare, read
-
     found = compare(read(old), read(new))
     if as_json:
         print_json({"breaking": [one._asdict() for one in found]})
@@ -35,3 +35,18 @@ def check(
             typer.echo("nothing breaks")
     if found:
         raise typer.Exit(1)
+
+
+def asyncapi(
+    models: Annotated[list[str], typer.Option("--models", help="A module that registers event models; repeatable.")],
+    title: Annotated[str, typer.Option("--title", help="The document's title.")] = "Events",
+    version: Annotated[str, typer.Option("--document-version", help="The document's version.")] = "1.0.0",
+) -> None:
+    """Print an AsyncAPI 3.0 document of the registered events: topics by the settings' routes, headers, keys, payloads.
+
+    The document is JSON. Needs neither Postgres nor Kafka.
+    """
+    from relay.operations.asyncapi import document, import_models
+
+    settings = load()
+    typer.echo(json.dumps(document(import_models(models), settings, title, version), indent=2))

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json
 from outbox._clients.backoff import doubled, jittered
 from outbox.errors import ConfigurationError, TablesInUse
-from relay.config import load
+from relay.config import Settings, SourceKind, load
+from relay.operations.roles import USUAL, RoleKind, grants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from relay.config import Settings
-    from relay.operations.roles import RoleKind
     from relay.tasks.archive import PrunePlan
 
 Result = TypeVar("Result")
@@ -34,7 +33,6 @@ _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tabl
 
 
 @app.command()
-@failing_clearly
 def upgrade(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -55,7 +53,6 @@ def upgrade(
 
 
 @app.command()
-@failing_clearly
 def downgrade(
     revision: Annotated[str, typer.Argument(help="A revision, or base to drop all tables.")],
     database_url: DatabaseUrl = None,
@@ -73,7 +70,6 @@ def downgrade(
 
 
 @app.command()
-@failing_clearly
 def check(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -105,7 +101,6 @@ def check(
 
 
 @app.command()
-@failing_clearly
 def sql(
     schema: _Schema = None,
     consumer: _Consumer = False,
@@ -126,7 +121,6 @@ def sql(
 
 
 @app.command()
-@failing_clearly
 def lanes(
     number: Annotated[str, typer.Argument(help="The new number of lanes: 1 to 256.")],
     database_url: DatabaseUrl = None,
@@ -152,11 +146,11 @@ def _require_consistent(database_url: str | None, schema: str | None) -> None:
     from contextlib import closing
 
     from outbox.errors import OperationRefused
-    from relay.cli.relay import build_reconciler
+    from relay.cli.relay import reconciler_settings
     from relay.core.marker import RECREATED
     from relay.operations.reconcile import Reconciler
 
-    with closing(build_reconciler(Reconciler, database_url, schema)) as reconciler:
+    with closing(Reconciler(reconciler_settings(database_url, schema))) as reconciler:
         found = reconciler.look(search=False)
     for one in found.lanes:
         if one.problem is not None:
@@ -172,7 +166,6 @@ def _require_consistent(database_url: str | None, schema: str | None) -> None:
 
 
 @app.command()
-@failing_clearly
 def prune(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
@@ -252,7 +245,6 @@ def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
 
 
 @app.command()
-@failing_clearly
 def roles(
     which: Annotated[
         list[str] | None,
@@ -282,8 +274,6 @@ def roles(
 ) -> None:
     """Print the minimal grants for each kind of role: by default for outbox_writer, outbox_relay, …"""
     from outbox._app import migrate as db
-    from relay.config import SourceKind
-    from relay.operations.roles import USUAL, grants
 
     settings = load(database_url=database_url)
     chosen = [_role(item) for item in which or ()] or [(kind, kind.default_role) for kind in USUAL]
@@ -305,7 +295,6 @@ def roles(
 
 
 @app.command()
-@failing_clearly
 def ledger(
     switch: Annotated[str, typer.Argument(metavar="on|off", help="Whether to keep it; off drops it.")],
     database_url: DatabaseUrl = None,
@@ -358,8 +347,6 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
 
 
 def _role(item: str) -> tuple[RoleKind, str]:
-    from relay.operations.roles import RoleKind
-
     kind, equals, name = item.partition("=")
     if not equals or kind not in list(RoleKind):
         raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(RoleKind)}")

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
+from uuid import UUID
 
+import orjson
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, require_reason
-from outbox.errors import ConfigurationError
-from relay.cli.consumer_dead_letters import FailedMessages
-from relay.cli.failed_events import FailedEvents
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_choice, require_reason, say
+from outbox._app.settings import load
+from outbox._clients.counting import counted
+from outbox.consumer.admin import dead_letters as messages
+from outbox.consumer.postgres_errors import connect
+from outbox.errors import ConfigurationError, NotFound
+from relay.cli.session import outbox_session
+from relay.operations import dead_letters as events
 
 app = typer.Typer(help="Events and messages that could not be published or applied.", no_args_is_help=True)
 
@@ -34,7 +43,6 @@ _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]
 
 
 @app.command("list")
-@failing_clearly
 def list_dead_letters(
     side: _Side = Side.RELAY,
     database_url: DatabaseUrl = None,
@@ -46,11 +54,11 @@ def list_dead_letters(
     as_json: AsJson = False,
 ) -> None:
     """List dead letters and retrying events, oldest first, without their contents."""
-    _opened(side, database_url, aggregate_type, group, topic, cause).list(limit, as_json=as_json)
+    asked = _Asked(database_url, aggregate_type, group, topic, cause, as_json=as_json)
+    _of(side, asked).list(limit)
 
 
 @app.command()
-@failing_clearly
 def show(
     dead_letter: Annotated[str, typer.Argument(metavar="ID", help="An event id (relay) or a number (consumer).")],
     side: _Side = Side.RELAY,
@@ -58,11 +66,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one with its contents, as JSON on several lines; with --json on one."""
-    _opened(side, database_url).show(dead_letter, as_json=as_json)
+    _of(side, _Asked(database_url, as_json=as_json)).show(dead_letter)
 
 
 @app.command()
-@failing_clearly
 def retry(
     ids: _Ids = None,
     side: _Side = Side.RELAY,
@@ -76,12 +83,10 @@ def retry(
     as_json: AsJson = False,
 ) -> None:
     """Retry them: publish the events now, or apply the messages in the next round of their groups."""
-    chosen = _opened(side, database_url, aggregate_type, group, topic, cause, dry_run=dry_run)
-    chosen.retry(ids, everything=everything, dry_run=dry_run, as_json=as_json)
+    _of(side, _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json)).retry()
 
 
 @app.command()
-@failing_clearly
 def discard(
     ids: _Ids = None,
     reason: Reason = None,
@@ -97,27 +102,238 @@ def discard(
 ) -> None:
     """Discard them for good; the audit keeps them. Events and messages behind them continue."""
     why = require_reason(reason, "why they may be lost", needed=not dry_run)
-    chosen = _opened(side, database_url, aggregate_type, group, topic, dry_run=dry_run)
-    chosen.discard(ids, why, everything=everything, drop_payload=drop_payload, dry_run=dry_run, as_json=as_json)
+    asked = _Asked(database_url, aggregate_type, group, topic, None, ids, everything, dry_run, as_json)
+    _of(side, asked).discard(why, keep_payload=not drop_payload)
 
 
-def _opened(
-    side: Side,
-    database_url: str | None,
-    aggregate_type: str | None = None,
-    group: str | None = None,
-    topic: str | None = None,
-    cause: str | None = None,
-    *,
-    dry_run: bool = False,
-) -> FailedEvents | FailedMessages:
-    """Return the dead letters of one side that match. Raises ConfigurationError for an option of the other side."""
-    of_relay = {"--aggregate-type": aggregate_type, "--dry-run": dry_run}
-    of_consumer = {"--group": group, "--topic": topic, "--cause": cause}
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a command was given."""
+
+    database_url: str | None
+    aggregate_type: str | None = None
+    group: str | None = None
+    topic: str | None = None
+    cause: str | None = None
+    ids: Sequence[str] | None = None
+    everything: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+
+
+def _of(side: Side, asked: _Asked) -> _Events | _Messages:
+    """Return the dead letters of one side. Raises ConfigurationError for an option of the other side."""
+    of_relay = {"--aggregate-type": asked.aggregate_type, "--dry-run": asked.dry_run}
+    of_consumer = {"--group": asked.group, "--topic": asked.topic, "--cause": asked.cause}
     for name, value in (of_consumer if side is Side.RELAY else of_relay).items():
         if value:
             other = Side.CONSUMER if side is Side.RELAY else Side.RELAY
             raise ConfigurationError(f"{name} has no meaning with --side {side}; give --side {other}, or leave it out")
-    if side is Side.RELAY:
-        return FailedEvents(database_url, aggregate_type)
-    return FailedMessages(database_url, group, topic, cause)
+    return _Events(asked) if side is Side.RELAY else _Messages(asked)
+
+
+class _Events:
+    """Events that could not be published."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def list(self, limit: int) -> None:
+        with self._opened() as letters:
+            failures = letters.list(events.Selection(aggregate_type=self._asked.aggregate_type), limit)
+        if self._asked.as_json:
+            print_json({"failures": [_plain(failure) for failure in failures]})
+            return
+        for failure in failures:
+            say(
+                f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  "
+                f"{failure['event_type'] or '?'}  {failure['state']}, {failure['attempts']} attempts: "
+                f"{failure['last_error']}"
+            )
+        if not failures:
+            say("no failed events")
+
+    def show(self, event_id: str) -> None:
+        with self._opened() as letters:
+            shown = _plain(letters.show(_event_id(event_id)))
+        if shown.get("payload") is not None:
+            # Unparsed: numbers that Python would round stay exact.
+            shown["payload"] = orjson.Fragment(shown["payload"])
+        print_json(shown, indented=not self._asked.as_json)
+
+    def retry(self) -> None:
+        """Retry them now. Dead letters return to the outbox, before the later events of their key."""
+        selection = self._selection()
+        with self._opened() as letters:
+            progress = self._progress(letters, selection, "retried", discard=False)
+            if progress is None:
+                return
+            done = letters.retry(selection, progress=progress)
+        self._print_done("retried", "will be retried", list(dict.fromkeys(done)), done.locked)
+
+    def discard(self, reason: str, *, keep_payload: bool) -> None:
+        """Delete them for good. The audit keeps them; the later events of their keys continue."""
+        selection = self._selection()
+        with self._opened() as letters:
+            progress = self._progress(letters, selection, "discarded", discard=True)
+            if progress is None:
+                return
+            done = letters.discard(selection, reason, keep_payload=keep_payload, progress=progress)
+        self._print_done("discarded", "were discarded", [event["event_id"] for event in done], done.locked)
+
+    @contextmanager
+    def _opened(self) -> Iterator[events.DeadLetters]:
+        with outbox_session(self._asked.database_url, "dead-letters") as (connection, settings):
+            yield events.DeadLetters(connection, settings.db_schema)
+
+    def _selection(self) -> events.Selection:
+        found = [_event_id(one) for one in self._asked.ids or ()]
+        require_choice(found, self._asked.everything, "event ids", "--aggregate-type for those of one type")
+        return events.Selection(found or None, self._asked.aggregate_type)
+
+    def _progress(
+        self, letters: events.DeadLetters, selection: events.Selection, done_word: str, *, discard: bool
+    ) -> Callable[[int], None] | None:
+        """Return a function that prints the progress of a long run to stderr, after each batch but the last.
+
+        With --dry-run it prints only what would be done, and returns None.
+        """
+        counts = letters.count(selection, discard=discard)
+        if self._asked.dry_run:
+            if self._asked.as_json:
+                print_json({"dry_run": True, **counts})
+            else:
+                named = (counted(count, events.COUNTS[name]) for name, count in counts.items())
+                say(f"would be {done_word}: {', '.join(named)}")
+            return None
+        total = sum(counts.values())
+
+        def show(done: int) -> None:
+            if done < total:
+                say(f"{done:,} of {total:,} {done_word}", err=True)
+
+        return show
+
+    def _print_done(self, key: str, text: str, ids: Sequence[str], locked: Sequence[str]) -> None:
+        """Print what was done. Raises OperationRefused for locked events, and NotFound for missing ones."""
+        if self._asked.as_json:
+            print_json({key: ids, "locked": locked})
+        else:
+            say(f"{len(ids)} events {text}")
+        if locked:
+            raise events.locked(locked)
+        if missing := sorted(set(map(_event_id, self._asked.ids or ())) - set(ids)):
+            raise NotFound(
+                f"not among the failed events, or due within seconds: {', '.join(missing)}; a failure whose event was "
+                "deleted can only be discarded"
+            )
+
+
+class _Messages:
+    """Messages that could not be applied."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def list(self, limit: int) -> None:
+        with self._opened() as letters:
+            rows = [messages.readable(row) for row in letters.list(self._filtered(None), limit)]
+        if self._asked.as_json:
+            print_json({"dead_letters": rows})
+            return
+        for row in rows:
+            key = "" if row["key"] is None else f"  key {row['key']}"
+            say(
+                f"{row['id']}  {row['group']}  {row['topic']}-{row['part']} offset {row['offset']}{key}  "
+                f"{row['reason']}, {row['state']}, {row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}: "
+                f"{row['error']}"
+            )
+        if len(rows) == limit:
+            say(f"no more than {limit} are shown; see --limit")
+        if not rows:
+            say("no dead letters")
+
+    def show(self, dead_letter: str) -> None:
+        with self._opened() as letters:
+            print_json(messages.readable(letters.show(_number(dead_letter))), indented=not self._asked.as_json)
+
+    def retry(self) -> None:
+        """Retry them in the next round of their groups: through decoding, dedup and effect.
+
+        Where later messages of the same key wait behind one, all of the key are retried, in their order.
+        """
+        selection = self._selection()
+        with self._opened() as letters:
+            rows = letters.retry(selection)
+        found = [row["id"] for row in rows]
+        if self._asked.as_json:
+            print_json({"retried": found})
+        elif not rows:
+            say("no dead letters match")
+        else:
+            groups = sorted({row["grp"] for row in rows})
+            by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
+            say(f"{counted(len(rows), 'message')} will be retried in the next round of {by}")
+            more = len(set(found) - set(selection.ids)) if selection.ids else 0
+            if more:
+                say(f"{more} of them because they have the same keys, whose order is kept")
+        _require_found(selection, found)
+
+    def discard(self, reason: str, *, keep_payload: bool) -> None:
+        """Discard them for good. The audit keeps them; messages that waited behind them are retried."""
+        selection = self._selection()
+        with self._opened() as letters:
+            done = letters.discard(selection, reason, keep_message=keep_payload)
+        gone = [row["id"] for row in done.gone]
+        if self._asked.as_json:
+            print_json({"discarded": gone, "retried": list(done.freed)})
+        else:
+            say(f"{counted(len(gone), 'message')} {'was' if len(gone) == 1 else 'were'} discarded")
+            if done.freed:
+                say(f"{counted(len(done.freed), 'message')} that waited behind will be retried in the next round")
+        _require_found(selection, gone)
+
+    @contextmanager
+    def _opened(self) -> Iterator[messages.DeadLetters]:
+        settings = load(database_url=self._asked.database_url)
+        with connect(settings.require_database(), "outbox dead-letters") as connection:
+            yield messages.DeadLetters(connection, settings.consumer_schema)
+
+    def _selection(self) -> messages.Selection:
+        found = [_number(one) for one in self._asked.ids or ()]
+        require_choice(found, self._asked.everything, "ids of dead letters", "--group, --topic … for some of them")
+        return self._filtered(found or None)
+
+    def _filtered(self, ids: Sequence[int] | None) -> messages.Selection:
+        return messages.Selection(ids, self._asked.group, self._asked.topic, self._asked.cause)
+
+
+def _require_found(selection: messages.Selection, found: Sequence[int]) -> None:
+    missing = sorted(set(selection.ids or ()) - set(found))
+    if missing:
+        raise NotFound(f"not among the selected dead letters: {', '.join(map(str, missing))}")
+
+
+def _event_id(text: str) -> str:
+    try:
+        return str(UUID(text))
+    except ValueError:
+        hint = "; with --side consumer it is the number of a dead letter" if text.isdecimal() else ""
+        raise ConfigurationError(f"{text!r} is not an event id (a UUID){hint}") from None
+
+
+def _number(text: str) -> int:
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        UUID(text)
+        hint = "; with --side relay it is an event id"
+    except ValueError:
+        hint = ""
+    raise ConfigurationError(f"{text!r} is not the number of a dead letter{hint}")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
+    }

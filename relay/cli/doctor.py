@@ -8,13 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable
+from outbox._app.console import AsJson, DatabaseUrl, print_json, printable
 from relay.cli.status import SinkOption, load_with_sink
 
 _INDENT: Final = " " * len("failure  ")
 
 
-@failing_clearly
 def doctor(
     delivery: Annotated[str | None, typer.Option(help="at-most-once, at-least-once or exactly-once")] = None,
     database_url: DatabaseUrl = None,

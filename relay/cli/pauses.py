@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from relay.cli.session import outbox_session
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _Reason = Annotated[str | None, typer.Option("--reason", help="Shown with the pa
 _Timeout = typer.Option(min=0, help="Seconds to wait at most.")
 
 
-@failing_clearly
 def pause(
     lane: _Lanes = None,
     topic: _Topics = None,
@@ -62,7 +61,6 @@ def pause(
     _fail_unconfirmed(missing, timeout)
 
 
-@failing_clearly
 def resume(
     lane: _Lanes = None,
     topic: _Topics = None,
@@ -94,7 +92,6 @@ def resume(
         say(f"Still in force: {one}.")
 
 
-@failing_clearly
 def drain(
     lane: _Lanes = None,
     topic: _Topics = None,
@@ -137,7 +134,6 @@ def drain(
     _fail_unconfirmed(missing, confirm_seconds)
 
 
-@failing_clearly
 def wait(
     seconds: Annotated[float, _Timeout] = 60.0,
     database_url: DatabaseUrl = None,

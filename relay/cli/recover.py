@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
 from outbox._app.text import as_utc, time_text
-from relay.config import load
 
 if TYPE_CHECKING:
     from relay.operations.recover import Comparison, EventPlace
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-@failing_clearly
 def recover(
     since: Annotated[dt.datetime, typer.Option(help="The point of the restore; UTC unless it has a zone.")],
     until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays restarted; by default now.")] = None,
@@ -36,15 +34,15 @@ def recover(
     Settles what Kafka has already, so that nothing is published twice. Run it before relays start, connected to
     Postgres directly, not through a pooler. --json lists every event.
     """
-    from relay.cli.relay import build_reconciler
+    from relay.cli.relay import reconciler_settings
     from relay.operations.dead_letters import locked as error_of_locked
     from relay.operations.recover import Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
     start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     assert start is not None
-    with closing(build_reconciler(Recovery, database_url)) as recovery:
-        found = recovery.compare(start, end, load(database_url=database_url).ce_source)
+    with closing(Recovery(reconciler_settings(database_url))) as recovery:
+        found = recovery.compare(start, end)
         locked = [] if dry_run else recovery.recover(found, why)
     if as_json:
         print_json(

@@ -7,15 +7,14 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import closing
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, require_reason, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
 from relay.cli import pauses
@@ -23,15 +22,13 @@ from relay.cli.session import outbox_session
 from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
-    from relay.operations.reconcile import Findings, LaneComparison, Reconciler
-
-R = TypeVar("R", bound="Reconciler")
+    from relay.config import Settings
+    from relay.operations.reconcile import Findings, LaneComparison
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
 
 @app.command()
-@failing_clearly
 def run(
     database_url: DatabaseUrl = None,
     create_topics: Annotated[
@@ -85,24 +82,14 @@ def run(
 def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
     """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
 
-    def end() -> None:
-        # Where each thread stands: the only trace of what hung.
-        faulthandler.dump_traceback(all_threads=True)
-        os._exit(1)
-
-    def end_in(seconds: float) -> None:
-        # Even if the main thread hangs in a statement that no server answers: batches in flight are then as after a
-        # kill, which loses nothing.
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-
     def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if abandon.is_set():
+            return
+        # Ends it even if the main thread hangs in a statement that no server answers: batches in flight are then as
+        # after a kill, which loses nothing. Where each thread stands is the only trace of what hung.
+        faulthandler.dump_traceback_later(5.0 if stop.is_set() else seconds, exit=True)
         if stop.is_set():
             abandon.set()
-            end_in(5.0)
-        else:
-            end_in(seconds)
         stop.set()
 
     signal.signal(signal.SIGTERM, on_signal)
@@ -110,7 +97,6 @@ def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
 
 
 @app.command()
-@failing_clearly
 def reconcile(
     lane: Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
@@ -125,7 +111,7 @@ def reconcile(
     from relay.operations.reconcile import Reconciler
 
     why = require_reason(reason, "what happened", needed=apply)
-    with closing(build_reconciler(Reconciler, database_url)) as reconciler:
+    with closing(Reconciler(reconciler_settings(database_url))) as reconciler:
         findings = reconciler.look(lane, search=not apply)
         repaired = reconciler.repair(findings, why) if apply else []
     if as_json:
@@ -138,7 +124,6 @@ def reconcile(
 
 
 @app.command()
-@failing_clearly
 def upgraded(
     reason: Reason = None,
     database_url: DatabaseUrl = None,
@@ -150,35 +135,19 @@ def upgraded(
     from relay.operations.reconcile import Reconciler
 
     why = require_reason(reason, "from which version to which")
-    with closing(build_reconciler(Reconciler, database_url)) as reconciler:
+    with closing(Reconciler(reconciler_settings(database_url))) as reconciler:
         repaired = reconciler.repair(reconciler.upgraded(), why)
     for state in repaired:
         say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
 
 
-def build_reconciler(kind: type[R], database_url: str | None, schema: str | None = None) -> R:
-    """Return a Reconciler, or one that can do more, for the relays with these settings."""
-    from outbox._app.settings import client_options
+def reconciler_settings(database_url: str | None, schema: str | None = None) -> Settings:
+    """Return the settings of a Reconciler, and arm its failpoints."""
     from relay import failpoints
-    from relay.config import Delivery, producer_options, state_topic_name
-    from relay.database import Connector
-    from relay.kafka.state_topic import StateTopic
-    from relay.parts import build_router
-    from relay.wal.replication import Replication
+    from relay.config import Delivery
 
-    settings = load(database_url=database_url, schema=schema, delivery=Delivery.EXACTLY_ONCE)
     failpoints.arm_from_environment()
-    return kind(
-        Connector(settings.require_database(), "outbox relay reconcile"),
-        settings.db_schema,
-        settings.name,
-        build_router(settings),
-        StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication),
-        client_options(settings),
-        producer_options(settings),
-        lambda: Replication(settings.require_database(), "outbox relay reconcile"),
-        archive=settings.relay.archive_days > 0,
-    )
+    return load(database_url=database_url, schema=schema, delivery=Delivery.EXACTLY_ONCE)
 
 
 def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, apply: bool) -> None:
@@ -213,7 +182,6 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
 
 
 @app.command()
-@failing_clearly
 def release(
     lane: Annotated[int, typer.Argument(min=0, help="The lane to release.")],
     reason: Reason = None,
@@ -236,7 +204,6 @@ def release(
 
 
 @app.command()
-@failing_clearly
 def switch(
     to: Annotated[SourceKind, typer.Argument(help="The source to read events from.")],
     reason: Reason = None,

@@ -9,13 +9,13 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, failing_clearly, print_json, say
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from outbox._app.text import as_utc
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
+from relay.operations.replay import Replay
 
 
-@failing_clearly
 def replay(
     since: Annotated[dt.datetime | None, typer.Option(help="Published at or after; UTC unless it has a zone.")] = None,
     until: Annotated[dt.datetime | None, typer.Option(help="Published before.")] = None,
@@ -30,19 +30,22 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
-    from relay.operations.replay import Replay, ReplaySelection
-
     kind, _, key = (aggregate or "").partition("/")
-    chosen = ReplaySelection(
-        as_utc(since), as_utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
-    )
-    if chosen == ReplaySelection() and not everything:
+    chosen = {
+        "since": as_utc(since),
+        "until": as_utc(until),
+        "type": kind or None,
+        "key": key or None,
+        "ids": [str(one) for one in event_id or ()] or None,
+        "topic": topic,
+    }
+    if all(value is None for value in chosen.values()) and not everything:
         raise ConfigurationError(
             "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
         )
     with outbox_session(database_url, "replay") as (connection, settings):
-        archive = Replay(connection, settings.db_schema)
-        found = archive.count(chosen)
+        archive = Replay(connection, settings.db_schema, chosen)
+        found = archive.count()
         if not as_json and not (found["events"] or found["too_large"]):
             say("no archived events match")
         elif not as_json:
@@ -57,7 +60,7 @@ def replay(
         else:
             if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them again?")):
                 raise ConfigurationError("nothing was sent: answer yes, or give --yes")
-            sent = archive.send(chosen, reason)
+            sent = archive.send(reason)
     if as_json:
         print_json({**found, "dry_run": dry_run, "sent": sent})
     elif sent:

@@ -11,7 +11,6 @@ from outbox._app.console import (
     AsJson,
     DatabaseUrl,
     Reason,
-    failing_clearly,
     print_json,
     require_reason,
     table_console,
@@ -19,12 +18,13 @@ from outbox._app.console import (
 )
 from outbox._app.text import time_text
 from relay.cli.session import outbox_session
+from relay.operations.scheduled import cancel as cancel_scheduled
+from relay.operations.scheduled import list_scheduled
 
 app = typer.Typer(no_args_is_help=True, help="Events to be published at a later time.")
 
 
 @app.command("list")
-@failing_clearly
 def list_events(
     aggregate_type: Annotated[str | None, typer.Option("--type", help="Only of this aggregate type.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many.")] = 50,
@@ -32,8 +32,6 @@ def list_events(
     as_json: AsJson = False,
 ) -> None:
     """List scheduled events in the order of their time."""
-    from relay.operations.scheduled import list_scheduled
-
     with outbox_session(database_url, "scheduled") as (connection, settings):
         rows = list_scheduled(connection, settings.db_schema, aggregate_type, limit)
     if as_json:
@@ -55,16 +53,13 @@ def list_events(
 
 
 @app.command()
-@failing_clearly
 def cancel(
     event_id: Annotated[UUID, typer.Argument(help="The event's id.")],
     reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Delete a scheduled event, so that it is never published. The audit keeps it."""
-    from relay.operations import scheduled
-
     why = require_reason(reason, "why it is cancelled")
     with outbox_session(database_url, "scheduled") as (connection, settings):
-        scheduled.cancel(connection, settings.db_schema, event_id, why)
+        cancel_scheduled(connection, settings.db_schema, event_id, why)
     typer.echo(f"Cancelled: {event_id} will not be published.")

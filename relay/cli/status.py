@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
+from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
 from relay.config import Settings, load
 from relay.insights import COUNTED
@@ -34,7 +34,6 @@ def load_with_sink(database_url: str | None, sink_url: str | None, **given: Any)
     return load(database_url=database_url, relay=None if sink_url is None else {"sink_url": sink_url}, **given)
 
 
-@failing_clearly
 def status(
     database_url: DatabaseUrl = None,
     sink_url: SinkOption = None,

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable, table_console, text_table
+from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from relay.pipeline.trace import Found
 
 
-@failing_clearly
 def trace(
     event_id: Annotated[UUID | None, typer.Argument(metavar="EVENT_ID", help="The event's id.")] = None,
     aggregate: Annotated[

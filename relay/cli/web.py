@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import html
+import os
+import sys
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outbox._app.console import DatabaseUrl, failing_clearly
+from outbox._app.console import DatabaseUrl
 from outbox.errors import MissingExtra
 from relay.cli.status import SinkOption, load_with_sink
 
 
-@failing_clearly
 def web(
     database_url: DatabaseUrl = None,
     sink_url: SinkOption = None,
@@ -36,10 +40,24 @@ def web(
     def announce() -> None:
         # The token in it is the key to the page: for the terminal, not for the log.
         typer.echo(f"the page is at {server.link}")
-        if open_browser:
-            from relay.cli.browser import open_in_browser
-
-            if not open_in_browser(server.link_to_open()):
-                typer.echo("no graphical browser was found: open the link by hand", err=True)
+        if open_browser and not open_in_browser(server.link_to_open()):
+            typer.echo("no graphical browser was found: open the link by hand", err=True)
 
     server.run(announce)
+
+
+def open_in_browser(link: str) -> bool:
+    """Open a link in a browser with windows, if there is one. Returns whether there is.
+
+    The link has a token in it, and every user of a machine can read the arguments of a process, and be faster than the
+    browser: the browser is given a file that leads on, which only this user can read.
+    """
+    import webbrowser
+
+    # A browser for terminals would take ours.
+    if sys.platform not in {"darwin", "win32"} and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        return False
+    descriptor, name = tempfile.mkstemp(prefix="outbox-page-", suffix=".html")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0;url={html.escape(link)}">')
+    return webbrowser.open(Path(name).as_uri())

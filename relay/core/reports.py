@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final
 
 import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from relay.core.health import WorkerHealth
 from relay.core.lane import listed
@@ -17,19 +18,65 @@ log = structlog.get_logger("relay")
 
 # A longer wait is logged as an error, and again each time this has passed.
 _STANDING_SECONDS: Final = 60.0
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 
 
-class Meter(Protocol):
-    """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
+Delays = Callable[[Sequence[Sequence[Claim]], float], None]
 
-    def events(self, result: str, count: int) -> None: ...
 
-    def delays(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
-        """Record how long events took until Kafka had acknowledged them, at this time.monotonic()."""
+class TurnMetrics:
+    """The metrics of this process's turns. Counters start at zero with each process.
 
-    def turn(self, events: int, stages: Mapping[str, float]) -> None: ...
+    ``delays`` records how long events took until Kafka had acknowledged them, at a time of time.monotonic().
+    """
 
-    def lanes_lost(self, count: int) -> None: ...
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.delays: Delays | None = None
+        self._events = Counter(
+            "outbox_relay_events",
+            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
+            "(at-most-once only).",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("published", "refused", "dead", "lost"):
+            self._events.labels(result)
+        self._turns = Histogram(
+            "outbox_relay_turn_events", "Events that a turn sent.", buckets=_EVENTS, registry=registry
+        )
+        self._stages = Histogram(
+            "outbox_relay_turn_seconds",
+            "Duration of a stage of a turn: read (with settling the previous turn, if both are one statement), "
+            "publish (until Kafka's acknowledgement, or the commit of its transaction), settle.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        for stage in ("read", "publish", "settle"):
+            self._stages.labels(stage)
+        self._lost = Counter(
+            "outbox_relay_lanes_lost",
+            "Lanes that another relay had taken by the time their turn was settled.",
+            registry=registry,
+        )
+        self._last = Gauge(
+            "outbox_relay_last_turn_timestamp_seconds",
+            "When the last turn ended; 0 before the first.",
+            registry=registry,
+        )
+
+    def events(self, result: str, count: int) -> None:
+        self._events.labels(result).inc(count)
+
+    def turn(self, events: int, stages: Mapping[str, float]) -> None:
+        self._turns.observe(events)
+        for stage, seconds in stages.items():
+            self._stages.labels(stage).observe(seconds)
+        self._last.set(time.time())
+
+    def lanes_lost(self, count: int) -> None:
+        self._lost.inc(count)
 
 
 class Reminder:
@@ -54,7 +101,7 @@ class Reminder:
 class LoopReports:
     """Logs and counts the reports of the worker's loop and source, and records waits in the health. Never raises."""
 
-    def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
+    def __init__(self, health: WorkerHealth, meter: TurnMetrics) -> None:
         self.count = 0
         self._health = health
         self._meter = meter
@@ -64,40 +111,33 @@ class LoopReports:
         """Count events that Kafka had acknowledged at this time.monotonic(), and record how long they took."""
         count = sum(map(len, batches))
         self.count += count
-        self._counted("published", count)
-        if self._meter is not None:
+        self._meter.events("published", count)
+        if self._meter.delays is not None:
             self._meter.delays(batches, at)
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
         """Record how long a turn took. Reading includes settling the previous one, where both are one statement."""
-        if self._meter is not None:
-            stages = {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds}
-            self._meter.turn(events, stages)
-
-    def _counted(self, result: str, count: int) -> None:
-        if self._meter is not None:
-            self._meter.events(result, count)
+        self._meter.turn(events, {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds})
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        self._counted("refused", 1)
+        self._meter.events("refused", 1)
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
     def dead(self, lane: int, claim: Claim) -> None:
         """Log an event that failed for good: it is in dead_letters."""
-        self._counted("dead", 1)
+        self._meter.events("dead", 1)
         log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
 
     def lost(self, lane: int, count: int) -> None:
         """Log events that may not have reached Kafka and are not sent again (at-most-once)."""
-        self._counted("lost", count)
+        self._meter.events("lost", count)
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
         """Log why lanes wait until they are retried, or that another relay has taken them."""
         if isinstance(error, LaneLost):
             self._forget(lanes)
-            if self._meter is not None:
-                self._meter.lanes_lost(len(lanes))
+            self._meter.lanes_lost(len(lanes))
             log.warning("lane lost", lanes=listed(lanes), error=str(error))
             return
         seconds = self._health.waits(lanes, error)

@@ -10,7 +10,7 @@ import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -23,6 +23,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors, connect
 from outbox.errors import SchemaError
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
+from relay.metrics import gauges
 
 MOST: Final = 100
 """How many topics of groups have a lag metric (the largest), and how many partitions a wait (the longest)."""
@@ -42,6 +43,7 @@ log = structlog.get_logger("relay")
 
 _Position = tuple[str, str, int, int]
 """A group, a topic, a partition, and the next offset to apply."""
+_Key = TypeVar("_Key", str, tuple[str, str], tuple[str, str, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +63,37 @@ class GroupLags:
 
 
 def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
-    lag = GaugeMetricFamily(
-        "outbox_group_lag_messages",
+    lags = _highest(found.lags)
+    yield gauges(
+        "group_lag_messages",
         "Offsets that are committed in Kafka and not applied by the group, over the topic's partitions. Whether its "
         f"consumer runs or not; of the {MOST} topics of groups with the most.",
-        labels=["group", "topic"],
+        ["group", "topic"],
+        lags,
     )
-    late = GaugeMetricFamily(
-        "outbox_group_late_messages",
+    yield gauges(
+        "group_late_messages",
         f"Those of them whose messages were published more than {LATE_SECONDS:g} seconds ago.",
-        labels=["group", "topic"],
+        ["group", "topic"],
+        ((key, found.late.get(key, 0)) for key, _ in lags),
     )
-    for (group, topic), messages in sorted(found.lags.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
-        lag.add_metric([group, topic], messages)
-        late.add_metric([group, topic], found.late.get((group, topic), 0))
-    yield lag
-    yield late
-    wait = GaugeMetricFamily(
-        "outbox_group_wait_seconds",
+    yield gauges(
+        "group_wait_seconds",
         "How long messages have waited in a partition while the group's offset there has not moved. Of partitions in "
         f"which messages wait, the {MOST} with the longest.",
-        labels=["group", "topic", "partition"],
+        ["group", "topic", "partition"],
+        (((group, topic, str(part)), seconds) for (group, topic, part), seconds in _highest(found.waits)),
     )
-    for (group, topic, part), seconds in sorted(found.waits.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
-        wait.add_metric([group, topic, str(part)], seconds)
-    yield wait
-    moved = GaugeMetricFamily(
-        "outbox_group_last_progress_timestamp_seconds",
+    yield gauges(
+        "group_last_progress_timestamp_seconds",
         f"When the group last moved an offset, by the sink's clock. Of the {MOST} groups that moved last.",
-        labels=["group"],
+        ["group"],
+        (([group], at) for group, at in _highest(found.progress)),
     )
-    for group, at in sorted(found.progress.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
-        moved.add_metric([group], at)
-    yield moved
+
+
+def _highest(values: Mapping[_Key, float]) -> list[tuple[_Key, float]]:
+    return sorted(values.items(), key=lambda one: (-one[1], one[0]))[:MOST]
 
 
 class GroupWatch:

@@ -1,4 +1,4 @@
-"""The metrics of a relay's turns, and of the state of the whole outbox."""
+"""The metrics of the state of the whole outbox."""
 
 from __future__ import annotations
 
@@ -6,78 +6,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState, Verified
-from relay.metrics.delays import PublishDelays
+from relay.metrics import gauge, gauges
 from relay.metrics.topics import MOST_TOPICS, TopicAges, topic_ages
 
 _STALE_SECONDS: Final = 60.0
-_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
-
-
-class TurnMetrics:
-    """The metrics of this process's turns; see core/reports.py. Counters start at zero with each process."""
-
-    def __init__(self, registry: CollectorRegistry, delays: PublishDelays) -> None:
-        self.delays = delays.observe
-        self._events = Counter(
-            "outbox_relay_events",
-            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
-            "(at-most-once only).",
-            ["result"],
-            registry=registry,
-        )
-        for result in ("published", "refused", "dead", "lost"):
-            self._events.labels(result)
-        self._turns = Histogram(
-            "outbox_relay_turn_events", "Events that a turn sent.", buckets=_EVENTS, registry=registry
-        )
-        self._stages = Histogram(
-            "outbox_relay_turn_seconds",
-            "Duration of a stage of a turn: read (with settling the previous turn, if both are one statement), "
-            "publish (until Kafka's acknowledgement, or the commit of its transaction), settle.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        for stage in ("read", "publish", "settle"):
-            self._stages.labels(stage)
-        self._lost = Counter(
-            "outbox_relay_lanes_lost",
-            "Lanes that another relay had taken by the time their turn was settled.",
-            registry=registry,
-        )
-        self._last = Gauge(
-            "outbox_relay_last_turn_timestamp_seconds",
-            "When the last turn ended; 0 before the first.",
-            registry=registry,
-        )
-
-    def events(self, result: str, count: int) -> None:
-        self._events.labels(result).inc(count)
-
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        self._turns.observe(events)
-        for stage, seconds in stages.items():
-            self._stages.labels(stage).observe(seconds)
-        self._last.set(time.time())
-
-    def lanes_lost(self, count: int) -> None:
-        self._lost.inc(count)
 
 
 def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int) -> Iterator[Metric]:
     """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
-
-    def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"outbox_{name}", text, value=value)
-
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
@@ -106,12 +49,12 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
         )
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
-    paused = GaugeMetricFamily(
-        "outbox_pauses", "Pauses that operators have requested, by what they cover.", labels=["scope"]
+    yield gauges(
+        "pauses",
+        "Pauses that operators have requested, by what they cover.",
+        ["scope"],
+        (([kind], sum(one.scope.kind is kind for one in state.pauses)) for kind in ScopeKind),
     )
-    for kind in ScopeKind:
-        paused.add_metric([kind], sum(one.scope.kind is kind for one in state.pauses))
-    yield paused
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
         yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
@@ -125,28 +68,24 @@ def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
     """Yield the metrics of `outbox audit --follow`; none if it has never run."""
     if not verified:
         return
-    until = GaugeMetricFamily(
-        "outbox_audit_verified_until_timestamp_seconds",
+    shown = verified[:MOST_TOPICS]
+    yield gauges(
+        "audit_verified_until_timestamp_seconds",
         "The topic's events that were written before are verified: they are on Kafka, and every group has applied "
         "them, but for the differences that are counted. Only with `outbox audit --follow`.",
-        labels=["topic"],
+        ["topic"],
+        (([one.topic], one.verified_until.timestamp()) for one in shown),
     )
-    missing, repeated, other, skipped = (
-        CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
-        for name, text in (
-            ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group."),
-            ("repeated", "Events with more than one record, each minute counted once."),
-            ("other_differences", "Events unknown, out of order, in a wrong partition, or changed."),
-            ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records."),
-        )
-    )
-    for one in verified[:MOST_TOPICS]:
-        until.add_metric([one.topic], one.verified_until.timestamp())
-        missing.add_metric([one.topic], one.missing)
-        repeated.add_metric([one.topic], one.repeated)
-        other.add_metric([one.topic], one.other)
-        skipped.add_metric([one.topic], one.skipped)
-    yield from (until, missing, repeated, other, skipped)
+    for name, text, column in (
+        ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group.", "missing"),
+        ("repeated", "Events with more than one record, each minute counted once.", "repeated"),
+        ("other_differences", "Events unknown, out of order, in a wrong partition, or changed.", "other"),
+        ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records.", "skipped"),
+    ):
+        family = CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
+        for one in shown:
+            family.add_metric([one.topic], getattr(one, column))
+        yield family
 
 
 class OutboxWatch:

@@ -13,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from relay.core.health import Health, Reason
 from relay.database import Connector, unavailable_on_error
+from relay.metrics import gauge, gauges
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 log = structlog.get_logger("relay")
@@ -28,30 +29,28 @@ def slot_metrics(
     state: SlotState | None, limit_bytes: int, looked_at: float, *, healthy: bool
 ) -> Iterator[GaugeMetricFamily]:
     """Yield the metrics of a slot; without a state, only whether it is healthy and when that was read."""
-
-    def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
-
     yield gauge(
-        "healthy",
+        "slot_healthy",
         "0 when the slot may have missed events, or its state is unknown: see `outbox cdc status`.",
         healthy,
     )
-    yield gauge("last_look_timestamp_seconds", "When the slot's state was last read from the server.", looked_at)
+    yield gauge("slot_last_look_timestamp_seconds", "When the slot's state was last read from the server.", looked_at)
     if state is None:
         return
     safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
     yield gauge(
-        "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
+        "slot_retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
     )
     yield gauge(
-        "retained_wal_over_limit",
+        "slot_retained_wal_over_limit",
         "1 when the retained WAL exceeds wal.retained_limit_bytes.",
         state.retained_bytes > limit_bytes,
     )
-    yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
-    yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
-    yield gauge("lag_seconds", "Age of the last position that the slot has confirmed; 0 when idle.", state.lag_seconds)
+    yield gauge("slot_safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
+    yield gauge("slot_lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
+    yield gauge(
+        "slot_lag_seconds", "Age of the last position that the slot has confirmed; 0 when idle.", state.lag_seconds
+    )
 
 
 def slot_repairs(registry: CollectorRegistry) -> Counter:
@@ -162,53 +161,49 @@ class RelayMetrics:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the worker's current health, with every reason, also those without a wait."""
         health = self._health()
-        yield GaugeMetricFamily("outbox_relay_ready", "1 when /readyz answers 200.", value=health.ready)
-        yield GaugeMetricFamily("outbox_relay_lanes", "Lanes that this worker holds.", value=health.lanes)
-        waiting = GaugeMetricFamily(
-            "outbox_relay_lanes_waiting", "Lanes whose last attempt failed, by reason.", labels=["reason"]
-        )
-        seconds = GaugeMetricFamily(
-            "outbox_relay_lane_wait_seconds",
-            "How long the first of these lanes, or the whole worker, has waited since its first failure.",
-            labels=["reason"],
-        )
         waits = {wait.reason: wait for wait in health.waits}
-        for reason in Reason:
-            wait = waits.get(reason)
-            waiting.add_metric([reason], 0 if wait is None else len(wait.lanes))
-            seconds.add_metric([reason], 0.0 if wait is None else wait.seconds)
-        yield waiting
-        yield seconds
-        upkeep = GaugeMetricFamily(
-            "outbox_relay_upkeep_wait_seconds",
+        yield gauge("relay_ready", "1 when /readyz answers 200.", health.ready)
+        yield gauge("relay_lanes", "Lanes that this worker holds.", health.lanes)
+        yield gauges(
+            "relay_lanes_waiting",
+            "Lanes whose last attempt failed, by reason.",
+            ["reason"],
+            (([reason], len(waits[reason].lanes) if reason in waits else 0) for reason in Reason),
+        )
+        yield gauges(
+            "relay_lane_wait_seconds",
+            "How long the first of these lanes, or the whole worker, has waited since its first failure.",
+            ["reason"],
+            (([reason], waits[reason].seconds if reason in waits else 0.0) for reason in Reason),
+        )
+        yield gauges(
+            "relay_upkeep_wait_seconds",
             "How long a task other than publishing has been failing.",
-            labels=["task"],
+            ["task"],
+            (([task], seconds) for task, seconds in health.upkeep.items()),
         )
-        for task, failing in health.upkeep.items():
-            upkeep.add_metric([task], failing)
-        yield upkeep
-        yield GaugeMetricFamily(
-            "outbox_relay_lanes_paused",
+        yield gauge(
+            "relay_lanes_paused",
             "Lanes of this worker that operators have paused: it holds them and publishes nothing from them.",
-            value=len(health.paused_lanes),
+            len(health.paused_lanes),
         )
-        yield GaugeMetricFamily(
-            "outbox_relay_topics_paused",
+        yield gauge(
+            "relay_topics_paused",
             "Paused topics that this worker obeys; their events wait.",
-            value=len(health.paused_topics),
+            len(health.paused_topics),
         )
-        yield GaugeMetricFamily(
-            "outbox_relay_topics_unusable",
+        yield gauge(
+            "relay_topics_unusable",
             "Topics that are missing, may not be written to, or accept no messages; their events wait.",
-            value=len(self._topics()),
+            len(self._topics()),
         )
-        yield GaugeMetricFamily(
-            "outbox_relay_partitions_hanging",
+        yield gauge(
+            "relay_partitions_hanging",
             "Partitions in which a transaction hangs: read_committed readers see nothing behind it.",
-            value=self._hanging(),
+            self._hanging(),
         )
-        yield GaugeMetricFamily(
-            "outbox_relay_topics_grown",
+        yield gauge(
+            "relay_topics_grown",
             "Exactly-once: topics that got more partitions in the last day, while this worker ran; keys have moved.",
-            value=len(self._grown()),
+            len(self._grown()),
         )

@@ -11,8 +11,11 @@ import psycopg
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
+from outbox.consumer.statements import TABLES as CONSUMER
 from outbox.errors import SchemaError
 from relay.core.ports import Unavailable
+from relay.metrics import gauge, gauges
+from relay.settle.statements import TABLES as OUTBOX
 from relay.sizes import Disk, disk, table_sizes
 
 _READ_SECONDS: Final = 60.0
@@ -21,33 +24,7 @@ _STALE_SECONDS: Final = 240.0
 _YEARS_SECONDS: Final = 20 * 365 * 86_400.0
 _DAY_SECONDS: Final = 86_400.0
 # No table of a user's own becomes a label.
-_OWN: Final = frozenset(
-    [
-        "events",
-        "lanes",
-        "relays",
-        "failures",
-        "published",
-        "published_default",
-        "dead_letters",
-        "streams",
-        "audit",
-        "pauses",
-        "scheduled",
-        "verified",
-        "idempotency_keys",
-        "ledger",
-        "ledger_state",
-        "groups",
-        "offsets",
-        "processed_messages",
-        "processed_messages_default",
-        "losses",
-        "reservations",
-        "checkpoints",
-        "alembic_version",
-    ]
-)
+_OWN: Final = frozenset({*OUTBOX, *CONSUMER, "published_default", "ledger", "ledger_state", "alembic_version"})
 
 
 @dataclass(slots=True)
@@ -93,46 +70,43 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
 
 
 def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
-    def by_table(name: str, text: str, values: Iterable[tuple[tuple[str, str], float]]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"outbox_table_{name}", text, labels=["schema", "table"])
-        for labels, value in values:
-            family.add_metric(labels, value)
-        return family
-
+    labels = ["schema", "table"]
     tables = sorted(found.tables.items())
-    yield by_table(
-        "bytes",
+    yield gauges(
+        "table_bytes",
         "Size of a table of the outbox or of the consumers, with its indexes and partitions; the default partition is "
         "a table of its own.",
-        [(name, table.bytes) for name, table in tables],
+        labels,
+        ((name, table.bytes) for name, table in tables),
     )
-    yield by_table("rows", "Rows, by the server's statistics.", [(name, table.rows) for name, table in tables])
-    yield by_table(
-        "dead_rows",
+    rows = ((name, table.rows) for name, table in tables)
+    yield gauges("table_rows", "Rows, by the server's statistics.", labels, rows)
+    yield gauges(
+        "table_dead_rows",
         "Dead rows that VACUUM has not removed, by the server's statistics.",
-        [(name, table.dead_rows) for name, table in tables],
+        labels,
+        ((name, table.dead_rows) for name, table in tables),
     )
-    yield by_table(
-        "prune_overdue_seconds",
+    yield gauges(
+        "table_prune_overdue_seconds",
         "How long ago the first partition should have been dropped: days of published (relay.archive_days), and of "
         "processed_messages (consumer.keep_days); 0 if none should.",
+        labels,
         sorted(found.overdue.items()),
     )
     if found.disk is None:
         return
-    yield GaugeMetricFamily(
-        "outbox_database_bytes", "Size of the outbox's database, all schemas.", value=found.disk.database_bytes
-    )
-    yield GaugeMetricFamily(
-        "outbox_wal_kept_bytes",
+    yield gauge("database_bytes", "Size of the outbox's database, all schemas.", found.disk.database_bytes)
+    yield gauge(
+        "wal_kept_bytes",
         "WAL that the server keeps for the slot that is furthest behind, of any application; 0 without slots.",
-        value=found.disk.kept_bytes,
+        found.disk.kept_bytes,
     )
     if found.disk.wal_bytes is not None:
-        yield GaugeMetricFamily(
-            "outbox_wal_directory_bytes",
+        yield gauge(
+            "wal_directory_bytes",
             "Size of the server's WAL directory; only if the relay's role has pg_monitor.",
-            value=found.disk.wal_bytes,
+            found.disk.wal_bytes,
         )
 
 

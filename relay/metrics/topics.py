@@ -25,6 +25,7 @@ from relay.core.pauses import ScopeKind
 from relay.database import unavailable_on_error
 from relay.insights import COUNTED, OutboxState
 from relay.kafka.routing import NoRoute, Router
+from relay.metrics import gauges
 from relay.polling.low_water_mark import LOWEST
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, array, names_of
 
@@ -59,15 +60,13 @@ class _Walk:
 
 
 def topic_ages(ages: Mapping[str, float]) -> GaugeMetricFamily:
-    found = GaugeMetricFamily(
-        "outbox_backlog_topic_oldest_age_seconds",
+    return gauges(
+        "backlog_topic_oldest_age_seconds",
         "Age of the topic's event that has waited longest, except in paused lanes. Of topics that have waiting events "
         f'and are not paused, the {MOST_TOPICS} with the oldest ones. Events without a route have the topic "".',
-        labels=["topic"],
+        ["topic"],
+        (([topic], age) for topic, age in ages.items()),
     )
-    for topic, age in ages.items():
-        found.add_metric([topic], age)
-    return found
 
 
 class TopicAges:

@@ -30,5 +30,8 @@ def note(
 def read(
     connection: psycopg.Connection[Any], schema: str, *, before: int | None = None, limit: int = 50
 ) -> Sequence[Mapping[str, Any]]:
-    """Return lines of the audit, the newest first, from the one before the id ``before`` on."""
+    """Return lines of the audit of an outbox or of its consumers, from the one before the id ``before`` on.
+
+    The newest come first.
+    """
     return read_rows(connection, "reading the audit", _READ, names_of(schema), {"before": before, "limit": limit})

@@ -1,12 +1,13 @@
-"""Operator actions on failed events: list, retry, discard. The relay's own part is retries.py."""
+"""Failed events for operators: list, page by page, retry, discard. The relay's own part is retries.py."""
 
 from __future__ import annotations
 
+import datetime as dt
 import time
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, LiteralString, TypeVar
+from typing import Any, Final, LiteralString, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import errors, sql
@@ -15,9 +16,11 @@ from psycopg.rows import dict_row
 from outbox.errors import NotFound, OperationRefused
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
-from relay.insights import without_event
+from relay.insights import COUNTED, read_rows, without_event
 from relay.operations.audit import note
 from relay.settle.statements import names_of
+
+PAGE: Final = 50
 
 _LIST: Final = """
 SELECT * FROM (
@@ -38,6 +41,34 @@ SELECT * FROM (
  WHERE (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::text[]))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
  ORDER BY first_failed_at, id LIMIT %(limit)s"""
+
+# Errors that differ only in numbers and ids are one kind: of a topic that is too small for its messages, each event has
+# an error with a size of its own.
+_KIND: Final = r"""regexp_replace(regexp_replace(left(last_error, 300),
+       '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
+
+_FAILED: Final = """
+    SELECT * FROM (SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, attempts, last_error,
+                          first_failed_at, dead_at AS failed_at, NULL::timestamptz AS next_attempt_at, 'dead' AS state
+                     FROM {dead_letters}{dead}) AS dead
+     UNION ALL
+    SELECT * FROM (SELECT f.lane, f.id, f.event_id, f.aggregate_type, f.aggregate_id, e.event_type, f.attempts,
+                          f.last_error, f.first_failed_at, f.last_failed_at, f.next_attempt_at, 'retrying'
+                     FROM {failures} AS f JOIN {events} AS e ON e.lane = f.lane AND e.id = f.id
+                    WHERE isfinite(f.next_attempt_at){retrying}) AS retrying"""
+
+_GROUPS: Final = """
+SELECT kind, aggregate_type, state, min(left(last_error, 300)) AS sample, count(*) AS events,
+       min(first_failed_at) AS first, max(failed_at) AS last
+  FROM (SELECT *, {kind} AS kind FROM ({failed}) AS failed) AS failed
+ GROUP BY kind, aggregate_type, state ORDER BY count(*) DESC, kind, aggregate_type, state LIMIT 200"""
+
+_PAGE: Final = """
+SELECT * FROM ({failed}) AS failed
+ WHERE (%(kind)s::text IS NULL OR {kind} = %(kind)s) AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
+   AND (%(state)s::text IS NULL OR state = %(state)s)
+   AND (%(at)s::timestamptz IS NULL OR (first_failed_at, lane, id) > (%(at)s, %(lane)s, %(id)s))
+ ORDER BY first_failed_at, lane, id LIMIT %(limit)s"""
 
 _SHOW: Final = """
 SELECT lane, id, event_id::text, aggregate_type, aggregate_id, event_type, payload::text, payload_bytes, headers,
@@ -177,6 +208,22 @@ class Selection:
         }
 
 
+class Filter(NamedTuple):
+    """Which failed events a page shows: by the kind of their error (``kind`` of a group), aggregate type, and state."""
+
+    kind: str | None = None
+    type: str | None = None
+    state: str | None = None
+
+
+class FailureCursor(NamedTuple):
+    """The last event of a page."""
+
+    at: dt.datetime
+    lane: int
+    id: int
+
+
 class Batches(list[_Done]):
     """The results of a command, and in ``locked`` the event ids that it could not lock."""
 
@@ -197,11 +244,41 @@ class DeadLetters:
         self._names = names_of(schema)
         self._names["without_event"] = without_event(self._names)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
+        self._names["kind"] = sql.SQL(_KIND).format()
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
         """Return up to ``limit`` failed events without payloads, oldest failure first."""
         with unavailable_on_error("listing failures"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return kind, aggregate_type, state, events, first and last of each group, of at most COUNTED of a state.
+
+        ``sample`` is one of its errors.
+        """
+        return self._failed(_GROUPS, {}, sql.SQL(" LIMIT {}").format(COUNTED))
+
+    def page(
+        self, chosen: Filter, after: FailureCursor | None = None, limit: int = PAGE
+    ) -> tuple[Sequence[Mapping[str, Any]], FailureCursor | None]:
+        """Return a page of failed events, and where the next one begins; None after the last."""
+        place = dict.fromkeys(FailureCursor._fields) if after is None else after._asdict()
+        rows = self._failed(_PAGE, chosen._asdict() | place | {"limit": limit + 1}, sql.SQL(""))
+        if len(rows) <= limit:
+            return rows, None
+        last = rows[limit - 1]
+        return rows[:limit], FailureCursor(last["first_failed_at"], last["lane"], last["id"])
+
+    def event_ids(self, chosen: Filter) -> Sequence[str]:
+        """Return the first COUNTED ids."""
+        return [str(row["event_id"]) for row in self.page(chosen, limit=COUNTED)[0]]
+
+    def _failed(
+        self, query: LiteralString, values: Mapping[str, Any], limit: sql.Composable
+    ) -> Sequence[Mapping[str, Any]]:
+        failed = sql.SQL(_FAILED).format(**self._names, dead=limit, retrying=limit)
+        names = self._names | {"failed": failed}
+        return read_rows(self._connection, "looking through the failed events", query, names, values)
 
     def show(self, event_id: str) -> dict[str, Any]:
         """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NotFound."""

@@ -163,9 +163,9 @@ class LaneRows:
                 [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
             failpoint("reconcile.settling")
 
-    def run(self, statement: str, values: Any, doing: str) -> list[Any]:
+    def run(self, statement: str, values: Any, doing: str, **names: sql.Composable) -> list[Any]:
         with unavailable_on_error(doing), self._connection.cursor() as cursor:
-            cursor.execute(sql.SQL(statement).format(**self._names), values)
+            cursor.execute(sql.SQL(statement).format(**self._names | names), values)
             return cursor.fetchall() if cursor.description else []
 
 

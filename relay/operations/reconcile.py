@@ -29,30 +29,31 @@ listed in a temporary table: connect to the server itself, not to a pooler.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import psycopg
 from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
+from outbox._app.settings import client_options
 from outbox.errors import OperationRefused, SchemaError
+from relay.config import Settings, producer_options, state_topic_name
 from relay.core.marker import RECREATED, Marker, StateLost, resume
 from relay.core.ports import Unavailable, UndecidedTransaction
-from relay.database import unavailable_on_error
+from relay.database import Connector, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import ShortLivedProducer, fence
 from relay.kafka.offsets import Undecided
-from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import own_ids
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, taken
 from relay.operations.lane_rows import LaneRows
+from relay.parts import build_router
 from relay.settle.statements import names_of
 from relay.wal.replication import Replication, lsn_text
 
@@ -137,38 +138,25 @@ class Findings:
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.
 
-    ``client_options`` are for readers, ``producer_options`` the relay's. ``archive``: the outbox keeps published
-    events. ``replicate`` is called only after a failover, for events from the WAL, to find where the timelines
-    diverged.
+    ``settings`` are the relays', with the delivery exactly-once.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], psycopg.Connection[Any]],
-        schema: str,
-        name: str,
-        router: Router,
-        state: StateTopic,
-        client_options: Mapping[str, str],
-        producer_options: Mapping[str, Any],
-        replicate: Callable[[], Replication],
-        *,
-        archive: bool = False,
-    ) -> None:
-        self._connect = connect
-        self._connection = connect()
-        self._own = f"{name}.relay.reconcile-{uuid.uuid4()}"
-        self._state = state
-        self._archive = archive
-        self._schema = schema
-        self._router = router
-        self._client = dict(client_options)
-        self._producer = dict(producer_options)
-        self._replicate = replicate
+    def __init__(self, settings: Settings) -> None:
+        self._url = settings.require_database()
+        self._connect = Connector(self._url, "outbox relay reconcile")
+        self._own = f"{settings.name}.relay.reconcile-{uuid.uuid4()}"
+        self._archive = settings.relay.archive_days > 0
+        self._schema = settings.db_schema
+        self._source = settings.ce_source
+        self._router = build_router(settings)
+        self._client = client_options(settings)
+        self._producer = producer_options(settings)
+        self._state = StateTopic(self._client, state_topic_name(settings), replication=settings.state_replication)
         self._ended: dict[int, int] | None = None
-        self._names = names_of(schema)
-        self._rows = LaneRows(self._connection, self._names, router, self._client, archive=archive)
-        self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
+        self._names = names_of(settings.db_schema)
+        self._connection = self._connect()
+        self._rows = LaneRows(self._connection, self._names, self._router, self._client, archive=self._archive)
+        self._hidden = HiddenEvents(self._rows, self._router, self._state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
         """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics."""
@@ -353,7 +341,7 @@ class Reconciler:
         if timeline == seen.timeline:
             return None
         if self._ended is None:
-            with closing(self._replicate()) as replication:
+            with closing(Replication(self._url, "outbox relay reconcile")) as replication:
                 self._ended = replication.switches(seen.timeline)
         return self._ended.get(timeline)
 
@@ -476,18 +464,19 @@ class Reconciler:
                 self._note("reconcile", reason, {"hanging": found})
 
     def _audit_found(self, found: Mapping[int, int], reason: str) -> None:
-        """Record what will be settled: the number for each lane, and the event ids in parts.
+        """Record what will be settled: the number for each lane, and the event ids."""
+        with unavailable_on_error("writing the audit"), self._connection.transaction():
+            for lane, count in sorted(found.items()):
+                details = {"lane": lane, "settled": count}
+                self._note_settled("reconcile settles", reason, self._rows.found_ids(lane), details)
+
+    def _note_settled(self, what: str, reason: str, ids: Sequence[str], details: Mapping[str, object]) -> None:
+        """Record the ids of events that will be settled, in parts.
 
         All of them: without an archive, nothing else shows ``outbox recover`` that they are no loss.
         """
-        with unavailable_on_error("writing the audit"), self._connection.transaction():
-            for lane, count in sorted(found.items()):
-                details: dict[str, object] = {"lane": lane, "settled": count}
-                ids = self._rows.found_ids(lane)
-                for start in range(0, len(ids), _AUDIT_IDS):
-                    part = {"event_ids_on_kafka": ids[start : start + _AUDIT_IDS]}
-                    self._note("reconcile settles", reason, details | part)
-                    details = {"lane": lane}
+        for start in range(0, len(ids), _AUDIT_IDS):
+            self._note(what, reason, {**details, "event_ids_on_kafka": ids[start : start + _AUDIT_IDS]})
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
         note(self._connection, self._names, what, reason, details)

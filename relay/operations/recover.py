@@ -108,7 +108,8 @@ SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
 
 _STANDING: Final = """
 SELECT r.lane, r.id, r.event_id::text
-  FROM (SELECT {lane} AS lane, id, event_id, coalesce(nullif(headers ->> {replay}, ''), headers ->> {dead}, '') AS mark,
+  FROM (SELECT {lane} AS lane, id, event_id,
+               coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,
                sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table}) AS r
  WHERE {there} ORDER BY event_id, id"""
@@ -180,8 +181,8 @@ class Comparison:
 class Recovery(Reconciler):
     """Compares everything that was published since a time. Raises what Reconciler raises."""
 
-    def compare(self, since: dt.datetime, until: dt.datetime, source: str) -> Comparison:
-        """Return the differences. ``since`` is the point of the restore; only records of this ``ce_source`` count.
+    def compare(self, since: dt.datetime, until: dt.datetime) -> Comparison:
+        """Return the differences. ``since`` is the point of the restore; only records of our ``ce_source`` count.
 
         Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
         """
@@ -191,13 +192,15 @@ class Recovery(Reconciler):
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
         bound["archive"] = self._archive
         self._rows.list_rows([state.lane for state in findings.lanes])
-        read, others = self._read_topics(self._starts(bound), source)
+        read, others = self._read_topics(self._starts(bound))
         there = sql.SQL(_THERE)
 
+        def compared(statement: str, **names: sql.Composable) -> list[Any]:
+            values = {"replay": REPLAY, "dead": DEAD_LETTER}
+            return self._rows.run(statement, values, "comparing events", there=there, **names)
+
         def standing(table: str, lane: sql.Composable) -> list[StandingRow]:
-            names = {"there": there, "table": self._names[table], "lane": lane}
-            found = self._with(_STANDING, **names, replay=sql.Literal(REPLAY), dead=sql.Literal(DEAD_LETTER))
-            return [StandingRow(*row) for row in found]
+            return [StandingRow(*row) for row in compared(_STANDING, table=self._names[table], lane=lane)]
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
@@ -209,8 +212,8 @@ class Recovery(Reconciler):
             relays,
             [EventPlace(*place) for *place, sure in lost if sure],
             [EventPlace(*place) for *place, sure in lost if not sure],
-            dict(self._with(_FOUND, there=there)),
-            [event_id for (event_id,) in self._with(_CHANGED, there=there)],
+            dict(compared(_FOUND)),
+            [event_id for (event_id,) in compared(_CHANGED)],
             standing("scheduled", sql.SQL("0")),
             standing("dead_letters", sql.Identifier("lane")),
             [EventPlace(*row) for row in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")],
@@ -235,10 +238,7 @@ class Recovery(Reconciler):
         settled += [row.event_id for row in (*found.scheduled, *found.dead)]
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             self._note("recover", reason, details)
-            # All of them: without an archive, nothing else shows the next comparison that they are no loss.
-            for start in range(0, len(settled), _AUDIT_IDS):
-                part = {"event_ids_on_kafka": settled[start : start + _AUDIT_IDS]}
-                self._note("recover settles", reason, part)
+            self._note_settled("recover settles", reason, settled, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:
@@ -273,13 +273,13 @@ class Recovery(Reconciler):
         rows = self._rows.topics(range(len(self._lanes())))
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
-    def _read_topics(self, starts: Mapping[str, int], source: str) -> tuple[int, int]:
+    def _read_topics(self, starts: Mapping[str, int]) -> tuple[int, int]:
         """Copy the topics' records into a temporary table. Returns how many were read, and those of other sources."""
         read = others = 0
         for statement in _TABLE:
             self._rows.run(statement, None, "listing records")
         for group in committed_since(self._client, starts):
-            ours = [one for one in group if one.event_id is not None and one.source in {"", source}]
+            ours = [one for one in group if one.event_id is not None and one.source in {"", self._source}]
             read, others = read + len(group), others + len(group) - len(ours)
             with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
                 with cursor.copy(_COPY) as copy:
@@ -288,10 +288,6 @@ class Recovery(Reconciler):
         for statement in _INDEX:
             self._rows.run(statement, None, "listing records")
         return read, others
-
-    def _with(self, statement: str, **names: sql.Composable) -> list[Any]:
-        with unavailable_on_error("comparing events"):
-            return self._connection.execute(sql.SQL(statement).format(**names)).fetchall()
 
 
 def _hides(hanging: Sequence[HangingPartition]) -> str:

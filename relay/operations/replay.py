@@ -7,8 +7,7 @@ go through the outbox like any other, under new row ids, in their old order.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final, LiteralString
 
 import psycopg
@@ -58,58 +57,39 @@ sent AS (
 SELECT count(*) AS events FROM sent"""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplaySelection:
-    """Selects archived events that meet all given conditions. ``until`` is exclusive; times have a zone."""
-
-    since: dt.datetime | None = None
-    until: dt.datetime | None = None
-    aggregate_type: str | None = None
-    aggregate_id: str | None = None
-    event_ids: Sequence[str] | None = None
-    topic: str | None = None
-
-
 class Replay:
-    """Replays from the archive of one outbox."""
+    """Replays from the archive of one outbox.
 
-    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+    ``chosen`` are the conditions, all of which an event meets: ``since``, ``until`` (exclusive), the ``type`` and
+    ``key`` of its aggregate, ``ids`` of events, and ``topic``; None for none. Times have a zone.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str, chosen: Mapping[str, Any]) -> None:
         self._connection = connection
         self._names = names_of(schema)
         self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
+        self._chosen = chosen
 
-    def count(self, chosen: ReplaySelection) -> dict[str, Any]:
+    def count(self) -> dict[str, Any]:
         """Return what a replay would send: events, keys, topics, first and last time; and the number ``too_large``."""
         with unavailable_on_error("counting archived events"):
-            return self._run(_COUNT, chosen)
+            return self._run(_COUNT)
 
-    def send(self, chosen: ReplaySelection, reason: str | None) -> int:
+    def send(self, reason: str | None) -> int:
         """Insert the events into the outbox again. Returns their number. Records the selection in ``audit``."""
         with unavailable_on_error("replaying"), self._connection.transaction():
-            events: int = self._run(_REPLAY, chosen)["events"]
+            events: int = self._run(_REPLAY)["events"]
             details = {"events": events} | {
                 name: value.isoformat() if isinstance(value, dt.datetime) else value
-                for name, value in self._bound(chosen).items()
-                if value is not None and name not in {"limit", "mark"}
+                for name, value in self._chosen.items()
+                if value is not None
             }
             note(self._connection, self._names, "replay", reason, details)
         return events
 
-    def _run(self, query: LiteralString, chosen: ReplaySelection) -> dict[str, Any]:
+    def _run(self, query: LiteralString) -> dict[str, Any]:
+        bound = {**self._chosen, "limit": MAX_EVENT_BYTES - _MARK_ROOM, "mark": REPLAY}
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            row = cursor.execute(sql.SQL(query).format(**self._names), self._bound(chosen)).fetchone()
+            row = cursor.execute(sql.SQL(query).format(**self._names), bound).fetchone()
         assert row is not None
         return row
-
-    @staticmethod
-    def _bound(chosen: ReplaySelection) -> dict[str, Any]:
-        return {
-            "since": chosen.since,
-            "until": chosen.until,
-            "type": chosen.aggregate_type,
-            "key": chosen.aggregate_id,
-            "ids": list(chosen.event_ids) if chosen.event_ids else None,
-            "topic": chosen.topic,
-            "limit": MAX_EVENT_BYTES - _MARK_ROOM,
-            "mark": REPLAY,
-        }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import psycopg
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -18,6 +20,7 @@ from starlette.routing import Route
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import OutboxError
 from relay.config import load
+from relay.core.ports import DatabaseUnavailable
 from relay.database import Connector
 from relay.insights import OutboxState
 from relay.metrics.topics import TopicAges
@@ -25,7 +28,6 @@ from relay.page import api
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
 from relay.page.security import Access, Guard
-from relay.page.sessions import limited
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
 from relay.parts import build_router
 from relay.pipeline.consumers import Consumers
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from relay.config import Settings
 
 _FOLDER = Path(__file__).parent
+_MOST: Final = 12
+"""Connections at the same time; a further request waits for a moment. They must not take all threads of the page."""
+_WAIT_SECONDS: Final = 1.0
 _VIEWS = (overview, topics, events, dead_letters, relays, consumers, system, audit)
 
 
@@ -57,8 +62,8 @@ def create_page(
     Raises ConfigurationError.
     """
     settings = load() if settings is None else settings
-    outbox = limited(Connector(settings.require_database(), "outbox web"))
-    sink = limited(partial(connect, settings.relay.sink_url or settings.require_database(), "outbox web"))
+    outbox = _limited(Connector(settings.require_database(), "outbox web"))
+    sink = _limited(partial(connect, settings.relay.sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
     look = partial(looking, settings)
     ages = TopicAges(settings.db_schema, build_router(settings))
@@ -136,3 +141,25 @@ def _live(sampler: Sampler) -> Callable[[Request], Any]:
         return StreamingResponse(lines(), media_type="text/event-stream")
 
     return live
+
+
+def _limited(
+    connect: Callable[[], psycopg.Connection[Any]],
+) -> Callable[[], AbstractContextManager[psycopg.Connection[Any]]]:
+    """Return a function whose context is a new connection, of at most a certain number at the same time.
+
+    It raises DatabaseUnavailable while too many requests wait for the server.
+    """
+    free = threading.BoundedSemaphore(_MOST)
+
+    @contextmanager
+    def connection() -> Iterator[psycopg.Connection[Any]]:
+        if not free.acquire(timeout=_WAIT_SECONDS):
+            raise DatabaseUnavailable(f"Postgres: {_MOST} requests of this page wait for it already; try again")
+        try:
+            with closing(connect()) as opened:
+                yield opened
+        finally:
+            free.release()
+
+    return connection

@@ -35,7 +35,6 @@ from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.page import api
 from relay.page.charts import MINUTES, charts
-from relay.page.json_text import pretty
 from relay.page.sampling import Sampler
 from relay.page.security import Role, User
 from relay.pipeline.consumers import Consumers, state_word
@@ -131,7 +130,7 @@ class Page:
         )
         self._templates.filters.update(
             show=_show,
-            pretty=pretty,
+            pretty=api.pretty,
             linked=_linked,
             state=state_word,
             number=_number,

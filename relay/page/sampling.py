@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import structlog
@@ -26,6 +25,7 @@ _IDLE_SECONDS: Final = 10.0
 _INTEREST_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 3_600
 _RETRY_SECONDS: Final = 2.0
+_TICK_SECONDS: Final = 0.2
 
 Look = Callable[[Overview | None], Overview]
 
@@ -78,12 +78,11 @@ class Sampler:
         self._samples: deque[Sample] = deque()
         self._latest: Overview | None = None
         self._taken_at: dt.datetime | None = None
-        self._begun = self._sequence = 0
+        # The readings that have begun, that have ended, and that somebody waits for.
+        self._begun = self._ended = self._wanted = 0
         self._interest_until = 0.0
-        self._asked = 0
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def latest(self, seconds: float = 15.0) -> Overview | None:
         """Return the newest overview. Waits for the first one, at most ``seconds``.
@@ -112,32 +111,23 @@ class Sampler:
             if self._thread is None:
                 return
             # One that is being read may be from before the change.
-            wanted = self._begun + 1
-            self._asked += 1
+            self._wanted = wanted = self._begun + 1
             self._lock.notify_all()
-            self._lock.wait_for(lambda: self._sequence >= wanted or self._closed, self._refresh + 1)
+            self._lock.wait_for(lambda: self._ended >= wanted or self._closed, self._refresh + 1)
 
     async def ticks(self) -> AsyncIterator[int]:
         """Yield a number each time there is a new overview, until ``close``."""
-        self._begin()
-        event = asyncio.Event()
-        listener = asyncio.get_running_loop(), event
-        with self._lock:
-            self._listeners.add(listener)
-        try:
-            while not self._closed:
-                self._begin()
-                yield self._sequence
-                await event.wait()
-                event.clear()
-        finally:
-            with self._lock:
-                self._listeners.discard(listener)
+        seen = -1
+        while not self._closed:
+            self._begin()
+            if self._ended != seen:
+                seen = self._ended
+                yield seen
+            await asyncio.sleep(_TICK_SECONDS)
 
     def end(self) -> None:
         """Let the thread and all ``ticks`` end, without waiting for them. A signal handler may call it."""
         self._closed = True
-        _wake(list(self._listeners))
 
     def close(self) -> None:
         self.end()
@@ -157,7 +147,7 @@ class Sampler:
                 self._thread.start()
                 return False
             if idle:
-                self._asked += 1
+                self._wanted = self._begun + 1
                 self._lock.notify_all()
             return idle
 
@@ -180,17 +170,12 @@ class Sampler:
         while not self._closed:
             with self._lock:
                 self._begun += 1
-                asked = self._asked
             before = look(before)
             self._take(before)
             with self._lock:
                 watched = time.monotonic() < self._interest_until
                 seconds = self._refresh if watched else _IDLE_SECONDS
-                self._lock.wait_for(partial(self._is_due, asked), seconds)
-
-    def _is_due(self, asked: int) -> bool:
-        """Return whether new figures, or the end, were requested since then."""
-        return self._closed or self._asked != asked
+                self._lock.wait_for(lambda: self._closed or self._wanted > self._begun, seconds)
 
     def _take(self, overview: Overview) -> None:
         latency, topics = None, None
@@ -215,20 +200,9 @@ class Sampler:
         with self._lock:
             self._latest = overview
             self._taken_at = dt.datetime.now(dt.UTC)
-            self._sequence += 1
-            self._begun = max(self._begun, self._sequence)
+            # Also one that could not begin.
+            self._ended = self._begun = max(self._begun, self._ended + 1)
             self._samples.append(sample)
             while self._samples[0].at < sample.at - _KEPT_SECONDS:
                 self._samples.popleft()
-            listeners = list(self._listeners)
             self._lock.notify_all()
-        _wake(listeners)
-
-
-def _wake(listeners: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    for loop, event in listeners:
-        try:
-            loop.call_soon_threadsafe(event.set)
-        except RuntimeError:
-            # The loop has ended; its listener goes with it.
-            continue

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outbox.errors import ConfigurationError
 from relay.page.app import create_page
-from relay.page.connections import LimitedProtocol
 from relay.page.security import Access, ask_for_link, from_proxy
 
 if TYPE_CHECKING:
@@ -27,6 +28,53 @@ if TYPE_CHECKING:
 _GRACE_SECONDS: Final = 5
 _BACKLOG: Final = 128
 _HTTP: Final = 80
+_MOST_CONNECTIONS: Final = 64
+"""At the same time. As on the metrics port a further one takes the place of the one that has waited longest with its
+request; without such, it is closed. A browser holds one for the tab that is looked at, and some to load it."""
+_PATIENCE: Final = 10.0
+"""Seconds for a whole request to arrive."""
+
+
+class LimitedProtocol(H11Protocol):
+    """A connection that ends when a request does not arrive in time: uvicorn waits for ever for half of one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    waits_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
+        """Wait for the first request. Of too many connections one is closed."""
+        super().connection_made(transport)
+        connections = cast("set[LimitedProtocol]", self.connections)
+        if len(connections) > _MOST_CONNECTIONS:
+            silent = [one for one in connections if one is not self and one.waits and not one.transport.is_closing()]
+            min(silent, key=lambda one: one.waits_since, default=self).transport.abort()
+        if not transport.is_closing():
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._await_request()
+        super().on_response_complete()
+
+    def _await_request(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.waits_since = self.loop.time()
+        self._deadline = self.loop.call_later(_PATIENCE, self._end_unless_answering)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether no whole request has arrived that is not answered."""
+        cycle: Any = self.cycle
+        return cycle is None or cycle.more_body or cycle.response_complete
+
+    def _end_unless_answering(self) -> None:
+        if self.waits:
+            self.transport.abort()
 
 
 class PageServer:
@@ -129,15 +177,8 @@ def _listen(address: str) -> socket.socket:
         found = socket.getaddrinfo(
             host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, kind, protocol, _, where = found[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(where)
-            listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
+        family, _, _, _, where = found[0]
+        dual = family is socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"OUTBOX_WEB__ADDRESS={address}: {error}") from error
-    return listening

@@ -30,27 +30,27 @@ class Consumers:
 
     def __init__(self, settings: Settings, session: Callable[[], Any]) -> None:
         self._settings = settings
-        self._session = session
+        self.session = session
         self._kafka: KafkaAdmin | None = None
 
     def exist(self) -> bool:
         """Return whether the database has the consumers' tables. Raises ConsumerUnavailable."""
-        with self._session() as connection:
+        with self.session() as connection:
             return has_tables(connection, self._settings.consumer_schema)
 
     @contextmanager
     def pages(self) -> Iterator[ConsumerPages]:
-        with self._session() as connection:
+        with self.session() as connection:
             yield ConsumerPages(connection, self._settings.consumer_schema)
 
     @contextmanager
     def dead_letters(self) -> Iterator[DeadLetters]:
-        with self._session() as connection:
+        with self.session() as connection:
             yield DeadLetters(connection, self._settings.consumer_schema)
 
     @contextmanager
     def reservations(self) -> Iterator[ReservationAdmin]:
-        with self._session() as connection:
+        with self.session() as connection:
             yield ReservationAdmin(connection, self._settings.consumer_schema)
 
     def dead_letter(self, number: int) -> dict[str, Any]:
@@ -71,6 +71,6 @@ class Consumers:
     def positions(self, group: str) -> tuple[Group, str | None]:
         """Return a group's partitions, and why Kafka's offsets are missing; None if they are not. Raises NotFound."""
         self._kafka = self._kafka or KafkaAdmin(client_options(self._settings), seconds=_KAFKA_SECONDS)
-        with self._session() as connection:
+        with self.session() as connection:
             groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)
         return groups[0], away

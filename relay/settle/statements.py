@@ -10,7 +10,7 @@ from psycopg import sql
 from outbox._clients.durable import SYNCHRONOUS
 from relay.core.lease import Lease
 
-_TABLES: Final = (
+TABLES: Final = (
     "events",
     "lanes",
     "relays",
@@ -143,7 +143,7 @@ def lease_values(leases: Collection[Lease]) -> dict[str, Any]:
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
     return {
-        **{name: sql.Identifier(schema, name) for name in _TABLES},
+        **{name: sql.Identifier(schema, name) for name in TABLES},
         "synchronous": sql.SQL(SYNCHRONOUS),
         "timeline": sql.SQL(TIMELINE),
         "leases": sql.SQL(LEASES),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox._app.console import SinkUrl, failing_clearly, print_json, say
+from outbox._app.console import SinkUrl, print_json, say
 from outbox._app.ending import die, obey_signals
 from outbox._app.settings import Settings, client_options, load
 from outbox.errors import ConfigurationError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from spark_jobs.metrics import ConsumerMetrics
 
 
-@failing_clearly
 def consume(
     job: Annotated[str, typer.Argument(help="MODULE:JOB, as in spark_jobs.order_totals:job", metavar="MODULE:JOB")],
     once: Annotated[bool, typer.Option("--once", help="Apply the events that are there now, then exit.")] = False,

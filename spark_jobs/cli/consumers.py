@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, printable, say, table_console
+from outbox._app.console import AsJson, SinkUrl, print_json, printable, say, table_console
 from outbox._app.settings import load
 
 app = typer.Typer(help="The progress of consumer groups.", no_args_is_help=True)
 
 
 @app.command()
-@failing_clearly
 def groups(
     database_url: SinkUrl = None,
     group: Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")] = None,

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
+from outbox._app.console import AsJson, SinkUrl, print_json, require_choice, require_reason, say
 from outbox._app.ending import obey_signals
 from outbox._app.settings import Settings, load
 from outbox.errors import ConfigurationError, NotFound
@@ -33,7 +33,6 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --na
 
 
 @app.command()
-@failing_clearly
 def run(
     spec: _Spec,
     once: Annotated[bool, typer.Option("--once", help="Exit when only stuck calls are left.")] = False,
@@ -81,7 +80,6 @@ def run(
 
 
 @app.command("list")
-@failing_clearly
 def list_reservations(
     database_url: SinkUrl = None,
     group: _Group = None,
@@ -112,7 +110,6 @@ def list_reservations(
 
 
 @app.command()
-@failing_clearly
 def retry(
     message_ids: _Ids = None,
     database_url: SinkUrl = None,
@@ -134,7 +131,6 @@ def retry(
 
 
 @app.command()
-@failing_clearly
 def cancel(
     why: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     message_ids: _Ids = None,
@@ -152,7 +148,6 @@ def cancel(
 
 
 @app.command()
-@failing_clearly
 def settle(
     spec: _Spec,
     message_id: Annotated[UUID, typer.Argument(help="Message id.")],
@@ -178,7 +173,6 @@ def settle(
 
 
 @app.command()
-@failing_clearly
 def forget(
     days: Annotated[int, typer.Option(min=0, help="Settled more than this many days ago.")],
     database_url: SinkUrl = None,

@@ -14,7 +14,6 @@ from outbox._app.console import (
     AsJson,
     Reason,
     SinkUrl,
-    failing_clearly,
     print_json,
     printable,
     require_reason,
@@ -38,7 +37,6 @@ _Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait f
 
 
 @app.command()
-@failing_clearly
 def show(
     group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
     database_url: SinkUrl = None,
@@ -63,7 +61,6 @@ def show(
 
 
 @app.command("set")
-@failing_clearly
 def set_offset(
     group: _Group,
     topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
@@ -91,7 +88,6 @@ def set_offset(
 
 
 @app.command()
-@failing_clearly
 def reset(
     group: _Group,
     topic: _Topic,
@@ -122,7 +118,6 @@ def reset(
 
 
 @app.command()
-@failing_clearly
 def forget(
     group: _Group,
     topic: _Topic,

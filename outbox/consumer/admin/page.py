@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 
 from outbox.consumer.admin.dead_letters import Selection
 from outbox.consumer.postgres_errors import clear_errors
-from outbox.consumer.statements import note, statement
+from outbox.consumer.statements import statement
 
 PAGE: Final = 50
 COUNTED: Final = 10_000
@@ -49,10 +49,6 @@ SELECT extract(epoch FROM n.seen_at)::float8
                       WHERE p.grp = g.grp AND p.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
                       ORDER BY p.message_id DESC LIMIT %(newest)s) AS n
  WHERE n.seen_at > clock_timestamp() - make_interval(secs => %(recent)s)"""
-
-_AUDIT: Final = """
-SELECT id, at, who, what, why, details FROM {audit}
- WHERE %(before)s::bigint IS NULL OR id < %(before)s ORDER BY id DESC LIMIT %(limit)s"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +106,6 @@ class ConsumerPages:
                 statement(self._schema, _LATENCIES), {"newest": _NEWEST, "recent": _RECENT_SECONDS}
             ).fetchall()
         return sorted(max(float(seconds), 0.0) for (seconds,) in rows)
-
-    def audit(self, before: int | None = None, limit: int = PAGE) -> Sequence[Mapping[str, Any]]:
-        """Return lines of the audit, the newest first, from the one before the id ``before`` on."""
-        return self._run("reading the audit", _AUDIT, {"before": before, "limit": limit})
-
-    def note(self, what: str, why: str | None, details: Mapping[str, Any]) -> None:
-        with clear_errors("writing the audit"):
-            note(self._connection, self._schema, what, why, details)
 
     def _run(self, doing: str, query: LiteralString, values: dict[str, Any]) -> list[dict[str, Any]]:
         with clear_errors(doing), self._connection.transaction():

@@ -25,12 +25,11 @@ def routes(page: Page) -> list[View]:
             return page.render(request, "verified.html", side=side, topics=verified)
         side = "consumer" if side == "consumer" else "relay"
         before = number_of(request.query_params.get("before"))
-        if side == "relay":
-            with page.outbox() as connection:
-                rows = read(connection, page.schema, before=before, limit=_PAGE)
-        else:
-            with page.consumers.pages() as pages:
-                rows = pages.audit(before, _PAGE)
+        session, schema = page.outbox, page.schema
+        if side == "consumer":
+            session, schema = page.consumers.session, page.settings.consumer_schema
+        with session() as connection:
+            rows = read(connection, schema, before=before, limit=_PAGE)
         return page.render(
             request,
             "audit.html",

@@ -14,8 +14,7 @@ from outbox.consumer.admin import page as consumer_pages
 from outbox.consumer.admin.dead_letters import Selection as MessageSelection
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
-from relay.operations.dead_letter_pages import DeadLetterPages, FailureCursor, Filter
-from relay.operations.dead_letters import COUNTS, DeadLetters, Selection
+from relay.operations.dead_letters import COUNTS, DeadLetters, FailureCursor, Filter, Selection
 from relay.page.api import CONFIRMED, MANY, REASON, Rows, View
 from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
 
@@ -27,7 +26,7 @@ def routes(page: Page) -> list[View]:
 
     def show(request: Request) -> Response:
         with page.outbox() as connection:
-            events = DeadLetterPages(connection, page.schema).groups()
+            events = DeadLetters(connection, page.schema).groups()
         messages, unseen = page.read(consumer.groups)
         return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
 
@@ -114,14 +113,11 @@ class _RelaySide:
         asked = request.query_params
         chosen = Filter(asked.get("kind"), asked.get("type"), asked.get("state"))
         with self._page.outbox() as connection:
-            found = DeadLetterPages(connection, self._page.schema).page(chosen, _cursor(asked))
-        cursor, filters, more = found.next, _given(chosen.bound()), None
-        if cursor is not None:
-            more = urlencode(
-                {**filters, "at": cursor.first_failed_at.isoformat(), "lane": cursor.lane, "id": cursor.id}
-            )
+            rows, cursor = DeadLetters(connection, self._page.schema).page(chosen, _cursor(asked))
+        filters = _given(chosen._asdict())
+        more = None if cursor is None else urlencode({**filters, **cursor._asdict(), "at": cursor.at.isoformat()})
         return self._page.render(
-            request, "dead_letters_relay.html", view="dead letters", filters=filters, rows=found.rows, more=more
+            request, "dead_letters_relay.html", view="dead letters", filters=filters, rows=rows, more=more
         )
 
     def show(self, request: Request) -> Response:
@@ -140,10 +136,10 @@ class _RelaySide:
         chosen = Filter(form.exact("kind"), form.exact("type"), form.exact("state"))
         if chosen == Filter():
             raise ConfigurationError("give the ids of events, or a group of them")
-        what = "events" + (f" of {chosen.aggregate_type}" if chosen.aggregate_type is not None else "")
+        what = "events" + (f" of {chosen.type}" if chosen.type is not None else "")
         what += f" with: {chosen.kind}" if chosen.kind else ""
         with self._page.outbox() as connection:
-            found = DeadLetterPages(connection, self._page.schema).event_ids(chosen)
+            found = DeadLetters(connection, self._page.schema).event_ids(chosen)
         if not found:
             raise ConfigurationError("no failed event matches any more")
         return Selection(found), f"the first {COUNTED:,} {what}" if len(found) >= COUNTED else what

@@ -17,7 +17,7 @@ from outbox.testing.fixtures import token
 from relay import insights
 from relay.core.ports import Unavailable
 from relay.operations import event_search
-from relay.operations.dead_letter_pages import DeadLetterPages, Filter
+from relay.operations.dead_letters import DeadLetters, Filter
 from relay.operations.event_search import Contents, EventSearch, EventState
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
@@ -143,7 +143,7 @@ def test_dead_events_and_groups_of_their_errors(connection):
         "first_failed_at, last_failed_at, next_attempt_at) SELECT lane, id, event_id, aggregate_type, aggregate_id, "
         "true, 1, 'refused', now(), now(), now() + interval '1 hour' FROM outbox.events"
     )
-    search, pages = EventSearch(connection, SCHEMA), DeadLetterPages(connection, SCHEMA)
+    search, pages = EventSearch(connection, SCHEMA), DeadLetters(connection, SCHEMA)
     assert len(walk(search, EventState.DEAD)) == EVENTS
     assert len(walk(search, EventState.DEAD, aggregate_type="Rare")) == EVENTS // 100
     groups = pages.groups()
@@ -157,9 +157,9 @@ def test_dead_events_and_groups_of_their_errors(connection):
     seen, place = [], None
     chosen = Filter("too large: N bytes of …", "Order", "dead")
     while True:
-        page = pages.page(chosen, place, 900)
-        seen += page.rows
-        if (place := page.next) is None:
+        rows, place = pages.page(chosen, place, 900)
+        seen += rows
+        if place is None:
             break
     # An even id: every hundredth of them is of the other type.
     assert len(seen) == EVENTS // 2 - EVENTS // 100

@@ -42,7 +42,7 @@ def ended(connection: socket.socket) -> bool:
 
 
 def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch, caplog):
-    monkeypatch.setattr("relay.page.connections._PATIENCE", 0.5)
+    monkeypatch.setattr("relay.page.server._PATIENCE", 0.5)
     page = serve().sign_in()
     form = f"POST {page.base}/relays/change HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n".encode()
     halves = [
@@ -66,7 +66,7 @@ def test_a_request_that_never_ends_is_ended(serve, send, monkeypatch, caplog):
 
 def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
     """Charts wait for new figures as long as the page is open."""
-    monkeypatch.setattr("relay.page.connections._PATIENCE", 0.2)
+    monkeypatch.setattr("relay.page.server._PATIENCE", 0.2)
     page = serve().sign_in()
     asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n"
     with send(page, asked.encode()) as live, live.makefile() as lines:
@@ -77,8 +77,8 @@ def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
 
 def test_a_silent_connection_makes_place_for_another(serve, send, monkeypatch):
     """Long before the patience with it ends; the one that has waited longest is the first."""
-    monkeypatch.setattr("relay.page.connections._PATIENCE", 600.0)
-    monkeypatch.setattr("relay.page.connections._MOST_CONNECTIONS", 8)
+    monkeypatch.setattr("relay.page.server._PATIENCE", 600.0)
+    monkeypatch.setattr("relay.page.server._MOST_CONNECTIONS", 8)
     page = serve().sign_in()
     asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
     live = send(page, asked)
@@ -95,7 +95,7 @@ def test_a_silent_connection_makes_place_for_another(serve, send, monkeypatch):
 
 
 def test_no_more_connections_than_some(serve, send, monkeypatch):
-    monkeypatch.setattr("relay.page.connections._MOST_CONNECTIONS", 8)
+    monkeypatch.setattr("relay.page.server._MOST_CONNECTIONS", 8)
     page = serve().sign_in()
     asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
     held = [send(page, asked) for _ in range(8)]
