@@ -80,17 +80,15 @@ def settings_page() -> str:
     return _page(
         "Settings",
         """
-        Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
-        The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Settings run code: a file in
-        the working directory is refused unless it belongs to you or to root, and no other user can write it. Nested
-        names take two underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under
-        `[relay]`. An unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2)
-        that suggests the nearest one. All times are in seconds.
+        A command's option takes precedence over the environment, which takes precedence over a TOML file:
+        `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. As settings run code, a file in the
+        working directory is refused unless it belongs to you or to root, and no other user can write it.
+        `OUTBOX_RELAY__BATCH_SIZE=500` in the environment is `batch_size = 500` under `[relay]` in the file, and
+        [`OUTBOX_…_FILE`](../operations/secrets.md) names a file that holds the value. An unknown name in either is an
+        error (exit status 2) that suggests the nearest one. Times are in seconds.
 
-        `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
-
-        Consumers use `[consumer]`, `[spark]`, `consumer_schema`, `credentials`, `database_url`, `kafka`, `log_format`,
-        `log_level` and `spark_packages`. The other settings are the relay's; every command checks all of them.
+        Consumers use `[consumer]`, `[spark]` and the settings above `OUTBOX_SCHEMA`; the others are the relay's. Every
+        command checks all of them.
         """,
         *tables,
         "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
@@ -124,7 +122,8 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
 def _values(field: FieldInfo) -> str:
     if environment.values_of(field.annotation) is str:
         return "options by name"
-    return expected(field).removeprefix("a ")
+    text = expected(field).removeprefix("a ").replace("whole number", "integer")
+    return re.sub(r"^(integer|number|text) (?:from|of) (\S+) to (\S+)", r"\1, \2–\3", text)
 
 
 def _default(field: FieldInfo) -> str:
@@ -165,10 +164,10 @@ def cli_page() -> str:
     return _page(
         "Commands",
         """
-        `--help` after a command shows the same. Settings come from [the environment or a file](settings.md); where an
-        option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
+        `--help` after a command shows the same. An option that names a variable overrides that
+        [setting](settings.md). See also [errors and exit statuses](errors.md).
         """,
-        "Common options, of which the commands below only list the names:",
+        "Common options; the commands below only list their names:",
         _list(
             (name, f"{text}; for commands on consumers, the sink's" if text == _DATABASE else text)
             for name, text in shared
@@ -193,10 +192,9 @@ def _commands(command: Any, context: typer.Context, path: str) -> Iterator[tuple
 def _command(
     path: str, text: str, usage: str, rows: Sequence[tuple[str, str]], shared: Sequence[tuple[str, str]]
 ) -> str:
-    parts = [f"## {path}", text]
     arguments = usage.removeprefix("[OPTIONS]").strip()
-    if arguments and "COMMAND" not in arguments:
-        parts.append(f"`{path} {arguments}`")
+    shown = f" `{arguments}`" if arguments and "COMMAND" not in arguments else ""
+    parts = [f"## {path}{shown}", text]
     own, others = [], []
     for name, described in rows:
         if (name, described.removesuffix(_REQUIRED)) in shared:
@@ -252,11 +250,10 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         """
-        A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Besides the labels below, each metric of a relay has the label `outbox`:
-        `OUTBOX_NAME`; those of a consumer have it if that is set. What to watch, and what to alert on: [the
-        relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
-        consumers](../operations/dead-letters.md#watch).
+        A relay serves its metrics at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Each also has the label `outbox`, which is `OUTBOX_NAME` (on a consumer only
+        if that is set). What to watch: [the relay](../operations/relay.md#what-to-watch), [the
+        slot](../operations/wal.md#what-to-watch), [consumers](../operations/dead-letters.md#watch).
         """,
         "## Relays\n\n"
         + _metrics([*relays.collect(), *build.collect()])
@@ -347,8 +344,8 @@ def errors_page() -> str:
     return _page(
         "Errors",
         """
-        Everything that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
-        and what to do; its attributes have the same facts for programs. A command prints the text on standard error.
+        Every error that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
+        and what to do; its attributes hold the same facts. Commands print the text on standard error.
         """,
         _exit_statuses(),
         "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "
@@ -414,23 +411,18 @@ def roles_page() -> str:
             if kind.of_sink is not of_sink:
                 continue
             rows = [
+                *([", ".join(f"`{table}`" for table in tables), rights] for rights, tables in TABLES.get(kind, ())),
                 *(
-                    [", ".join(f"`{table}`" for table in tables), rights, "all"]
-                    for rights, tables in TABLES.get(kind, ())
-                ),
-                *(
-                    [f"`{table}`", right, ", ".join(f"`{column}`" for column in columns)]
+                    [f"`{table}`", f"{right} ({', '.join(f'`{column}`' for column in columns)})"]
                     for right, table, columns in COLUMNS.get(kind, ())
                 ),
             ]
-            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights", "columns"], rows)] if rows else [])]
+            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights"], rows)] if rows else [])]
     return _page(
         "Roles",
         """
-        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
-        addition to USAGE on the schema. How to use them, and [what the audit is
-        worth](../operations/migrations.md#what-the-audit-is-worth), is on [another
-        page](../operations/migrations.md#rights).
+        The rights that [`outbox db roles`](../operations/migrations.md#rights) prints for each kind of role, in
+        addition to USAGE on the schema. Where columns are listed, the right is limited to them.
         """,
         *parts,
     )

@@ -28,7 +28,7 @@ class JobError(ConsumerError):
 
 
 class Fenced(ConsumerError):
-    """Another consumer has taken the group, or the partition, over. Nothing of this one's current batch was applied."""
+    """Another consumer took over the group or partition. Nothing of the current batch was applied."""
 
 
 class OffsetMoved(Exception):
@@ -47,11 +47,11 @@ class EffectFailed(ConsumerError):
 
 
 class Interrupted(ConsumerError):
-    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. Another try may succeed."""
+    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. A retry may succeed."""
 
 
 class CorruptRecords(ConsumerError):
-    """Kafka has records that can't be read, such as ones whose checksum does not match. Nothing was skipped."""
+    """Kafka has records that can't be read, such as with a wrong checksum. Nothing was skipped."""
 
 
 class NotAuthorized(ConsumerError):

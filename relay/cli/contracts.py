@@ -15,8 +15,8 @@ app = typer.Typer(help="The contract with consumers, as `outbox asyncapi` prints
 @app.command()
 @failing_clearly
 def check(
-    old: Annotated[Path, typer.Argument(help="The document of the version that consumers know.")],
-    new: Annotated[Path, typer.Argument(help="The document of the version that is to come.")],
+    old: Annotated[Path, typer.Argument(help="The document that consumers know.")],
+    new: Annotated[Path, typer.Argument(help="The document of the next version.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two AsyncAPI documents, and name each change that breaks a reader of old or of new events.

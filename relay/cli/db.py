@@ -173,7 +173,7 @@ def prune(
             min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS"
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also drop what expired more than 3 days ago, if the clock is right."),

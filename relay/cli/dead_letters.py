@@ -23,7 +23,7 @@ class Side(StrEnum):
 _Side = Annotated[Side, typer.Option("--side", help="Events not published (relay), or messages not applied.")]
 _Ids = Annotated[list[str] | None, typer.Argument(help="Event ids (relay) or numbers (consumer).")]
 _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Relay: only of this aggregate type.")]
-_Group = Annotated[str | None, typer.Option("--group", help="Consumer: only of this consumer group.")]
+_Group = Annotated[str | None, typer.Option("--group", help="Only this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Consumer: only of this topic.")]
 _Cause = Annotated[
     str | None,
@@ -57,7 +57,7 @@ def show(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one with its contents, as JSON on several lines; with --json on one."""
+    """Show one with its contents, as indented JSON; with --json on one line."""
     _opened(side, database_url).show(dead_letter, as_json=as_json)
 
 

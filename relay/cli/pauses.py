@@ -27,8 +27,8 @@ _REST: Final = 4
 
 _Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")]
 _Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")]
-_Reason = Annotated[str | None, typer.Option("--reason", help="Shown with the pause and kept in the audit.")]
-_Timeout = typer.Option(min=0, help="Seconds to wait at most.")
+_Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")]
+_Timeout = typer.Option(min=0, help="Longest wait, in seconds.")
 
 
 @failing_clearly

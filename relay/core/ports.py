@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StreamLost(StateLost):
-    """The slot may have missed events: nothing is read until an operator has looked (``outbox cdc status``)."""
+    """The slot may have missed events: the lanes stop until an operator acts (``outbox cdc status``)."""
 
 
 class WalPosition(NamedTuple):
@@ -146,11 +146,11 @@ class DatabaseUnavailable(Unavailable):
 
 
 class DeliveryTimeout(BrokerUnavailable):
-    """The batch was not acknowledged in its time. A smaller one will be tried."""
+    """The batch was not acknowledged in time. A smaller one is tried next."""
 
 
 class BatchRefused(BrokerUnavailable):
-    """The broker refuses something in the batch without saying what. Smaller batches will isolate the event."""
+    """The broker refuses the batch without naming the event. Smaller batches isolate it."""
 
 
 class TopicUnusable(BrokerUnavailable):
@@ -161,14 +161,14 @@ class TopicUnusable(BrokerUnavailable):
 
 
 class IdBusy(BrokerUnavailable):
-    """The last transaction of a transactional.id can't be ended: most likely one of its partitions has no leader.
+    """The last transaction of a transactional.id can't be ended: most likely a partition has no leader.
 
-    No producer gets the id before that. If it was undecided, it is aborted by now.
+    No producer gets the id before that. If the transaction was undecided, it is aborted.
     """
 
 
 class UndecidedTransaction(BrokerUnavailable):
-    """A partition ends in a transaction that is neither committed nor aborted, so its contents are not known yet."""
+    """A partition ends in a transaction that is neither committed nor aborted."""
 
     @classmethod
     def at(cls, topic: str, partition: int, stable: int, end: int, seconds: float) -> UndecidedTransaction:
@@ -185,7 +185,7 @@ class UndecidedTransaction(BrokerUnavailable):
 
 
 class LaneLocked(DatabaseUnavailable):
-    """Another session has locked the lane's row. The lane waits, the worker's other lanes go on."""
+    """Another session has locked the lane's row. The worker's other lanes continue."""
 
     def __init__(self, lane: int) -> None:
         super().__init__(

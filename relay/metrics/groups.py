@@ -63,13 +63,13 @@ class GroupLags:
 def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     lag = GaugeMetricFamily(
         "outbox_group_lag_messages",
-        "Offsets that are committed in Kafka and not applied by the group, over the topic's partitions. Whether its "
-        f"consumer runs or not; of the {MOST} topics of groups with the most.",
+        "Offsets that are committed in Kafka and not applied by the group, whether its consumer runs or not; of the "
+        f"{MOST} topics of groups with the most.",
         labels=["group", "topic"],
     )
     late = GaugeMetricFamily(
         "outbox_group_late_messages",
-        f"Those of them whose messages were published more than {LATE_SECONDS:g} seconds ago.",
+        f"Of these, messages that were published more than {LATE_SECONDS:g} seconds ago.",
         labels=["group", "topic"],
     )
     for (group, topic), messages in sorted(found.lags.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
@@ -79,8 +79,8 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     yield late
     wait = GaugeMetricFamily(
         "outbox_group_wait_seconds",
-        "How long messages have waited in a partition while the group's offset there has not moved. Of partitions in "
-        f"which messages wait, the {MOST} with the longest.",
+        "How long messages have waited in a partition while the group's offset has not moved; of the "
+        f"{MOST} partitions with the longest waits.",
         labels=["group", "topic", "partition"],
     )
     for (group, topic, part), seconds in sorted(found.waits.items(), key=lambda one: (-one[1], one[0]))[:MOST]:
@@ -88,7 +88,7 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     yield wait
     moved = GaugeMetricFamily(
         "outbox_group_last_progress_timestamp_seconds",
-        f"When the group last moved an offset, by the sink's clock. Of the {MOST} groups that moved last.",
+        f"When the group last moved an offset, by the sink's clock; of the {MOST} groups that moved last.",
         labels=["group"],
     )
     for group, at in sorted(found.progress.items(), key=lambda one: (-one[1], one[0]))[:MOST]:

@@ -28,7 +28,7 @@ class TurnMetrics:
         self.delays = delays.observe
         self._events = Counter(
             "outbox_relay_events",
-            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
+            "Events by result: published, refused (by Kafka, each attempt), dead (became a dead letter), lost "
             "(at-most-once only).",
             ["result"],
             registry=registry,
@@ -50,7 +50,7 @@ class TurnMetrics:
             self._stages.labels(stage)
         self._lost = Counter(
             "outbox_relay_lanes_lost",
-            "Lanes that another relay had taken by the time their turn was settled.",
+            "Lanes that another relay took before their turn was settled.",
             registry=registry,
         )
         self._last = Gauge(
@@ -81,7 +81,7 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
-            f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, estimated above that.",
+            f"Events that wait to be published; estimated above {insights.COUNTED:,} in a lane.",
             state.backlog,
         )
     if state.counted and ages is not None and state.backlog is not None:
@@ -95,25 +95,21 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
     if state.retrying is not None:
         yield gauge("events_retrying", "Events that failed and are retrying.", state.retrying)
     if state.dead_letters is not None:
-        yield gauge("dead_letters", "Dead letters: events that wait for an operator.", state.dead_letters)
+        yield gauge("dead_letters", "Dead letters.", state.dead_letters)
     if state.blocking is not None:
         yield gauge("dead_letters_blocking", "Dead letters that block later events of their keys.", state.blocking)
     if state.scheduled is not None:
         yield gauge("scheduled_events", f"Scheduled events, counted up to {insights.COUNTED:,}.", state.scheduled)
         overdue = max(-(state.next_due_seconds or 0.0), 0.0)
-        yield gauge(
-            "scheduled_overdue_seconds", "How long the first scheduled event has been overdue; 0 if none is.", overdue
-        )
+        yield gauge("scheduled_overdue_seconds", "How long the first scheduled event is overdue.", overdue)
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
-    paused = GaugeMetricFamily(
-        "outbox_pauses", "Pauses that operators have requested, by what they cover.", labels=["scope"]
-    )
+    paused = GaugeMetricFamily("outbox_pauses", "Pauses by what they cover.", labels=["scope"])
     for kind in ScopeKind:
         paused.add_metric([kind], sum(one.scope.kind is kind for one in state.pauses))
     yield paused
     if "relays" not in state.hidden:
-        yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
+        yield gauge("relays_alive", "Running relays.", sum(relay.alive for relay in state.relays))
         yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
     yield from _audit_metrics(state.verified)
     yield gauge(
@@ -134,10 +130,10 @@ def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
     missing, repeated, other, skipped = (
         CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
         for name, text in (
-            ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group."),
-            ("repeated", "Events with more than one record, each minute counted once."),
+            ("missing", "Events missing on Kafka or in a group."),
+            ("repeated", "Events with more than one record."),
             ("other_differences", "Events unknown, out of order, in a wrong partition, or changed."),
-            ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records."),
+            ("skipped_minutes", "Minutes that could not be verified, for lack of records."),
         )
     )
     for one in verified[:MOST_TOPICS]:

@@ -37,13 +37,11 @@ def slot_metrics(
         "0 when the slot may have missed events, or its state is unknown: see `outbox cdc status`.",
         healthy,
     )
-    yield gauge("last_look_timestamp_seconds", "When the slot's state was last read from the server.", looked_at)
+    yield gauge("last_look_timestamp_seconds", "When the slot's state was last read.", looked_at)
     if state is None:
         return
     safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
-    yield gauge(
-        "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
-    )
+    yield gauge("retained_wal_bytes", "WAL that the server keeps for the slot.", state.retained_bytes)
     yield gauge(
         "retained_wal_over_limit",
         "1 when the retained WAL exceeds wal.retained_limit_bytes.",
@@ -57,7 +55,7 @@ def slot_metrics(
 def slot_repairs(registry: CollectorRegistry) -> Counter:
     return Counter(
         "outbox_slot_repairs",
-        "Repairs of a lost slot by this process; only with source=wal.",
+        "Repairs of a lost slot by this process.",
         registry=registry,
     )
 
@@ -133,7 +131,7 @@ def build_info(registry: CollectorRegistry, version: str, delivery: str, source:
     """Expose what this process runs: versions that differ after a deployment, settings that should be equal."""
     Info(
         "outbox_relay_build",
-        "Always 1: its labels are the version, and the settings OUTBOX_DELIVERY and OUTBOX_SOURCE.",
+        "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.",
         registry=registry,
     ).info({"version": version, "delivery": delivery, "source": source})
 
@@ -169,7 +167,7 @@ class RelayMetrics:
         )
         seconds = GaugeMetricFamily(
             "outbox_relay_lane_wait_seconds",
-            "How long the first of these lanes, or the whole worker, has waited since its first failure.",
+            "How long the first of these lanes, or the whole worker, has waited.",
             labels=["reason"],
         )
         waits = {wait.reason: wait for wait in health.waits}
@@ -189,7 +187,7 @@ class RelayMetrics:
         yield upkeep
         yield GaugeMetricFamily(
             "outbox_relay_lanes_paused",
-            "Lanes of this worker that operators have paused: it holds them and publishes nothing from them.",
+            "Paused lanes of this worker: it holds them and publishes nothing from them.",
             value=len(health.paused_lanes),
         )
         yield GaugeMetricFamily(
@@ -199,16 +197,16 @@ class RelayMetrics:
         )
         yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
-            "Topics that are missing, may not be written to, or accept no messages; their events wait.",
+            "Topics that are missing or accept no messages; their events wait.",
             value=len(self._topics()),
         )
         yield GaugeMetricFamily(
             "outbox_relay_partitions_hanging",
-            "Partitions in which a transaction hangs: read_committed readers see nothing behind it.",
+            "Partitions with a hanging transaction, behind which read_committed readers see nothing.",
             value=self._hanging(),
         )
         yield GaugeMetricFamily(
             "outbox_relay_topics_grown",
-            "Exactly-once: topics that got more partitions in the last day, while this worker ran; keys have moved.",
+            "Exactly-once: topics that got more partitions in the last day, which moved keys.",
             value=len(self._grown()),
         )
