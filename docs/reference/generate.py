@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+import sqlalchemy as sa
 import typer
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -34,8 +35,10 @@ from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
 from outbox._clients.clock import DatabaseClock
 from outbox.consumer.model import OffsetBounds, Partition
+from outbox.consumer.tables import consumer_tables
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
+from outbox.tables import outbox_tables
 from relay.cli.assembly import assemble
 from relay.core.health import Health, Reason
 from relay.insights import OutboxState, Verified
@@ -299,7 +302,7 @@ class _Ones(dict[str, Any]):
 
 def metric_names() -> dict[str, str]:
     """Return the names of all metrics as queries spell them, and their types."""
-    rows = re.findall(r"^\| `(outbox_\w+)` \| (\w+) \|", metrics_page(), re.MULTILINE)
+    rows = re.findall(r"^\| `(outbox_\w+)[^`]*` \| (\w+) \|", metrics_page(), re.MULTILINE)
     return dict(rows)
 
 
@@ -310,11 +313,11 @@ def _metrics(families: Iterable[Metric]) -> str:
         named = getattr(family, "_labelnames", None) or {
             label: None for sample in family.samples for label in sample.labels if label != "le"
         }
-        labels = ", ".join(f"`{label}`" for label in named)
+        labels = f"{{{', '.join(named)}}}" if named else ""
         # In the text format an info is a gauge.
         kind = "gauge" if family.type == "info" else family.type
-        rows.append([f"`{name}`", kind, labels, _markdown(family.documentation)])
-    return _table(["metric", "type", "labels", ""], rows)
+        rows.append([f"`{name}{labels}`", kind, _markdown(family.documentation)])
+    return _table(["metric", "type", ""], rows)
 
 
 # Errors
@@ -404,7 +407,10 @@ def _error_rows(errors: Sequence[type[Exception]]) -> str:
 def roles_page() -> str:
     """Return the page of the rights of each kind of role."""
     parts = []
+    outbox_tables(outboxes := sa.MetaData())
+    consumer_tables(consumers := sa.MetaData())
     for title, of_sink in (("In the outbox's schema", False), ("In the consumers' schema", True)):
+        tables_of = {table.name: table.columns.keys() for table in (consumers if of_sink else outboxes).tables.values()}
         parts.append(f"## {title}")
         for kind, purpose in members(RoleKind):
             assert isinstance(kind, RoleKind)
@@ -413,7 +419,7 @@ def roles_page() -> str:
             rows = [
                 *([", ".join(f"`{table}`" for table in tables), rights] for rights, tables in TABLES.get(kind, ())),
                 *(
-                    [f"`{table}`", f"{right} ({', '.join(f'`{column}`' for column in columns)})"]
+                    [f"`{table}`", f"{right} {_columns(columns, tables_of.get(table, ()))}"]
                     for right, table, columns in COLUMNS.get(kind, ())
                 ),
             ]
@@ -422,10 +428,18 @@ def roles_page() -> str:
         "Roles",
         """
         The rights that [`outbox db roles`](../operations/migrations.md#rights) prints for each kind of role, in
-        addition to USAGE on the schema. Where columns are listed, the right is limited to them.
+        addition to USAGE on the schema. A right on some columns lists them in parentheses, or the others after "without".
         """,
         *parts,
     )
+
+
+def _columns(named: Sequence[str], all_of_them: Sequence[str]) -> str:
+    """Return the named columns of a table, or those that are left out where these are fewer."""
+    others = [column for column in all_of_them if column not in named]
+    shown = others if 0 < len(others) < len(named) else named
+    text = ", ".join(f"`{column}`" for column in shown)
+    return f"without {text}" if shown is others else f"({text})"
 
 
 # What the pages are made of
