@@ -428,7 +428,8 @@ def roles_page() -> str:
         "Roles",
         """
         The rights that [`outbox db roles`](../operations/migrations.md#rights) prints for each kind of role, in
-        addition to USAGE on the schema. A right on some columns lists them in parentheses, or the others after "without".
+        addition to USAGE on the schema. A right on some columns lists them in parentheses, or after "without" the
+        others.
         """,
         *parts,
     )

@@ -38,7 +38,7 @@ class RoleKind(StrEnum):
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
     CANCELLER = "canceller"
-    """A service that cancels and reschedules events, in addition to a writer's rights. It may delete any scheduled event."""
+    """A service that cancels and reschedules events, any of them, in addition to a writer's rights."""
     MIGRATOR = "migrator"
     """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. CREATE on the
     database is for the first upgrade, `outbox db check` and `outbox cdc setup`."""
