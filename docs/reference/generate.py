@@ -313,7 +313,7 @@ def _metrics(families: Iterable[Metric]) -> str:
         named = getattr(family, "_labelnames", None) or {
             label: None for sample in family.samples for label in sample.labels if label != "le"
         }
-        labels = f"{{{', '.join(named)}}}" if named else ""
+        labels = f"{{{','.join(named)}}}" if named else ""
         # In the text format an info is a gauge.
         kind = "gauge" if family.type == "info" else family.type
         rows.append([f"`{name}{labels}`", kind, _markdown(family.documentation)])
@@ -348,7 +348,8 @@ def errors_page() -> str:
         "Errors",
         """
         Every error that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
-        and what to do; its attributes hold the same facts. Commands print the text on standard error.
+        and what to do; its attributes hold the same facts. Commands print the text on standard error. `Reject`, which you
+        raise, is a plain `Exception`.
         """,
         _exit_statuses(),
         "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "
@@ -388,16 +389,18 @@ def _place(error: type) -> tuple[bool, str, int]:
 
 
 def _error_rows(errors: Sequence[type[Exception]]) -> str:
-    """Return the table of these errors, below the module that most of them are in."""
+    """Return the table of these errors and their bases, below the module that most of them are in."""
     rows, modules = [], Counter(error.__module__ for error in errors)
     common = modules.most_common(1)[0][0]
     for error in errors:
         if not error.__doc__:
             raise Undocumented(f"{error.__module__}.{error.__name__} has no docstring")
         elsewhere = "" if error.__module__ == common else f" In `{error.__module__}`."
-        rows.append([f"`{error.__name__}`", f"`{error.__bases__[0].__name__}`", _paragraph(error) + elsewhere])
+        base = error.__bases__[0]
+        shown = "" if base in {OutboxError, Exception} else f" (`{base.__name__}`)"
+        rows.append([f"`{error.__name__}`{shown}", _paragraph(error) + elsewhere])
     return f"In `{common}`{', unless another module is named' if len(modules) > 1 else ''}:\n\n" + _table(
-        ["error", "is a", ""], rows
+        ["error (its base)", ""], rows
     )
 
 
