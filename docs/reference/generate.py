@@ -348,8 +348,8 @@ def errors_page() -> str:
         "Errors",
         """
         Every error that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
-        and what to do; its attributes hold the same facts. Commands print the text on standard error. `Reject`, which you
-        raise, is a plain `Exception`.
+        and what to do; its attributes hold the same facts. Commands print the text on standard error. `Reject`, which
+        you raise, is a plain `Exception`.
         """,
         _exit_statuses(),
         "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "

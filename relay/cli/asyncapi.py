@@ -16,9 +16,9 @@ def asyncapi(
     title: Annotated[str, typer.Option("--title", help="The document's title.")] = "Events",
     version: Annotated[str, typer.Option("--document-version", help="The document's version.")] = "1.0.0",
 ) -> None:
-    """Print an AsyncAPI 3.0 document of the registered events: topics by the settings' routes, headers, keys, payloads.
+    """Print an AsyncAPI 3.0 document (JSON) of the registered events: topics, headers, keys, payloads.
 
-    The document is JSON. Needs neither Postgres nor Kafka.
+    Needs neither Postgres nor Kafka.
     """
     import json
 

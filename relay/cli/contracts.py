@@ -21,7 +21,7 @@ def check(
 ) -> None:
     """Compare two AsyncAPI documents, and name each change that breaks a reader of old or of new events.
 
-    Exit status 1 for a change that breaks, 2 for a document that can't be read. Needs neither Postgres nor Kafka.
+    Exit status 1 for a change that breaks, 2 for a document that can't be read.
     """
     from relay.operations.contracts import compare, read
 

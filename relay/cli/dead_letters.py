@@ -75,7 +75,7 @@ def retry(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Retry them: publish the events now, or apply the messages in the next round of their groups."""
+    """Retry them: publish the events now, or apply the messages in their groups' next round."""
     chosen = _opened(side, database_url, aggregate_type, group, topic, cause, dry_run=dry_run)
     chosen.retry(ids, everything=everything, dry_run=dry_run, as_json=as_json)
 

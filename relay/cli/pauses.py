@@ -105,8 +105,8 @@ def drain(
 ) -> None:
     """Wait until all events written so far in these lanes or topics, or in all, are published; then pause them.
 
-    Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout;
-    nothing is paused then.
+    Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout,
+    without a pause.
     """
     from relay.core.pauses import scopes_of
     from relay.operations import pauses
@@ -142,7 +142,7 @@ def wait(
     seconds: Annotated[float, _Timeout] = 60.0,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Wait until every event committed so far is published or a dead letter. Exit status 1 if some are left."""
+    """Wait until all events committed so far are published or dead letters. Exit status 1 if some are left."""
     from relay.core.pauses import ALL
     from relay.operations.drain import Drain
 

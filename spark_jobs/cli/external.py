@@ -40,7 +40,7 @@ def run(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Call and settle what is reserved, until SIGTERM or, with --once, until all is settled. Several may run."""
+    """Make reserved calls, until SIGTERM or, with --once, until all are settled. Several may run."""
     import structlog
 
     from outbox._app import logs
@@ -161,7 +161,7 @@ def settle(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record the outcome of a stuck or conflicting call, without calling the provider."""
+    """Record the outcome of a stuck or conflicting call."""
     from outbox.consumer.postgres_errors import connect
     from outbox.external.caller import Caller
 
