@@ -45,7 +45,7 @@ _SCHEMA: Final = (
 
 
 class StandingError(SchemaError):
-    """Postgres refuses a statement, and will until data or schema change."""
+    """Postgres refuses a statement until data or schema change."""
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 
 
 class BadMessage(ConsumerError):
-    """A message can't be decoded, or has no usable id. The group stopped before it; nothing was skipped."""
+    """A message can't be decoded, or has no usable id. The group stopped before it."""
 
 
 class Reject(Exception):
@@ -25,7 +25,7 @@ class Reject(Exception):
 
 
 class CheckpointConflict(ConsumerError):
-    """A stream's batch does not follow the one that the sink has: applying it might duplicate or lose rows.
+    """A stream's batch does not follow the sink's last one: applying it might duplicate or lose rows.
 
     state  what the sink has, as ``exactly_once(job, accept=…)`` and the option ``accept`` take it.
     """

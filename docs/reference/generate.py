@@ -164,15 +164,21 @@ def cli_page() -> str:
         if count >= _MANY and name.startswith("--")
     }
     shared = list(reversed(often.items()))
+    without = [
+        f"`{path.removeprefix('outbox ')}`"
+        for path, _, _, rows in commands[1:]
+        if not any(text == _DATABASE for _, text in rows)
+    ]
+    everywhere = f"Every command has it but {', '.join(without)}."
     return _page(
         "Commands",
         """
         `--help` after a command shows the same. An option that names a variable overrides that
         [setting](settings.md). See also [errors and exit statuses](errors.md).
         """,
-        "Common options; the commands below only list their names:",
+        "Common options; the commands below only list the names, but not that of the first:",
         _list(
-            (name, f"{text}; for commands on consumers, the sink's" if text == _DATABASE else text)
+            (name, f"{text}; for commands on consumers, the sink's. {everywhere}" if text == _DATABASE else text)
             for name, text in shared
         ),
         *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
@@ -200,6 +206,8 @@ def _command(
     parts = [f"## {path}{shown}", text]
     own, others = [], []
     for name, described in rows:
+        if described == _DATABASE:
+            continue
         if (name, described.removesuffix(_REQUIRED)) in shared:
             # Without the type of its value.
             others.append(f"`{name.partition(' ')[0]}`" + (" (required)" if described.endswith(_REQUIRED) else ""))

@@ -43,7 +43,7 @@ class OffsetMoved(Exception):
 
 
 class EffectFailed(ConsumerError):
-    """The job's effect failed on a batch. The batch was rolled back, its offsets included."""
+    """The job's effect failed on a batch, which was rolled back with its offsets."""
 
 
 class Interrupted(ConsumerError):
@@ -67,7 +67,7 @@ class DataLost(ConsumerError):
 
 
 class TopicRecreated(DataLost):
-    """The topic was deleted, and perhaps created again: the stored offsets no longer apply to it."""
+    """The topic was deleted, and perhaps created again: the stored offsets no longer apply."""
 
 
 class ConsumerUnavailable(ConsumerError):

@@ -131,7 +131,7 @@ Confirm = Callable[[float], Mapping[int, OutboxError]]
 
 
 class Unavailable(OutboxError):
-    """The turn can't be completed now: a server is unavailable, slow or has no leader, or refuses the batch.
+    """The turn can't be completed now.
 
     Read again; wait first, except after BatchRefused.
     """
@@ -154,10 +154,7 @@ class BatchRefused(BrokerUnavailable):
 
 
 class TopicUnusable(BrokerUnavailable):
-    """A whole topic can't be written to: it is missing, forbidden, stalled, or its name is refused.
-
-    No event is at fault.
-    """
+    """A topic can't be written to: it is missing, forbidden, stalled, or its name is refused."""
 
 
 class IdBusy(BrokerUnavailable):
@@ -194,7 +191,7 @@ class LaneLocked(DatabaseUnavailable):
 
 
 class LaneLost(OutboxError):
-    """Another relay holds the lane now (its epoch has changed). Publish and settle nothing more."""
+    """Another relay holds the lane now: publish and settle nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
