@@ -11,7 +11,7 @@ class OutboxError(Exception):
 
 
 class ConfigurationError(OutboxError):
-    """A setting is missing, malformed, or incompatible with the delivery guarantee that was asked for."""
+    """A setting is missing, malformed, or incompatible with the chosen delivery."""
 
 
 class MissingExtra(ConfigurationError):
@@ -26,7 +26,7 @@ class MissingExtra(ConfigurationError):
 class EventError(OutboxError):
     """An event can't be written as it is. Nothing was sent to the database.
 
-    ``field`` names the invalid part of the event, as the caller spells it (``payload``, ``headers['x']`` …).
+    ``field`` names the invalid part, as the caller spells it (``payload``, ``headers['x']`` …).
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -69,9 +69,9 @@ class EventTooLarge(EventError):
 
 
 class IdempotencyKeyReused(EventError):
-    """The idempotency key is that of another event of this aggregate type. The event was not written.
+    """The idempotency key is that of another event of this aggregate type.
 
-    Nor were the others of the call, unless another transaction committed the key during the call: roll back then.
+    Nothing of the call was written, unless another transaction committed the key meanwhile: then roll back.
     """
 
     def __init__(self, key: str, kind: str, first: tuple[str, str], event_id: object) -> None:
@@ -84,11 +84,11 @@ class IdempotencyKeyReused(EventError):
 
 
 class SchemaRegistryUnavailable(OutboxError):
-    """The schema registry was unavailable or returned an error. Nothing was sent to the database; retry the write."""
+    """The schema registry was unavailable or returned an error. Nothing was written; retry."""
 
 
 class TargetError(OutboxError):
-    """The session or connection given to ``add`` can't take part in a transaction, or is of an unknown kind."""
+    """The session or connection given to ``add`` is in no transaction, or of an unknown kind."""
 
 
 class SchemaError(OutboxError):
@@ -114,7 +114,7 @@ class NotFound(OutboxError):
 
 
 class OperationRefused(OutboxError):
-    """The operation is not possible in the present state, or would lose something.
+    """The operation is not possible now, or would lose something.
 
     Nothing was changed. The text says what to do first.
     """

@@ -6,11 +6,11 @@ from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 
 
 class BadMessage(ConsumerError):
-    """A message can't be decoded, or has no usable id. The group stopped before it; nothing was skipped."""
+    """A message can't be decoded, or has no usable id. The group stopped before it."""
 
 
 class Reject(Exception):
-    """Raised by an effect that is a function: these messages can't be applied. The others are applied without them.
+    """Raised by an effect that is a function: these messages can't be applied; the others are.
 
     why          shown with the dead letter.
     message_ids  one or more, from the table that the effect was given.
@@ -25,7 +25,7 @@ class Reject(Exception):
 
 
 class CheckpointConflict(ConsumerError):
-    """A stream's batch does not follow the one that the sink has: applying it might duplicate or lose rows.
+    """A stream's batch does not follow the sink's last one: applying it might duplicate or lose rows.
 
     state  what the sink has, as ``exactly_once(job, accept=…)`` and the option ``accept`` take it.
     """
@@ -36,15 +36,15 @@ class CheckpointConflict(ConsumerError):
 
 
 class StagedRowsLost(ConsumerUnavailable):
-    """Rows that tasks have staged are gone: Postgres crashed, or another driver of the group dropped them.
+    """Staged rows are gone: Postgres crashed, or another driver of the group dropped them.
 
     Nothing of the batch was applied. A round stages them again; a query of the format "outbox" must be started again.
     """
 
 
 class InputCut(ConsumerError):
-    """A task's rows ended before all of them had come: something upstream failed. None of them was committed."""
+    """A task's rows ended early: something upstream failed. None was committed."""
 
 
 class WorkerLost(ConsumerError):
-    """A Python worker or an executor of Spark ended in the middle of a range. Nothing of the range was committed."""
+    """A Python worker or an executor ended within a range, of which nothing was committed."""

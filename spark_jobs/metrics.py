@@ -50,8 +50,8 @@ _GAUGES: Final = {
     "dead_letters_retrying": ("retrying", "Dead letters that the next round retries."),
 }
 _RESERVED: Final = {
-    "reservations_unsettled": ("unsettled", "Effects outside the database that are neither confirmed nor cancelled."),
-    "reservations_stuck": ("stuck", "Those of them that wait for an operator."),
+    "reservations_unsettled": ("unsettled", "Calls to other systems that are neither confirmed nor cancelled."),
+    "reservations_stuck": ("stuck", "Calls that wait for an operator."),
 }
 
 
@@ -102,8 +102,8 @@ class ConsumerMetrics:
         yield from self._of_this_process()
         sink = self._sink_query.wait()
         bounds = self._kafka_query.wait()
-        yield self._gauge("postgres_up", "1 when the sink's database answered this time.", int(sink is not None))
-        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(bounds is not None))
+        yield self._gauge("postgres_up", "1 when the sink's database answered.", int(sink is not None))
+        yield self._gauge("kafka_up", "1 when Kafka answered.", int(bounds is not None))
         if sink is not None:
             yield from self._from_sink(*sink)
         if bounds is not None:
@@ -112,18 +112,16 @@ class ConsumerMetrics:
     def _of_this_process(self) -> Iterable[Metric]:
         with self._lock:
             read, rounds, seconds, last = self._read, list(self._rounds), self._round_seconds, self._last_round
-        counter = CounterMetricFamily(
-            f"{_PREFIX}messages_read", "Messages that this process has read.", labels=["group"]
-        )
+        counter = CounterMetricFamily(f"{_PREFIX}messages_read", "Messages read by this process.", labels=["group"])
         counter.add_metric([self._group], read)
         yield counter
         build = GaugeMetricFamily(
-            f"{_PREFIX}build_info", "Always 1: a label is the version.", labels=["group", "version"]
+            f"{_PREFIX}build_info", "Always 1: the version is a label.", labels=["group", "version"]
         )
         build.add_metric([self._group, __version__], 1)
         yield build
         histogram = HistogramMetricFamily(
-            f"{_PREFIX}round_seconds", "How long a round takes, from its plan to its last commit.", labels=["group"]
+            f"{_PREFIX}round_seconds", "Duration of a round, from its plan to its last commit.", labels=["group"]
         )
         limits = [*map(str, _BUCKETS), "+Inf"]
         histogram.add_metric([self._group], [(at, sum(rounds[: n + 1])) for n, at in enumerate(limits)], seconds)

@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+import sqlalchemy as sa
 import typer
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -34,8 +35,10 @@ from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
 from outbox._clients.clock import DatabaseClock
 from outbox.consumer.model import OffsetBounds, Partition
+from outbox.consumer.tables import consumer_tables
 from outbox.errors import OutboxError
 from outbox.inbox.errors import Reject as InboxReject
+from outbox.tables import outbox_tables
 from relay.cli.assembly import assemble
 from relay.core.health import Health, Reason
 from relay.core.reports import TurnMetrics
@@ -81,17 +84,15 @@ def settings_page() -> str:
     return _page(
         "Settings",
         """
-        Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
-        The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Settings run code: a file in
-        the working directory is refused unless it belongs to you or to root, and no other user can write it. Nested
-        names take two underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under
-        `[relay]`. An unknown name, in the file or of a variable that begins with `OUTBOX_`, is an error (exit status 2)
-        that suggests the nearest one. All times are in seconds.
+        A command's option takes precedence over the environment, which takes precedence over a TOML file:
+        `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. As settings run code, a file in the
+        working directory is refused unless it belongs to you or to root, and no other user can write it.
+        `OUTBOX_RELAY__BATCH_SIZE=500` in the environment is `batch_size = 500` under `[relay]` in the file, and
+        [`OUTBOX_…_FILE`](../operations/secrets.md) names a file that holds the value. An unknown name in either is an
+        error (exit status 2) that suggests the nearest one. Times are in seconds.
 
-        `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
-
-        Consumers use `[consumer]`, `[spark]`, `consumer_schema`, `credentials`, `database_url`, `kafka`, `log_format`,
-        `log_level` and `spark_packages`. The other settings are the relay's; every command checks all of them.
+        Consumers use `[consumer]`, `[spark]` and the settings above `OUTBOX_SCHEMA`; the others are the relay's. Every
+        command checks all of them.
         """,
         *tables,
         "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
@@ -125,7 +126,8 @@ def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
 def _values(field: FieldInfo) -> str:
     if environment.values_of(field.annotation) is str:
         return "options by name"
-    return expected(field).removeprefix("a ")
+    text = expected(field).removeprefix("a ").replace("whole number", "integer")
+    return re.sub(r"^(integer|number|text) (?:from|of) (\S+) to (\S+)", r"\1, \2–\3", text)
 
 
 def _default(field: FieldInfo) -> str:
@@ -163,15 +165,21 @@ def cli_page() -> str:
         if count >= _MANY and name.startswith("--")
     }
     shared = list(reversed(often.items()))
+    without = [
+        f"`{path.removeprefix('outbox ')}`"
+        for path, _, _, rows in commands[1:]
+        if not any(text == _DATABASE for _, text in rows)
+    ]
+    everywhere = f"Every command has it but {', '.join(without)}."
     return _page(
         "Commands",
         """
-        `--help` after a command shows the same. Settings come from [the environment or a file](settings.md); where an
-        option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
+        `--help` after a command shows the same. An option that names a variable overrides that
+        [setting](settings.md). See also [errors and exit statuses](errors.md).
         """,
-        "Common options, of which the commands below only list the names:",
+        "Common options; the commands below only list the names, but not that of the first:",
         _list(
-            (name, f"{text}; for commands on consumers, the sink's" if text == _DATABASE else text)
+            (name, f"{text}; for commands on consumers, the sink's. {everywhere}" if text == _DATABASE else text)
             for name, text in shared
         ),
         *(_command(path, text, usage, rows, shared) for path, text, usage, rows in commands),
@@ -194,12 +202,13 @@ def _commands(command: Any, context: typer.Context, path: str) -> Iterator[tuple
 def _command(
     path: str, text: str, usage: str, rows: Sequence[tuple[str, str]], shared: Sequence[tuple[str, str]]
 ) -> str:
-    parts = [f"## {path}", text]
     arguments = usage.removeprefix("[OPTIONS]").strip()
-    if arguments and "COMMAND" not in arguments:
-        parts.append(f"`{path} {arguments}`")
+    shown = f" `{arguments}`" if arguments and "COMMAND" not in arguments else ""
+    parts = [f"## {path}{shown}", text]
     own, others = [], []
     for name, described in rows:
+        if described == _DATABASE:
+            continue
         if (name, described.removesuffix(_REQUIRED)) in shared:
             # Without the type of its value.
             others.append(f"`{name.partition(' ')[0]}`" + (" (required)" if described.endswith(_REQUIRED) else ""))
@@ -254,11 +263,10 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         """
-        A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
-        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Besides the labels below, each metric of a relay has the label `outbox`:
-        `OUTBOX_NAME`; those of a consumer have it if that is set. What to watch, and what to alert on: [the
-        relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
-        consumers](../operations/dead-letters.md#watch).
+        A relay serves its metrics at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. Each also has the label `outbox`, which is `OUTBOX_NAME` (on a consumer only
+        if that is set). What to watch: [the relay](../operations/relay.md#what-to-watch), [the
+        slot](../operations/wal.md#what-to-watch), [consumers](../operations/dead-letters.md#watch).
         """,
         "## Relays\n\n"
         + _metrics([*relays.collect(), *build.collect()])
@@ -304,7 +312,7 @@ class _Ones(dict[str, Any]):
 
 def metric_names() -> dict[str, str]:
     """Return the names of all metrics as queries spell them, and their types."""
-    rows = re.findall(r"^\| `(outbox_\w+)` \| (\w+) \|", metrics_page(), re.MULTILINE)
+    rows = re.findall(r"^\| `(outbox_\w+)[^`]*` \| (\w+) \|", metrics_page(), re.MULTILINE)
     return dict(rows)
 
 
@@ -315,11 +323,11 @@ def _metrics(families: Iterable[Metric]) -> str:
         named = getattr(family, "_labelnames", None) or {
             label: None for sample in family.samples for label in sample.labels if label != "le"
         }
-        labels = ", ".join(f"`{label}`" for label in named)
+        labels = f"{{{','.join(named)}}}" if named else ""
         # In the text format an info is a gauge.
         kind = "gauge" if family.type == "info" else family.type
-        rows.append([f"`{name}`", kind, labels, _markdown(family.documentation)])
-    return _table(["metric", "type", "labels", ""], rows)
+        rows.append([f"`{name}{labels}`", kind, _markdown(family.documentation)])
+    return _table(["metric", "type", ""], rows)
 
 
 # Errors
@@ -349,8 +357,9 @@ def errors_page() -> str:
     return _page(
         "Errors",
         """
-        Everything that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
-        and what to do; its attributes have the same facts for programs. A command prints the text on standard error.
+        Every error that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
+        and what to do; its attributes hold the same facts. Commands print the text on standard error. `Reject`, which
+        you raise, is a plain `Exception`.
         """,
         _exit_statuses(),
         "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "
@@ -390,16 +399,18 @@ def _place(error: type) -> tuple[bool, str, int]:
 
 
 def _error_rows(errors: Sequence[type[Exception]]) -> str:
-    """Return the table of these errors, below the module that most of them are in."""
+    """Return the table of these errors and their bases, below the module that most of them are in."""
     rows, modules = [], Counter(error.__module__ for error in errors)
     common = modules.most_common(1)[0][0]
     for error in errors:
         if not error.__doc__:
             raise Undocumented(f"{error.__module__}.{error.__name__} has no docstring")
         elsewhere = "" if error.__module__ == common else f" In `{error.__module__}`."
-        rows.append([f"`{error.__name__}`", f"`{error.__bases__[0].__name__}`", _paragraph(error) + elsewhere])
+        base = error.__bases__[0]
+        shown = "" if base in {OutboxError, Exception} else f" (`{base.__name__}`)"
+        rows.append([f"`{error.__name__}`{shown}", _paragraph(error) + elsewhere])
     return f"In `{common}`{', unless another module is named' if len(modules) > 1 else ''}:\n\n" + _table(
-        ["error", "is a", ""], rows
+        ["error (its base)", ""], rows
     )
 
 
@@ -409,33 +420,40 @@ def _error_rows(errors: Sequence[type[Exception]]) -> str:
 def roles_page() -> str:
     """Return the page of the rights of each kind of role."""
     parts = []
+    outbox_tables(outboxes := sa.MetaData())
+    consumer_tables(consumers := sa.MetaData())
     for title, of_sink in (("In the outbox's schema", False), ("In the consumers' schema", True)):
+        tables_of = {table.name: table.columns.keys() for table in (consumers if of_sink else outboxes).tables.values()}
         parts.append(f"## {title}")
         for kind, purpose in members(RoleKind):
             assert isinstance(kind, RoleKind)
             if kind.of_sink is not of_sink:
                 continue
             rows = [
+                *([", ".join(f"`{table}`" for table in tables), rights] for rights, tables in TABLES.get(kind, ())),
                 *(
-                    [", ".join(f"`{table}`" for table in tables), rights, "all"]
-                    for rights, tables in TABLES.get(kind, ())
-                ),
-                *(
-                    [f"`{table}`", right, ", ".join(f"`{column}`" for column in columns)]
+                    [f"`{table}`", f"{right} {_columns(columns, tables_of.get(table, ()))}"]
                     for right, table, columns in COLUMNS.get(kind, ())
                 ),
             ]
-            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights", "columns"], rows)] if rows else [])]
+            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights"], rows)] if rows else [])]
     return _page(
         "Roles",
         """
-        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role, in
-        addition to USAGE on the schema. How to use them, and [what the audit is
-        worth](../operations/migrations.md#what-the-audit-is-worth), is on [another
-        page](../operations/migrations.md#rights).
+        The rights that [`outbox db roles`](../operations/migrations.md#rights) prints for each kind of role, in
+        addition to USAGE on the schema. A right on some columns lists them in parentheses, or after "without" the
+        others.
         """,
         *parts,
     )
+
+
+def _columns(named: Sequence[str], all_of_them: Sequence[str]) -> str:
+    """Return the named columns of a table, or those that are left out where these are fewer."""
+    others = [column for column in all_of_them if column not in named]
+    shown = others if 0 < len(others) < len(named) else named
+    text = ", ".join(f"`{column}`" for column in shown)
+    return f"without {text}" if shown is others else f"({text})"
 
 
 # What the pages are made of

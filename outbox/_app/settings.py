@@ -81,11 +81,10 @@ def _libpq(url: str | None) -> str | None:
 
 
 class RelaySettings(Section):
-    """How one relay process works. All times are in seconds."""
+    """One relay process."""
 
     instance: str | None = Field(None, min_length=1, max_length=200)
-    """The relay's name in ``outbox.relays`` and in logs. Unique among running relays; host, process id and a random
-    part if not given."""
+    """The relay's name, unique among running relays. By default host, process id and a random part."""
     batch_size: int = Field(2000, ge=1, le=50_000)
     """Events of one lane in a turn. A turn of several lanes has up to four times as many, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
@@ -94,27 +93,26 @@ class RelaySettings(Section):
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
     """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
-    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. 0, or behind a
-    pooler: the relay polls, at intervals that grow up to ``max_idle_seconds``."""
+    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. With 0, and behind
+    a pooler, the relay polls, at intervals of up to ``max_idle_seconds``."""
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
-    """Longest wait between tries while Postgres or Kafka is unavailable."""
+    """Longest wait between attempts while Postgres or Kafka is unavailable."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
     """After SIGTERM: how long batches in flight may take. A second signal ends the relay at once."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
-    """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given. With ``--workers``, the other workers
-    use the next ports."""
+    """Where to serve metrics and ``/readyz``. With ``--workers``, the other workers use the next ports."""
     expected_relays: int = Field(1, ge=1, le=10_000)
-    """How many relays should run, standbys included. While fewer do, ``OutboxRelaysMissing`` fires."""
+    """Relays that should run, standbys included. With fewer, ``OutboxRelaysMissing`` fires."""
     sink_url: str | None = Field(None, repr=False)
     """The consumers' database, if it is another one. A relay with ``metrics_address`` shows the lag of its groups, and
     needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
     at_most_once_acks: int = Field(1, ge=0, le=1)
-    """With at-most-once only. 1: a partition's leader acknowledges an event. 0: no broker does, and the relay does not
+    """With at-most-once only. 1: a partition's leader acknowledges events. 0: no broker does, and the relay does not
     see what Kafka never got or refused."""
     idempotency_days: int = Field(30, ge=1, le=3650)
-    """For how many days a key of ``Outbox(unique_keys=True)`` is known: added again, the event is not written again."""
+    """How long keys of ``Outbox(unique_keys=True)`` are remembered."""
 
     @field_validator("sink_url")
     @classmethod
@@ -132,7 +130,7 @@ class WalSettings(Section):
     publication: str = Field("outbox_relay", min_length=1, max_length=63)
     """Unique in the database."""
     heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
-    """While the outbox is idle: how often the slot is advanced past what other applications write."""
+    """How often an idle outbox's slot is advanced past the WAL of other applications."""
     retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
     """More retained WAL than this is an alert."""
 
@@ -149,7 +147,7 @@ class RouteSettings(Section):
 
 
 class FailureSettings(Section):
-    """Events that can't be published as they are. Times are in seconds."""
+    """Events that can't be published."""
 
     on_failure: OnFailure = OnFailure.BLOCK
     """What happens to a dead letter's key. ``block``: later events wait for an operator. ``skip``: they are
@@ -168,23 +166,23 @@ class WebSettings(Section):
     """The operations page: ``outbox web``."""
 
     address: str = Field("127.0.0.1:8722", pattern=r"^\S+:\d{1,5}$", description="host:port, such as 127.0.0.1:8722")
-    """Where the page is served. Any address but a loopback one needs a proxy's secret."""
+    """Where the page is served. Other addresses than loopback need a proxy's secret."""
     proxy_secret: str | None = Field(
         None, pattern=r"^[!-~]{16,}$", repr=False, description="16 or more letters, digits or signs"
     )
-    """The secret that a proxy, which authenticates its users, sends in the header ``X-Outbox-Proxy-Secret``."""
+    """The secret that an authenticating proxy sends in the header ``X-Outbox-Proxy-Secret``."""
     user_header: str = Field("X-Forwarded-User", pattern=r"^[A-Za-z0-9-]+$", description="the name of a header")
-    """The header in which the proxy names the user. The proxy must replace one that a client sends."""
+    """The header in which the proxy names the user, replacing any that a client sends."""
     origin: str | None = Field(
         None, pattern=r"^https://[^/\s]+$", description="https:// and a host, such as https://outbox.example.com"
     )
-    """The public address of the page behind the proxy. Needed with a proxy's secret."""
+    """The page's public address behind the proxy. Needed with a proxy's secret."""
     payloads: Payloads = Payloads.HIDDEN
-    """Whether the page shows payloads and headers of events and messages."""
+    """Whether the page shows payloads and headers."""
     read_only: bool = False
     """Offer no actions to any user."""
     refresh_seconds: float = Field(2.0, ge=0.2, le=60)
-    """How often the figures are read while a browser shows them."""
+    """How often figures are read while a browser shows them."""
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -208,23 +206,22 @@ def is_loopback(address: str) -> bool:
 
 
 class ConsumerSettings(Section):
-    """How one consumer process works."""
+    """One consumer process."""
 
     keep_days: int = Field(14, ge=1, le=3650)
-    """The ids of applied messages are remembered for this many whole days: longer than Kafka keeps the messages."""
+    """Whole days for which ids of applied messages are remembered: longer than Kafka keeps the messages."""
     driver_records: int = Field(2_000, ge=0, le=100_000)
     """Rounds of up to this many messages run in the driver, without a Spark job; 0 runs all rounds in the executors."""
     max_bytes: int = Field(512 << 20, ge=1 << 20)
-    """A round takes at most about this many bytes, estimated from earlier rounds. Raise it on a cluster with many
-    cores."""
+    """Size of a round, estimated from earlier rounds. Raise it on a cluster with many cores."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
-    """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given."""
+    """Where to serve metrics and ``/readyz``."""
     ready_seconds: float = Field(300.0, gt=0)
-    """How long after its last round a consumer is still ready. Longer than the longest round."""
+    """How long after its last round a consumer is ready. Longer than the longest round."""
 
 
 class SparkSettings(Section):
-    """Options of Spark itself: ``conf`` holds its properties."""
+    """Options of Spark itself."""
 
     conf: Options = Field(default_factory=dict, repr=False)
     """Properties of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
@@ -251,12 +248,12 @@ class Settings(BaseSettings):
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
     """The schema of the consumers' tables in the sink's database."""
     kafka: Options = Field(default_factory=dict, repr=False)
-    """Options of librdkafka by their names: ``OUTBOX_KAFKA__LINGER_MS`` is ``linger.ms``. Every command that talks to
-    Kafka needs ``OUTBOX_KAFKA__BOOTSTRAP_SERVERS``."""
+    """Options of librdkafka: ``OUTBOX_KAFKA__LINGER_MS`` is ``linger.ms``. ``OUTBOX_KAFKA__BOOTSTRAP_SERVERS`` is
+    required."""
     spark_packages: str | None = None
-    """Maven coordinates of the packages that a job's transform needs in Spark."""
+    """Maven coordinates of packages that a job's transform needs."""
     credentials: str | None = None
-    """``package.module:function`` that returns short-lived passwords and tokens: see docs/operations/secrets.md."""
+    """``module:function`` that returns [credentials that expire](../operations/secrets.md#credentials-that-expire)."""
     log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
     """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
@@ -266,30 +263,28 @@ class Settings(BaseSettings):
     delivery: Delivery = Delivery.AT_LEAST_ONCE
     """The delivery guarantee for readers of the topics."""
     source: SourceKind = SourceKind.POLLING
-    """The source of the relay's events. The relay waits while the lanes are read from the other source."""
+    """Where the relay reads events. It waits while the lanes are read from the other source."""
     create_topics: bool = False
-    """Create missing topics, with the broker's defaults unless the next two settings are given."""
+    """Create missing topics."""
     topic_partitions: int = Field(-1, ge=-1)
-    """Partitions of a topic that the relay creates; -1 leaves it to the broker."""
+    """Partitions of topics that the relay creates; -1: the broker's default."""
     topic_replication: int = Field(-1, ge=-1)
-    """Replication factor of a topic that the relay creates; -1 leaves it to the broker."""
+    """Replication factor of topics that the relay creates; -1: the broker's default."""
     topic_template: str = DEFAULT_TEMPLATE
-    """Without routes: the topic of an aggregate type. The result is converted to lower case."""
+    """Without routes: the topic of an aggregate type, in lower case."""
     routes: dict[str, RouteSettings] | None = None
-    """Aggregate type to topic (or to a table with more settings). If given, no other aggregate type is published."""
+    """Aggregate type to topic, or to a [table](#routes). If given, no other aggregate type is published."""
     name: str = Field(
         "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
     )
-    """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka. The label ``outbox`` of relays'
-    metrics; the prefix of the state topic and of each transactional.id. If it is set, log entries and a consumer's
-    metrics have it too."""
+    """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka: the label ``outbox`` of metrics, and
+    the prefix of the state topic and of transactional ids. If it is set, log entries have it too."""
     state_replication: int = Field(-1, ge=-1)
-    """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
+    """Replication factor of the state topic; -1: the broker's default."""
     ce_source: str = Field("/outbox", min_length=1)
-    """CloudEvents ``source`` of every event: the system that the events come from."""
+    """CloudEvents' ``source``: the system that the events come from."""
     headers: HeaderSet = HeaderSet.BOTH
-    """The headers of a message: those of CloudEvents, the plain names for Debezium's consumers, or both. One set costs
-    less than both; ``ce_id`` is in each."""
+    """The [headers](message-format.md#headers): CloudEvents', Debezium's plain ones, or both. ``ce_id`` is in each."""
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)

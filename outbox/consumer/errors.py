@@ -28,7 +28,7 @@ class JobError(ConsumerError):
 
 
 class Fenced(ConsumerError):
-    """Another consumer has taken the group, or the partition, over. Nothing of this one's current batch was applied."""
+    """Another consumer took over the group or partition. Nothing of the current batch was applied."""
 
 
 class OffsetMoved(Exception):
@@ -43,15 +43,15 @@ class OffsetMoved(Exception):
 
 
 class EffectFailed(ConsumerError):
-    """The job's effect failed on a batch. The batch was rolled back, its offsets included."""
+    """The job's effect failed on a batch, which was rolled back with its offsets."""
 
 
 class Interrupted(ConsumerError):
-    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. Another try may succeed."""
+    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. A retry may succeed."""
 
 
 class CorruptRecords(ConsumerError):
-    """Kafka has records that can't be read, such as ones whose checksum does not match. Nothing was skipped."""
+    """Kafka has records that can't be read, such as with a wrong checksum. Nothing was skipped."""
 
 
 class NotAuthorized(ConsumerError):
@@ -67,7 +67,7 @@ class DataLost(ConsumerError):
 
 
 class TopicRecreated(DataLost):
-    """The topic was deleted, and perhaps created again: the stored offsets no longer apply to it."""
+    """The topic was deleted, and perhaps created again: the stored offsets no longer apply."""
 
 
 class ConsumerUnavailable(ConsumerError):

@@ -35,7 +35,7 @@ _CURRENT: ContextVar[Patience | None] = ContextVar("outbox_patience", default=No
 
 
 class NoTimeLeft(ConsumerUnavailable):
-    """A request was not sent: there is no patience left for its answer."""
+    """A request was not sent: no time is left for its answer."""
 
 
 class Patience:

@@ -43,7 +43,7 @@ class Refused(ConsumerError):
 
 
 class TryLater(ConsumerError):
-    """Nothing happened at the provider; the same call may succeed later. ``retry_after`` is in seconds."""
+    """Nothing happened at the provider; a retry may succeed. ``retry_after`` is in seconds."""
 
     def __init__(self, text: str, retry_after: float | None = None) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class TryLater(ConsumerError):
 
 
 class OutcomeUnknown(ConsumerError):
-    """The provider may have done the call: no answer, or an unclear one. ``retry_after`` is in seconds."""
+    """The provider may have executed the call. ``retry_after`` is in seconds."""
 
     def __init__(self, text: str, retry_after: float | None = None) -> None:
         super().__init__(text)

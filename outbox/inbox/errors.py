@@ -10,21 +10,21 @@ class InboxError(OutboxError):
 
 
 class MessageIdMissing(InboxError):
-    """A message names no event: it has neither a header ``ce_id`` nor a header ``id``. Nothing was applied."""
+    """A message has neither a header ``ce_id`` nor a header ``id``. Nothing was applied."""
 
 
 class MessageTooOld(InboxError):
-    """The consumer no longer remembers all ids of the message's day, so the message may have been applied before.
+    """The consumer has forgotten ids of the message's day, so the message may have been applied before.
 
-    Roll the transaction back: the message's id is in it.
+    Roll back the transaction, which has the message's id.
     """
 
 
 class HandlerFailed(InboxError):
-    """A message could not be applied, and the consumer stopped before it; nothing was skipped. ``__cause__`` says why.
+    """A message could not be applied, and the consumer stopped before it. ``__cause__`` says why.
 
-    ``topic``, ``partition`` and ``offset`` are the message's, ``attempts`` is how often it was tried. At-most-once the
-    consumer stopped behind it, and ``consumer.losses`` has it: ``given_up``.
+    ``topic``, ``partition``, ``offset`` and ``attempts`` are the message's. At-most-once the consumer stopped behind
+    it, and the loss is in ``consumer.losses``: ``given_up``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PositionLost(InboxError):
 
 
 class TopicReplaced(PositionLost):
-    """The topic was deleted and created again: the stored offsets mean nothing in it."""
+    """The topic was deleted and created again: the stored offsets no longer apply."""
 
 
 class KafkaFailed(InboxError):
@@ -64,4 +64,4 @@ class KafkaFailed(InboxError):
 
 
 class Reject(Exception):
-    """Raised by a handler: this message can't be applied, and trying again won't help."""
+    """Raised by a handler: this message can't be applied, and retrying will not help."""

@@ -12,9 +12,9 @@ class ServiceError(OutboxError):
 
 
 class StartFailed(ServiceError):
-    """A server ended, or did not become ready in time. The message ends with the tail of its log.
+    """A server ended, or did not become ready in time. The text ends with the tail of its log.
 
-    ``log`` is the whole file, when there is one.
+    ``log`` is the whole file, if there is one.
     """
 
     def __init__(self, message: str, log: Path | None = None) -> None:

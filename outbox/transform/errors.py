@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TransformFailed(OutboxError):
-    """A message could not be transformed, or its records not be produced. Nothing of its transaction was committed.
+    """A message could not be transformed, or its records not produced. Its transaction was aborted.
 
     topic, partition, offset   the message's place.
     """
@@ -29,4 +29,4 @@ class InputLost(OutboxError):
 
 
 class KafkaRefused(OutboxError):
-    """Kafka refuses an operation until rights, settings or topics are changed."""
+    """Kafka refuses an operation until rights, settings or topics change."""

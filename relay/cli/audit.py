@@ -20,11 +20,9 @@ from relay.config import Settings
 
 app = typer.Typer(
     invoke_without_command=True,
-    help="Compare the events that were committed, those on Kafka, and those that each consumer group has applied.\n\n"
-    "Counts and sums them by minute, and names each event that is missing, repeated, unknown, out of order, in a "
-    "wrong partition or changed. Needs the archive (OUTBOX_RELAY__ARCHIVE_DAYS) or the ledger (`outbox db ledger on`) "
-    "to know what was committed. Minutes in which something is still under way are open. Exit status 1 if there are "
-    "differences.",
+    help="Compare the events that were committed, are on Kafka, and were applied by each consumer group.\n\n"
+    "Names each event that is missing, repeated, unknown, out of order, in a wrong partition or changed; exit status 1 "
+    "if there are any. Needs the archive (OUTBOX_RELAY__ARCHIVE_DAYS) or the ledger (`outbox db ledger on`).",
 )
 
 _HOUR: Final = dt.timedelta(hours=1)
@@ -37,9 +35,9 @@ def audit(
     context: typer.Context,
     since: Annotated[
         dt.datetime | None,
-        typer.Option(help="Events written at or after; UTC unless it has a zone. By default an hour ago."),
+        typer.Option(help="Events written at or after (default: an hour ago); UTC unless it has a zone."),
     ] = None,
-    until: Annotated[dt.datetime | None, typer.Option(help="Events written before. By default now.")] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="Events written before (default: now).")] = None,
     topic: Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
     partial: Annotated[
@@ -47,7 +45,7 @@ def audit(
         typer.Option("--partial", help="A group that leaves events out on purpose; repeatable."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Compare each minute once, when it is over, until SIGTERM or SIGINT.")
+        bool, typer.Option("--follow", help="Compare each minute once it is over, until SIGTERM or SIGINT.")
     ] = False,
     certificate: Annotated[Path | None, typer.Option(help="Write the sums to this file, if all is equal.")] = None,
     sink_url: SinkOption = None,
@@ -98,14 +96,14 @@ def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate of `outbox audit --certificate`.")],
     sha256: Annotated[
         str | None,
-        typer.Option("--sha256", help="The hash that was printed when it was written."),
+        typer.Option("--sha256", help="The hash that was printed with it."),
     ] = None,
     sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
 ) -> None:
     """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
 
-    Minutes of which Kafka or the archive has deleted something since are skipped.
+    Skips minutes of which Kafka or the archive has deleted something since.
     """
     from relay.audit.comparison import audit
 

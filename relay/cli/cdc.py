@@ -35,7 +35,7 @@ def setup(
     reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Create the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
+    """Create the publication and the slot. Then start relays with OUTBOX_SOURCE=wal, and `outbox relay switch wal`.
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """

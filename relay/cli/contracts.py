@@ -17,13 +17,13 @@ app = typer.Typer(help="The contract with consumers, as `outbox asyncapi` prints
 
 @app.command()
 def check(
-    old: Annotated[Path, typer.Argument(help="The document of the version that consumers know.")],
-    new: Annotated[Path, typer.Argument(help="The document of the version that is to come.")],
+    old: Annotated[Path, typer.Argument(help="The document that consumers know.")],
+    new: Annotated[Path, typer.Argument(help="The document of the next version.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two AsyncAPI documents, and name each change that breaks a reader of old or of new events.
 
-    Exit status 1 for a change that breaks, 2 for a document that can't be read. Needs neither Postgres nor Kafka.
+    Exit status 1 for a change that breaks, 2 for a document that can't be read.
     """
     found = compare(read(old), read(new))
     if as_json:
@@ -42,9 +42,9 @@ def asyncapi(
     title: Annotated[str, typer.Option("--title", help="The document's title.")] = "Events",
     version: Annotated[str, typer.Option("--document-version", help="The document's version.")] = "1.0.0",
 ) -> None:
-    """Print an AsyncAPI 3.0 document of the registered events: topics by the settings' routes, headers, keys, payloads.
+    """Print an AsyncAPI 3.0 document (JSON) of the registered events: topics, headers, keys, payloads.
 
-    The document is JSON. Needs neither Postgres nor Kafka.
+    Needs neither Postgres nor Kafka.
     """
     from relay.operations.asyncapi import document, import_models
 

@@ -39,7 +39,7 @@ def upgrade(
     consumer: _Consumer = False,
     lanes: _Lanes = None,
 ) -> None:
-    """Upgrade the tables to this version. Safe to repeat, and to run from many pods at once."""
+    """Upgrade the tables to this version. Safe to repeat, and to run concurrently."""
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
@@ -76,7 +76,7 @@ def check(
     consumer: _Consumer = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the tables with this version's, CHECKs and generated columns included. Exit status 1 if they differ."""
+    """Compare the tables with this version's. Exit status 1 if they differ."""
     from outbox._app import migrate as db
     from outbox._app import schema_drift as schema_check
 
@@ -126,10 +126,10 @@ def lanes(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
 ) -> None:
-    """Change the number of lanes. Stop the relays first; writers may continue, and wait while it is done.
+    """Change the number of lanes. Stop the relays first; writers wait while it runs.
 
-    If relays have ever published exactly-once, the markers on Kafka are compared first, as by `outbox relay
-    reconcile`, so the relays' Kafka settings are needed.
+    If relays have ever published exactly-once, it first compares the markers on Kafka, as `outbox relay reconcile`
+    does, and needs the relays' Kafka settings.
     """
     from outbox._app import migrate as db
 
@@ -170,7 +170,7 @@ def prune(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: Annotated[
-        bool, typer.Option("--consumer", help="The ids that consumers remember, instead of the archive.")
+        bool, typer.Option("--consumer", help="The ids that consumers remember instead of the archive.")
     ] = False,
     days: Annotated[
         int | None,
@@ -178,7 +178,7 @@ def prune(
             min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS"
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also drop what expired more than 3 days ago, if the clock is right."),
@@ -187,7 +187,7 @@ def prune(
 ) -> None:
     """Drop expired partitions, and create those of the coming days. Run it as the tables' owner.
 
-    Relays do the same for the archive, and consumers for the ids that they remember, if they have the rights.
+    Relays do it for the archive, and consumers for remembered ids, if they have the rights.
     """
     if consumer:
         if force:
@@ -301,7 +301,7 @@ def ledger(
     schema: _Schema = None,
     reason: Reason = None,
 ) -> None:
-    """Let the database count the events as they are written, for `outbox audit`. Run it as the tables' owner."""
+    """Let the database count events as they are written, for `outbox audit`. Run it as the tables' owner."""
     from contextlib import closing
 
     from relay.audit.ledger import turn_off, turn_on

@@ -32,7 +32,7 @@ class Side(StrEnum):
 _Side = Annotated[Side, typer.Option("--side", help="Events not published (relay), or messages not applied.")]
 _Ids = Annotated[list[str] | None, typer.Argument(help="Event ids (relay) or numbers (consumer).")]
 _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Relay: only of this aggregate type.")]
-_Group = Annotated[str | None, typer.Option("--group", help="Consumer: only of this consumer group.")]
+_Group = Annotated[str | None, typer.Option("--group", help="Only this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Consumer: only of this topic.")]
 _Cause = Annotated[
     str | None,
@@ -65,7 +65,7 @@ def show(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one with its contents, as JSON on several lines; with --json on one."""
+    """Show one with its contents, as indented JSON; with --json on one line."""
     _of(side, _Asked(database_url, as_json=as_json)).show(dead_letter)
 
 
@@ -82,7 +82,7 @@ def retry(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Retry them: publish the events now, or apply the messages in the next round of their groups."""
+    """Retry them: publish the events now, or apply the messages in their groups' next round."""
     _of(side, _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json)).retry()
 
 

@@ -27,8 +27,8 @@ _REST: Final = 4
 
 _Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")]
 _Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")]
-_Reason = Annotated[str | None, typer.Option("--reason", help="Shown with the pause and kept in the audit.")]
-_Timeout = typer.Option(min=0, help="Seconds to wait at most.")
+_Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")]
+_Timeout = typer.Option(min=0, help="Longest wait, in seconds.")
 
 
 def pause(
@@ -102,8 +102,8 @@ def drain(
 ) -> None:
     """Wait until all events written so far in these lanes or topics, or in all, are published; then pause them.
 
-    Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout;
-    nothing is paused then.
+    Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout,
+    without a pause.
     """
     from relay.core.pauses import scopes_of
     from relay.operations import pauses
@@ -138,7 +138,7 @@ def wait(
     seconds: Annotated[float, _Timeout] = 60.0,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Wait until every event committed so far is published or a dead letter. Exit status 1 if some are left."""
+    """Wait until all events committed so far are published or dead letters. Exit status 1 if some are left."""
     from relay.core.pauses import ALL
     from relay.operations.drain import Drain
 

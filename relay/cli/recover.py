@@ -21,7 +21,7 @@ _SHOWN = 5
 
 def recover(
     since: Annotated[dt.datetime, typer.Option(help="The point of the restore; UTC unless it has a zone.")],
-    until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays restarted; by default now.")] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="When writers or relays restarted (default: now).")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only compare. Exit status 1 if something differs.")
     ] = False,
@@ -31,8 +31,8 @@ def recover(
 ) -> None:
     """After a restore of Postgres or a loss in Kafka: show what one has and the other lacks, and let lanes continue.
 
-    Settles what Kafka has already, so that nothing is published twice. Run it before relays start, connected to
-    Postgres directly, not through a pooler. --json lists every event.
+    Settles what Kafka already has, so that it is not published twice. Run it before relays start, with a direct
+    connection to Postgres. --json lists every event.
     """
     from relay.cli.relay import reconciler_settings
     from relay.operations.dead_letters import locked as error_of_locked

@@ -106,7 +106,7 @@ def reconcile(
 ) -> None:
     """Compare table, marker and topics (exactly-once), and repair stopped lanes with --apply.
 
-    Relays may keep running. Connect to Postgres directly, not through a pooler. Exit status 1 while a problem remains.
+    Relays may keep running. Needs a direct connection to Postgres. Exit status 1 while a problem remains.
     """
     from relay.operations.reconcile import Reconciler
 
@@ -130,7 +130,7 @@ def upgraded(
 ) -> None:
     """Accept the new system identifier after pg_upgrade (exactly-once), and write new markers.
 
-    Changes nothing, with exit status 1, if a lane has stopped for any other reason.
+    Refuses, with exit status 1, if a lane has stopped for any other reason.
     """
     from relay.operations.reconcile import Reconciler
 
@@ -189,7 +189,7 @@ def release(
 ) -> None:
     """End a lane's lease now, for example after the database's clock jumped back.
 
-    A relay that holds the lane loses it, and is fenced by the next holder.
+    A relay that holds the lane loses it.
     """
     from relay.operations.release import release_lane
 

@@ -23,7 +23,7 @@ def replay(
     event_id: Annotated[list[UUID] | None, typer.Option(help="Only this event; repeatable.")] = None,
     topic: Annotated[str | None, typer.Option(help="Published to this topic.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The whole archive.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     reason: Reason = None,
     database_url: DatabaseUrl = None,

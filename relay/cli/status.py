@@ -44,7 +44,7 @@ def status(
 ) -> None:
     """Show the backlog, relays, lanes, the slot, and the lag and dead letters of each consumer group.
 
-    Lists the problems that need attention; exit status 1 if there are any.
+    Lists problems that need attention; exit status 1 if there are any.
     """
     from relay.pipeline.overview import looking
 

@@ -29,9 +29,7 @@ def trace(
     ] = None,
     since: Annotated[
         dt.datetime | None,
-        typer.Option(
-            help="Where to begin in topics; UTC unless it has a zone. By default the time in the id, if it has one."
-        ),
+        typer.Option(help="Where to begin in topics (default: the time in the id); UTC unless it has a zone."),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to search topics.")] = 10.0,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: show at most this many.")] = 20,
@@ -39,10 +37,9 @@ def trace(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where an event is, from its writing to each consumer group, and the time between the steps.
+    """Show an event's path from its writing to each consumer group, with times.
 
-    Without an archive, searches the topics to which relays with these settings may write. Exit status 1 if the event
-    is unknown.
+    Without an archive, searches the topics of relays with these settings. Exit status 1 if the event is unknown.
     """
     if (event_id is None) == (aggregate is None):
         raise ConfigurationError("give an event's id, or --aggregate TYPE/ID")

@@ -48,7 +48,7 @@ RECREATED: Final = 0
 
 
 class StateLost(OutboxError):
-    """Marker and table contradict each other: the lane stops until it is repaired (``outbox relay reconcile``)."""
+    """Marker and table contradict each other: the lane stops until ``outbox relay reconcile``."""
 
 
 @dataclass(frozen=True, slots=True)

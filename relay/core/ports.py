@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StreamLost(StateLost):
-    """The slot may have missed events: nothing is read until an operator has looked (``outbox cdc status``)."""
+    """The slot may have missed events: the lanes stop until an operator acts (``outbox cdc status``)."""
 
 
 class WalPosition(NamedTuple):
@@ -131,7 +131,7 @@ Confirm = Callable[[float], Mapping[int, OutboxError]]
 
 
 class Unavailable(OutboxError):
-    """The turn can't be completed now: a server is unavailable, slow or has no leader, or refuses the batch.
+    """The turn can't be completed now.
 
     Read again; wait first, except after BatchRefused.
     """
@@ -146,29 +146,26 @@ class DatabaseUnavailable(Unavailable):
 
 
 class DeliveryTimeout(BrokerUnavailable):
-    """The batch was not acknowledged in its time. A smaller one will be tried."""
+    """The batch was not acknowledged in time. A smaller one is tried next."""
 
 
 class BatchRefused(BrokerUnavailable):
-    """The broker refuses something in the batch without saying what. Smaller batches will isolate the event."""
+    """The broker refuses the batch without naming the event. Smaller batches isolate it."""
 
 
 class TopicUnusable(BrokerUnavailable):
-    """A whole topic can't be written to: it is missing, forbidden, stalled, or its name is refused.
-
-    No event is at fault.
-    """
+    """A topic can't be written to: it is missing, forbidden, stalled, or its name is refused."""
 
 
 class IdBusy(BrokerUnavailable):
-    """The last transaction of a transactional.id can't be ended: most likely one of its partitions has no leader.
+    """The last transaction of a transactional.id can't be ended: most likely a partition has no leader.
 
-    No producer gets the id before that. If it was undecided, it is aborted by now.
+    No producer gets the id before that. If the transaction was undecided, it is aborted.
     """
 
 
 class UndecidedTransaction(BrokerUnavailable):
-    """A partition ends in a transaction that is neither committed nor aborted, so its contents are not known yet."""
+    """A partition ends in a transaction that is neither committed nor aborted."""
 
     @classmethod
     def at(cls, topic: str, partition: int, stable: int, end: int, seconds: float) -> UndecidedTransaction:
@@ -185,7 +182,7 @@ class UndecidedTransaction(BrokerUnavailable):
 
 
 class LaneLocked(DatabaseUnavailable):
-    """Another session has locked the lane's row. The lane waits, the worker's other lanes go on."""
+    """Another session has locked the lane's row. The worker's other lanes continue."""
 
     def __init__(self, lane: int) -> None:
         super().__init__(
@@ -194,11 +191,11 @@ class LaneLocked(DatabaseUnavailable):
 
 
 class StandingError(SchemaError):
-    """Postgres refuses a statement, and will until data or schema change."""
+    """Postgres refuses a statement until data or schema change."""
 
 
 class LaneLost(OutboxError):
-    """Another relay holds the lane now (its epoch has changed). Publish and settle nothing more."""
+    """Another relay holds the lane now: publish and settle nothing more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class TurnMetrics:
         self.delays: Delays | None = None
         self._events = Counter(
             "outbox_relay_events",
-            "Events by result: published, refused (by Kafka; each attempt counts), dead (became a dead letter), lost "
+            "Events by result: published, refused (by Kafka, each attempt), dead (became a dead letter), lost "
             "(at-most-once only).",
             ["result"],
             registry=registry,
@@ -57,7 +57,7 @@ class TurnMetrics:
             self._stages.labels(stage)
         self._lost = Counter(
             "outbox_relay_lanes_lost",
-            "Lanes that another relay had taken by the time their turn was settled.",
+            "Lanes that another relay took before their turn was settled.",
             registry=registry,
         )
         self._last = Gauge(

@@ -13,7 +13,7 @@ from relay.core.ports import Claim
 
 
 class NoRoute(OutboxError):
-    """No topic is configured for this aggregate type. The event stays in the outbox until there is one."""
+    """No topic is configured for this aggregate type: its events wait."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,9 @@ class PublishDelays:
     def collect(self) -> Iterator[HistogramMetricFamily]:
         yield self._delays.family(
             "outbox_relay_publish_delay_seconds",
-            "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement, or the commit of "
-            "Kafka's transaction, by the database's clock; without replays and copies of dead letters. "
-            f'Beyond {MOST_TOPICS} topics the others share the topic "".',
+            "Time from the transaction that wrote an event (created_at) to Kafka's acknowledgement or commit, by the "
+            "database's clock; without replays and copies of dead letters. "
+            f'Topics beyond {MOST_TOPICS} share the label "".',
         )
 
 

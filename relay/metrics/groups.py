@@ -66,27 +66,27 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     lags = _highest(found.lags)
     yield gauges(
         "group_lag_messages",
-        "Offsets that are committed in Kafka and not applied by the group, over the topic's partitions. Whether its "
-        f"consumer runs or not; of the {MOST} topics of groups with the most.",
+        "Offsets that are committed in Kafka and not applied by the group, whether its consumer runs or not; of the "
+        f"{MOST} topics of groups with the most.",
         ["group", "topic"],
         lags,
     )
     yield gauges(
         "group_late_messages",
-        f"Those of them whose messages were published more than {LATE_SECONDS:g} seconds ago.",
+        f"Of these, messages that were published more than {LATE_SECONDS:g} seconds ago.",
         ["group", "topic"],
         ((key, found.late.get(key, 0)) for key, _ in lags),
     )
     yield gauges(
         "group_wait_seconds",
-        "How long messages have waited in a partition while the group's offset there has not moved. Of partitions in "
-        f"which messages wait, the {MOST} with the longest.",
+        "How long messages have waited in a partition while the group's offset has not moved; of the "
+        f"{MOST} partitions with the longest waits.",
         ["group", "topic", "partition"],
         (((group, topic, str(part)), seconds) for (group, topic, part), seconds in _highest(found.waits)),
     )
     yield gauges(
         "group_last_progress_timestamp_seconds",
-        f"When the group last moved an offset, by the sink's clock. Of the {MOST} groups that moved last.",
+        f"When the group last moved an offset, by the sink's clock; of the {MOST} groups that moved last.",
         ["group"],
         (([group], at) for group, at in _highest(found.progress)),
     )

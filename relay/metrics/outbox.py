@@ -24,7 +24,7 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
-            f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, estimated above that.",
+            f"Events that wait to be published; estimated above {insights.COUNTED:,} in a lane.",
             state.backlog,
         )
     if state.counted and ages is not None and state.backlog is not None:
@@ -38,25 +38,23 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
     if state.retrying is not None:
         yield gauge("events_retrying", "Events that failed and are retrying.", state.retrying)
     if state.dead_letters is not None:
-        yield gauge("dead_letters", "Dead letters: events that wait for an operator.", state.dead_letters)
+        yield gauge("dead_letters", "Dead letters.", state.dead_letters)
     if state.blocking is not None:
         yield gauge("dead_letters_blocking", "Dead letters that block later events of their keys.", state.blocking)
     if state.scheduled is not None:
         yield gauge("scheduled_events", f"Scheduled events, counted up to {insights.COUNTED:,}.", state.scheduled)
         overdue = max(-(state.next_due_seconds or 0.0), 0.0)
-        yield gauge(
-            "scheduled_overdue_seconds", "How long the first scheduled event has been overdue; 0 if none is.", overdue
-        )
+        yield gauge("scheduled_overdue_seconds", "How long the first scheduled event is overdue.", overdue)
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
     yield gauges(
         "pauses",
-        "Pauses that operators have requested, by what they cover.",
+        "Pauses by what they cover.",
         ["scope"],
         (([kind], sum(one.scope.kind is kind for one in state.pauses)) for kind in ScopeKind),
     )
     if "relays" not in state.hidden:
-        yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
+        yield gauge("relays_alive", "Running relays.", sum(relay.alive for relay in state.relays))
         yield gauge("relays_expected", "Relays that should run: relay.expected_relays.", expected_relays)
     yield from _audit_metrics(state.verified)
     yield gauge(
@@ -77,10 +75,10 @@ def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
         (([one.topic], one.verified_until.timestamp()) for one in shown),
     )
     for name, text, column in (
-        ("missing", "Events that `outbox audit --follow` has missed on Kafka, or in a group.", "missing"),
-        ("repeated", "Events with more than one record, each minute counted once.", "repeated"),
+        ("missing", "Events missing on Kafka or in a group.", "missing"),
+        ("repeated", "Events with more than one record.", "repeated"),
         ("other_differences", "Events unknown, out of order, in a wrong partition, or changed.", "other"),
-        ("skipped_minutes", "Minutes that could not be verified: Kafka or the archive lacked records.", "skipped"),
+        ("skipped_minutes", "Minutes that could not be verified, for lack of records.", "skipped"),
     ):
         family = CounterMetricFamily(f"outbox_audit_{name}", text, labels=["topic"])
         for one in shown:

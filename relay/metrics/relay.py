@@ -34,13 +34,11 @@ def slot_metrics(
         "0 when the slot may have missed events, or its state is unknown: see `outbox cdc status`.",
         healthy,
     )
-    yield gauge("slot_last_look_timestamp_seconds", "When the slot's state was last read from the server.", looked_at)
+    yield gauge("slot_last_look_timestamp_seconds", "When the slot's state was last read.", looked_at)
     if state is None:
         return
     safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
-    yield gauge(
-        "slot_retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
-    )
+    yield gauge("slot_retained_wal_bytes", "WAL that the server keeps for the slot.", state.retained_bytes)
     yield gauge(
         "slot_retained_wal_over_limit",
         "1 when the retained WAL exceeds wal.retained_limit_bytes.",
@@ -56,7 +54,7 @@ def slot_metrics(
 def slot_repairs(registry: CollectorRegistry) -> Counter:
     return Counter(
         "outbox_slot_repairs",
-        "Repairs of a lost slot by this process; only with source=wal.",
+        "Repairs of a lost slot by this process.",
         registry=registry,
     )
 
@@ -132,7 +130,7 @@ def build_info(registry: CollectorRegistry, version: str, delivery: str, source:
     """Expose what this process runs: versions that differ after a deployment, settings that should be equal."""
     Info(
         "outbox_relay_build",
-        "Always 1: its labels are the version, and the settings OUTBOX_DELIVERY and OUTBOX_SOURCE.",
+        "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.",
         registry=registry,
     ).info({"version": version, "delivery": delivery, "source": source})
 
@@ -172,7 +170,7 @@ class RelayMetrics:
         )
         yield gauges(
             "relay_lane_wait_seconds",
-            "How long the first of these lanes, or the whole worker, has waited since its first failure.",
+            "How long the first of these lanes, or the whole worker, has waited.",
             ["reason"],
             (([reason], waits[reason].seconds if reason in waits else 0.0) for reason in Reason),
         )
@@ -184,7 +182,7 @@ class RelayMetrics:
         )
         yield gauge(
             "relay_lanes_paused",
-            "Lanes of this worker that operators have paused: it holds them and publishes nothing from them.",
+            "Paused lanes of this worker: it holds them and publishes nothing from them.",
             len(health.paused_lanes),
         )
         yield gauge(
@@ -194,16 +192,16 @@ class RelayMetrics:
         )
         yield gauge(
             "relay_topics_unusable",
-            "Topics that are missing, may not be written to, or accept no messages; their events wait.",
+            "Topics that are missing or accept no messages; their events wait.",
             len(self._topics()),
         )
         yield gauge(
             "relay_partitions_hanging",
-            "Partitions in which a transaction hangs: read_committed readers see nothing behind it.",
+            "Partitions with a hanging transaction, behind which read_committed readers see nothing.",
             self._hanging(),
         )
         yield gauge(
             "relay_topics_grown",
-            "Exactly-once: topics that got more partitions in the last day, while this worker ran; keys have moved.",
+            "Exactly-once: topics that got more partitions in the last day, which moved keys.",
             len(self._grown()),
         )

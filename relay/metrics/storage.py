@@ -83,13 +83,13 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     yield gauges("table_rows", "Rows, by the server's statistics.", labels, rows)
     yield gauges(
         "table_dead_rows",
-        "Dead rows that VACUUM has not removed, by the server's statistics.",
+        "Dead rows, by the server's statistics.",
         labels,
         ((name, table.dead_rows) for name, table in tables),
     )
     yield gauges(
         "table_prune_overdue_seconds",
-        "How long ago the first partition should have been dropped: days of published (relay.archive_days), and of "
+        "How long ago a day's partition should have been dropped: of published (relay.archive_days), and of "
         "processed_messages (consumer.keep_days); 0 if none should.",
         labels,
         sorted(found.overdue.items()),
@@ -99,13 +99,13 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     yield gauge("database_bytes", "Size of the outbox's database, all schemas.", found.disk.database_bytes)
     yield gauge(
         "wal_kept_bytes",
-        "WAL that the server keeps for the slot that is furthest behind, of any application; 0 without slots.",
+        "WAL that the server keeps for the slot furthest behind, of any application; 0 without slots.",
         found.disk.kept_bytes,
     )
     if found.disk.wal_bytes is not None:
         yield gauge(
             "wal_directory_bytes",
-            "Size of the server's WAL directory; only if the relay's role has pg_monitor.",
+            "Size of the WAL directory, if the relay's role has pg_monitor.",
             found.disk.wal_bytes,
         )
 

@@ -16,7 +16,7 @@ class RoleKind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
-    """A service that writes events and schedules them. It can't read any, but whose an idempotency key is."""
+    """A service that writes and schedules events. It can read idempotency keys, but no events."""
     RELAY = "relay"
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
@@ -30,19 +30,18 @@ class RoleKind(StrEnum):
     """Handles consumers: `outbox dead-letters --side consumer`, `outbox offsets`, `outbox external list`,
     `retry`, `cancel` and `forget`."""
     CONSUMER_MONITOR = "consumer-monitor"
-    """`outbox status` and `outbox trace` on the sink's side. No keys, messages, requests or responses; texts of errors,
-    which may quote a value."""
+    """`outbox status` and `outbox trace` on the sink's side, without contents; but errors may quote a value."""
     CONSUMER_PAGE = "consumer-page"
-    """What the operations page shows of the sink's side, including keys and messages. It changes nothing."""
+    """What the operations page shows of the sink's side, including keys and messages."""
     EXTERNAL = "external"
     """`outbox external run` and `settle`, without the rights of its own SQL. It can't change what is called."""
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
     CANCELLER = "canceller"
-    """A service that cancels and reschedules events, in addition to a writer's rights. It may delete all of them."""
+    """A service that cancels and reschedules events, any of them, in addition to a writer's rights."""
     MIGRATOR = "migrator"
-    """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
-    on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
+    """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. CREATE on the
+    database is for the first upgrade, `outbox db check` and `outbox cdc setup`."""
     CONSUMER_MIGRATOR = "consumer-migrator"
     """The same for the consumers' tables."""
 

@@ -36,12 +36,12 @@ def consume(
     ] = False,
     database_url: SinkUrl = None,
     topic: Annotated[list[str] | None, typer.Option(help="Read this topic instead of the job's.")] = None,
-    max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
-    master: Annotated[str | None, typer.Option(help="Spark's master; local[2,4] if not given.")] = None,
+    max_records: Annotated[int, typer.Option(min=1, help="Most messages in a round.")] = 200_000,
+    master: Annotated[str | None, typer.Option(help="Spark's master; by default local[2,4].")] = None,
     packages: Annotated[
         str | None, typer.Option(help="Maven coordinates of what the job's transform needs; OUTBOX_SPARK_PACKAGES")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Apply events from Kafka to tables, each once: offsets, dedup and effect move in one transaction.
 

@@ -16,10 +16,10 @@ app = typer.Typer(help="The progress of consumer groups.", no_args_is_help=True)
 @app.command()
 def groups(
     database_url: SinkUrl = None,
-    group: Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")] = None,
+    group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the progress of each group in each partition. The lag is as old as the time of the last move."""
+    """Show each group's progress by partition. The lag is that of the last move."""
     from outbox.consumer.postgres_errors import connect
     from outbox.consumer.progress import progress
 

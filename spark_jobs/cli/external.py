@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Effects outside the database: call, list, retry, cancel.", no_args_is_help=True)
 
 _Spec = Annotated[str, typer.Argument(help="MODULE:NAME of the External", metavar="MODULE:NAME")]
-_Ids = Annotated[list[UUID] | None, typer.Argument(help="Message ids, as `outbox external list` shows them.")]
-_Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
-_Name = Annotated[str | None, typer.Option("--name", help="Only of the External of this name.")]
-_All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --name, if given).")]
+_Ids = Annotated[list[UUID] | None, typer.Argument(help="Ids that `outbox external list` shows.")]
+_Group = Annotated[str | None, typer.Option("--group", help="Only this consumer group.")]
+_Name = Annotated[str | None, typer.Option("--name", help="Only the External of this name.")]
+_All = Annotated[bool, typer.Option("--all", help="All that match the filters.")]
 
 
 @app.command()
@@ -39,7 +39,7 @@ def run(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Call and settle what is reserved, until SIGTERM or, with --once, until all is settled. Several may run."""
+    """Make reserved calls, until SIGTERM or, with --once, until all are settled. Several may run."""
     import structlog
 
     from outbox._app import logs
@@ -84,7 +84,7 @@ def list_reservations(
     database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,
-    unsettled: Annotated[bool, typer.Option("--open", help="Also those that are not settled yet.")] = False,
+    unsettled: Annotated[bool, typer.Option("--open", help="Also unsettled calls.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
@@ -117,7 +117,7 @@ def retry(
     name: _Name = None,
     everything: _All = False,
     not_done: Annotated[
-        bool, typer.Option("--not-done", help="The provider was asked, and has nothing under these keys.")
+        bool, typer.Option("--not-done", help="You asked the provider: it has nothing under these keys.")
     ] = False,
     why: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     as_json: AsJson = False,
@@ -150,13 +150,13 @@ def cancel(
 @app.command()
 def settle(
     spec: _Spec,
-    message_id: Annotated[UUID, typer.Argument(help="Message id.")],
+    message_id: Annotated[UUID, typer.Argument(help="The message's id.")],
     outcome: Annotated[Literal["confirmed", "cancelled"], typer.Option("--as", help="What the provider says.")],
     why: Annotated[str, typer.Option("--reason", help="How you know; it is kept in the audit.")],
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record the outcome of a stuck or conflicting call, without calling the provider."""
+    """Record the outcome of a stuck or conflicting call."""
     from outbox.consumer.postgres_errors import connect
     from outbox.external.caller import Caller
 

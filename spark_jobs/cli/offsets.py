@@ -33,7 +33,7 @@ _Topic = Annotated[str, typer.Option("--topic", help="The topic.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")]
 _Skip = Annotated[bool, typer.Option("--skip", help="Skip messages permanently; the audit records which.")]
 _New = Annotated[bool, typer.Option("--new", help="Allow a group that has never run.")]
-_Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait for a task of the group that commits.")]
+_Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait for a task that commits.")]
 
 
 @app.command()
@@ -42,7 +42,7 @@ def show(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show each partition's next offset with Kafka's first and last, and losses that were not accepted yet.
+    """Show each partition's next offset, Kafka's first and last, and losses that were not accepted yet.
 
     Exit status 1 when Kafka does not answer; the stored offsets are shown anyway.
     """
@@ -64,7 +64,7 @@ def show(
 def set_offset(
     group: _Group,
     topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
-    partition: Annotated[int, typer.Argument(min=0, help="The partition's number.")],
+    partition: Annotated[int, typer.Argument(min=0, help="The partition.")],
     offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
     reason: Reason = None,
     dry_run: _DryRun = False,
@@ -106,9 +106,8 @@ def reset(
     """Move a group in all partitions of a topic, and accept its losses there.
 
     ``--to loss`` goes to the nearest offset from which the group can continue: after retention the first remaining
-    message, after a cut the end of the log at that time, and the beginning of a topic that was created again. A running
-    consumer is fenced: start it again. Going back is safe for jobs that remember ids, the default. With OffsetsOnly
-    messages are applied again.
+    message, after a cut the end of the log at that time, in a topic that was created again its beginning. See also
+    ``outbox offsets set``.
     """
     why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     wanted = _wanted(to)

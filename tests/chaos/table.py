@@ -12,19 +12,18 @@ from typing import Any, Final
 _HEAD: Final = """\
 # Chaos
 
-`make chaos` runs business transactions and three relays, and kills, halts and disconnects everything at random; the
-seed and the configuration repeat a run. The checker (`tests/chaos/checker.py`) compares the topics with what was
-committed, in the terms of Jepsen's Kafka workload.
+`make chaos` runs business transactions and three relays, and kills, halts and disconnects everything at random; a seed
+repeats a run. The checker (`tests/chaos/checker.py`) compares the topics with what was committed, in the terms of
+Jepsen's Kafka workload.
 
 - Load: 100,000 keys, and a hot one with a fifth of the events; payloads of 1 byte to 990 kB; transactions of 1 to 300
-  events, some rolled back, with savepoints, or committed long after others with higher ids; half of them committed
-  asynchronously; 4 or 256 lanes; a topic that is created during the run, and two that refuse some events.
+  events, some rolled back, with savepoints, or committed long after later ones, half of them asynchronously; 4 or 256
+  lanes; a topic that is created during the run, and two that refuse some events.
 - Faults: relays killed, stopped, halted, and started with failpoints; brokers and Postgres killed and halted;
-  connections cut, packets dropped, requests lost, late and doubled between relays, Postgres and, with one broker,
-  Kafka; in some runs a synchronous standby is promoted. With three brokers: three replicas, two in sync.
-- Operators: between the faults, commands discard and retry dead letters, pause and resume, replay the archive, add
-  partitions, switch the source and change the delivery. The table names the source and the delivery at the
-  beginning.
+  connections cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted.
+  With three brokers: three replicas, two in sync.
+- Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
+  source and change the delivery. The table names the first source and delivery.
 - Consumers: two members of an inbox group (or `outbox consume --continuous`) apply four of the topics; they are
   killed, stopped and halted too, and reach the servers through the same networks. In the end the group must have
   applied each event once, in the order of its partition, and `outbox audit` must come to what the checker has found.
@@ -33,10 +32,9 @@ committed, in the terms of Jepsen's Kafka workload.
   replay must repeat what its audit lists.
 - Repeats: under at-least-once a fault must explain each; under exactly-once each is an anomaly.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it. Caught up: until
-  everything that was in the outbox at that moment is published. Other faults meanwhile are part of the time.
+  everything that was in the outbox then is published. Both include later faults.
 
-Each run is a line of `docs/explanation/chaos.jsonl`, with its date, commit, lanes and operators. Times are the median
-of the runs' medians, and the longest.
+Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.
 """
 
 _CONFIGURATION: Final = ("source", "delivery", "brokers")
