@@ -11,6 +11,18 @@
 
 from __future__ import annotations
 
-from outbox.django.writer import DjangoOutbox, outbox
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outbox.django.writer import DjangoOutbox, outbox
 
 __all__ = ["DjangoOutbox", "outbox"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: whoever only walks through the package's modules need not have Django.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outbox.django import writer
+
+    return getattr(writer, name)
