@@ -9,7 +9,7 @@ then every writer has committed.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,9 @@ _LOCK_TIMEOUT: Final = "5s"
 
 _MAX_NAME: Final = 63
 """Bytes of an identifier. Postgres cuts off the rest, so two longer names could become the same."""
+
+Database = str | Callable[[], psycopg.Connection[Any]]
+"""An address, or a function that connects: for a host application with connections of its own."""
 
 _ADVICE: Final = {
     "25006": "this connection may only read: use the primary server and a role that may write",
@@ -100,17 +103,17 @@ _WAYS_OUT: Final[Mapping[str, str]] = {
 CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 
-def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> Upgrade:
-    """Upgrade the outbox's tables to this version, or create them. Returns what was done.
+def upgrade(url: Database, schema: str = "outbox", lanes: int | None = None, revision: str = "head") -> Upgrade:
+    """Upgrade the outbox's tables to a revision, or create them. Returns what was done.
 
-    lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it differs from the
-    existing number or an argument is invalid, SchemaError when the database refuses.
+    A later revision stays. lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it
+    differs from the existing number or an argument is invalid, SchemaError when the database refuses.
     """
     check_name(schema)
     if lanes is not None:
         lane_expression(lanes)
     with _transaction(url) as connection:
-        done = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
+        done = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES, revision)
         there = _count(connection, _lanes(schema))
         if lanes is not None and there != lanes:
             raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
@@ -128,7 +131,12 @@ def upgrade_consumer(url: str, schema: str = "consumer") -> Upgrade:
 
 
 def downgrade(
-    url: str, schema: str | None = None, revision: str = "base", *, history: History = OUTBOX, drop_rows: bool = False
+    url: Database,
+    schema: str | None = None,
+    revision: str = "base",
+    *,
+    history: History = OUTBOX,
+    drop_rows: bool = False,
 ) -> None:
     """Downgrade to a revision.
 
@@ -296,18 +304,18 @@ def check_name(schema: str) -> None:
 
 
 @contextmanager
-def connected(url: str) -> Iterator[sa.Connection]:
+def connected(url: Database) -> Iterator[sa.Connection]:
     """Open a connection that is READ COMMITTED whatever the server's default is, with names pinned to pg_catalog.
 
     Raises ConfigurationError when the address can't be parsed, SchemaError in place of every database error.
     """
-    address = libpq_url(url)
-    shown = display_url(address)
+    address = libpq_url(url) if isinstance(url, str) else ""
+    shown = display_url(address) if isinstance(url, str) else "the database"
 
     def connect() -> psycopg.Connection[Any]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
-            opened = psycopg.connect(address, **password_for(address))
+            opened = psycopg.connect(address, **password_for(address)) if isinstance(url, str) else url()
             # Before SQLAlchemy's first query; behind a pooler the transactions below are pinned.
             if not is_pooled(opened):
                 opened.execute(PIN)
@@ -349,15 +357,15 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
-def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> Upgrade:
-    """Upgrade to the last revision. Returns what was done."""
+def _upgrade(
+    history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES, revision: str = "head"
+) -> Upgrade:
+    """Upgrade to a revision. Returns what was done."""
     before = current(connection, schema) or ()
     _refuse_unknown(history, before, schema)
     create_schema = not sa.inspect(connection).has_schema(schema)
     with _migration_errors(schema):
-        command.upgrade(
-            _config(history, schema, lanes, create_schema=create_schema, connection=connection), revision="head"
-        )
+        command.upgrade(_config(history, schema, lanes, create_schema=create_schema, connection=connection), revision)
     return Upgrade(before[0] if before else None, revisions(history)[-1])
 
 
@@ -415,7 +423,7 @@ def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None
 
 
 @contextmanager
-def _transaction(url: str) -> Iterator[sa.Connection]:
+def _transaction(url: Database) -> Iterator[sa.Connection]:
     """Open a transaction under the lock for schema changes; it sees every row or fails."""
     with connected(url) as connection, connection.begin():
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))

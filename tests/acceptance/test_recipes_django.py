@@ -53,8 +53,6 @@ def shop(outbox_postgres_server, tmp_path_factory) -> Iterator[Shop]:
     shutil.copytree(RECIPES / "django_shop", folder)
     name = f"shop_{token()}"
     shop = Shop(outbox_postgres_server.create_database(name), folder)
-    sql = shop.python("-m", "relay.cli", "db", "sql")
-    (folder / "shop" / "migrations" / "0002_outbox.sql").write_text(sql)
     yield shop
     outbox_postgres_server.drop_database(name)
 
@@ -100,12 +98,11 @@ def test_orders_and_their_events_are_committed_together(shop, address, outbox_ka
 def test_an_event_outside_of_a_transaction_is_refused(shop, migrated):
     shop.python("-m", "relay.cli", "db", "check")
     program = (
-        "from django.db import connection\n"
         "from outbox import Event, TargetError\n"
-        "from shop.orders import announce\n"
+        "from outbox.django import outbox\n"
         "for connected in (False, True):\n"
         "    try:\n"
-        "        announce(Event('Order', 1, 'OrderPlaced'))\n"
+        "        outbox.add(Event('Order', 1, 'OrderPlaced'))\n"
         "    except TargetError as error:\n"
         "        print(error)\n"
     )

@@ -18,6 +18,8 @@ from release.build import build
 IMPORTS = {
     "": "from outbox import AsyncOutbox, Event, Outbox, outbox_tables; Outbox(), AsyncOutbox()",
     "psycopg": "import psycopg; from outbox.urls import display_url; display_url('postgresql://localhost/shop')",
+    "django": "import django, django.conf; django.conf.settings.configure(INSTALLED_APPS=['outbox.django']); "
+    "django.setup(); import outbox.django.operations; from outbox.django import outbox",
     "relay": "import relay.wiring, relay.wal.source, relay.cli.doctor",
     "spark": "import spark_jobs.order_totals, spark_jobs.spark.installed as it; it.require_installed()",
     "schemas": "from spark_jobs import Avro, Protobuf, Registry; import fastavro, jsonschema.validators; "
@@ -48,7 +50,7 @@ def test_an_extra_from_the_index(wheel, tmp_path, extra):
     done = run("python", "-c", IMPORTS[extra])
     assert done.returncode == 0, done.stderr
     shown = run("outbox", "--help")
-    if extra in {"", "psycopg"}:
+    if extra in {"", "psycopg", "django"}:
         assert (shown.returncode, "outbox-kafka[relay]" in shown.stderr) == (1, True)
     else:
         assert (shown.returncode, "dead-letters" in shown.stdout) == (0, True), shown.stderr

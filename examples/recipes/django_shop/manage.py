@@ -2,9 +2,8 @@
 
 Run it in a shell:
 
-    pip install 'outbox-kafka[relay]' django
+    pip install 'outbox-kafka[django]'
     export PGDATABASE=shop PGHOST=localhost PGUSER=shop
-    outbox db sql > shop/migrations/0002_outbox.sql
     python manage.py migrate
     python manage.py place_order Ann 4200
     python manage.py runserver

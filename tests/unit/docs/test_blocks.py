@@ -74,7 +74,8 @@ DECLARED = {
 }
 """Pages whose Python needs no server, and what it finds defined. It is run here, block by block."""
 
-EXCERPTS = {"docs/guides/recipes.md": "examples/recipes"}
+RECIPES = "docs/guides/recipes.md"
+EXCERPTS = {RECIPES: "examples/recipes", "docs/guides/django.md": "examples/recipes/django_shop"}
 """Pages whose Python and SQL are lines of files in a folder, each of the file that is linked last before the block.
 
 Tests run these files: tests/acceptance/test_recipes*.py.
@@ -195,27 +196,25 @@ def excerpted(page: str) -> list[tuple[Path, Block]]:
 @pytest.mark.parametrize("page", EXCERPTS)
 def test_excerpts_are_lines_of_their_file(page):
     """They follow each other in the file, perhaps with more indentation."""
-    shown = excerpted(page)
-    for file, block in shown:
+    for file, block in excerpted(page):
         lines, wanted = file.read_text().splitlines(), block.text.splitlines()
         parts = (lines[at : at + len(wanted)] for at in range(len(lines)))
         assert any(textwrap.dedent("\n".join(part)).splitlines() == wanted for part in parts), (
             f"{block.where} is not in {file.relative_to(ROOT)}"
         )
-    folder = ROOT / EXCERPTS[page]
-    excerpted_from = {folder / file.relative_to(folder).parts[0] for file, _ in shown}
-    assert excerpted_from == set(recipes(page)), "each file or project has a section, and each section one of them"
 
 
-@pytest.mark.parametrize("page", EXCERPTS)
-def test_every_file_with_excerpts_is_run(page):
+def test_every_recipe_has_a_section_and_is_run():
+    folder = ROOT / EXCERPTS[RECIPES]
+    excerpted_from = {folder / file.relative_to(folder).parts[0] for file, _ in excerpted(RECIPES)}
+    assert excerpted_from == set(recipes()), "each file or project has a section, and each section one of them"
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "acceptance").glob("test_recipes*.py"))
-    assert [file.name for file in recipes(page) if file.stem not in tests] == []
+    assert [file.name for file in recipes() if file.stem not in tests] == []
 
 
-def recipes(page: str) -> list[Path]:
-    """Return what a page's folder holds: files of Python or SQL, and folders that are whole projects."""
-    found = (ROOT / EXCERPTS[page]).iterdir()
+def recipes() -> list[Path]:
+    """Return what the recipes' folder holds: files of Python or SQL, and folders that are whole projects."""
+    found = (ROOT / EXCERPTS[RECIPES]).iterdir()
     return [each for each in found if each.suffix in {".py", ".sql"} or (each / "manage.py").is_file()]
 
 

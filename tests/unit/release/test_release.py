@@ -115,8 +115,8 @@ def test_every_module_of_an_extra_is_known_to_the_command(requires):
         assert with_command[extra] <= set.intersection(*map(set, having)), module
     named = {re.split(r"[^\w.-]", line)[0] for line in requires if "extra ==" in line and "'dev'" not in line}
     known = {name.lower().replace("_", "-") for module in _BROUGHT_BY for name in modules[module]}
-    # These are read through others, which are missed first.
-    assert named - known <= {"pydantic", "psycopg-binary"}
+    # These are read through others, which are missed first; Django is for services.
+    assert named - known <= {"django", "pydantic", "psycopg-binary"}
 
 
 def test_an_extra_is_what_its_markers_say():

@@ -1,0 +1,237 @@
+"""Tests of Django's own runner, which test_project.py starts."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import re
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.contrib.auth.models import User
+from django.db import IntegrityError, connection, transaction
+from django.db.transaction import TransactionManagementError
+from django.test import TestCase, TransactionTestCase, override_settings
+from django.test.utils import CaptureQueriesContext
+
+from outbox import Event, EventError, Outbox, TargetError
+from outbox.django import DjangoOutbox, outbox
+from outbox.django.apps import check_settings
+from outbox.django.models import DeadLetter, Failure, Lane, ScheduledEvent, WaitingEvent
+from outbox.testing import recorded_events
+
+ROWS = 25_000
+
+
+def event(number: int = 1, **headers: str) -> Event:
+    return Event("Order", number, "OrderPlaced", {"n": number}, headers=headers)
+
+
+def written() -> list[str]:
+    return [each.aggregate_id for each in recorded_events(connection.connection)]
+
+
+class Writing(TestCase):
+    def test_in_nested_blocks(self) -> None:
+        with transaction.atomic():
+            outbox.add(event(1))
+            with self.assertRaises(ZeroDivisionError), transaction.atomic():
+                outbox.add(event(2))
+                raise ZeroDivisionError
+            with transaction.atomic():
+                outbox.add_many([event(3), event(4)], lock_key=True)
+        Outbox().add(connection.connection, event(5))
+        self.assertEqual(written(), ["1", "3", "4", "5"])
+
+    def test_isolated_from_the_other_tests(self) -> None:
+        """Each of them writes order 1, as this one does."""
+        self.assertEqual(written(), [])
+        outbox.add(event(1))
+        self.assertEqual(written(), ["1"])
+
+    def test_scheduled(self) -> None:
+        outbox.check()
+        event_id = outbox.add(event(), delay=dt.timedelta(hours=1))
+        self.assertTrue(outbox.reschedule(event_id, delay=dt.timedelta(hours=2)))
+        self.assertTrue(outbox.cancel(event_id))
+        self.assertFalse(outbox.cancel(event_id))
+
+    def test_with_options_of_the_outbox(self) -> None:
+        DjangoOutbox(headers={"tenant": "t1"}).add(event())
+        self.assertEqual(WaitingEvent.objects.get().headers, '{"tenant": "t1"}')
+
+    def test_errors_are_those_of_django(self) -> None:
+        with self.assertRaises(EventError):
+            outbox.add(Event("Order", "", "T"))
+        with self.assertRaises(IntegrityError), transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute("ALTER TABLE outbox.events ADD CONSTRAINT refused CHECK (aggregate_id <> '1')")
+            outbox.add(event(1))
+        self.assertEqual(written(), [])
+        with transaction.atomic():
+            transaction.set_rollback(True)
+            with self.assertRaises(TransactionManagementError):
+                outbox.add(event(1))
+            transaction.set_rollback(False)
+
+
+class Committing(TransactionTestCase):
+    def tearDown(self) -> None:
+        WaitingEvent.objects.all().delete()
+
+    def test_refused_outside_of_a_block(self) -> None:
+        for _ in ("not connected", "connected"):
+            with self.assertRaisesRegex(TargetError, r"transaction\.atomic\(using='default'\)"):
+                outbox.add(event())
+        with self.assertRaisesRegex(TargetError, r"transaction\.atomic\("):
+            Outbox().add(connection.connection, event())
+        self.assertEqual(WaitingEvent.objects.count(), 0)
+
+    async def test_in_a_view_that_is_asynchronous(self) -> None:
+        @transaction.atomic
+        def place(number: int) -> None:
+            outbox.add(event(number))
+            if number == 2:
+                raise ZeroDivisionError
+
+        answers = await asyncio.gather(*map(sync_to_async(place), (1, 2, 3)), return_exceptions=True)
+        self.assertIsInstance(answers[1], ZeroDivisionError)
+        found = [each.aggregate_id async for each in WaitingEvent.objects.all()]
+        self.assertEqual(sorted(found), ["1", "3"])
+
+
+class Settings(TestCase):
+    def problems(self, given: Any) -> list[str]:
+        with override_settings(OUTBOX=given):
+            return [f"{each.id} {each.msg}" for each in check_settings()]
+
+    def test_bad_settings(self) -> None:
+        for given, wanted in (
+            ({}, ""),
+            ({"SCHEMA": "events", "LANES": 256, "DATABASE": "default"}, ""),
+            (["SCHEMA"], "outbox.E001 OUTBOX must be a dict, not list"),
+            ({"SCHEME": "x"}, "outbox.E001 OUTBOX has the unknown key 'SCHEME'; choose from SCHEMA, LANES, DATABASE"),
+            ({"SCHEMA": 5}, r"outbox.E001 OUTBOX\['SCHEMA'\] must be str, not int"),
+            ({"SCHEMA": "pg_outbox"}, "outbox.E001 OUTBOX: .*Postgres's own"),
+            ({"LANES": True}, r"outbox.E001 OUTBOX\['LANES'\] must be int, not bool"),
+            ({"LANES": 257}, "outbox.E001 OUTBOX: lanes must be 1 to 256, not 257"),
+            ({"DATABASE": "other"}, r"outbox.E002 .*'other': DATABASES has no such alias; choose from default"),
+        ):
+            with self.subTest(given=given):
+                found = self.problems(given)
+                self.assertEqual(len(found), 1 if wanted else 0, found)
+                self.assertRegex("".join(found), f"^({wanted})")
+
+
+def nodes(plan: Any) -> list[Any]:
+    return [plan, *(node for child in plan.get("Plans", []) for node in nodes(child))]
+
+
+class Admin(TestCase):
+    """With 25,000 rows in each table."""
+
+    @classmethod
+    def setUpTestData(cls) -> None:
+        cls.admin = User.objects.create_superuser("ann", password="ann")
+        columns = "event_id, aggregate_type, aggregate_id, event_type, payload"
+        values = "gen_random_uuid(), 'Order', n::text, 'OrderPlaced', '{\"price\": 1.10}'::jsonb"
+        due = "now() + n * '1 s'::interval"
+        series = f"generate_series(1, {ROWS}) AS n"
+        failed = "lane, id, event_id, aggregate_type, aggregate_id"
+        with connection.cursor() as cursor:
+            cursor.execute(f"INSERT INTO outbox.events ({columns}) SELECT {values} FROM {series}")
+            cursor.execute(f"INSERT INTO outbox.scheduled ({columns}, not_before) SELECT {values}, {due} FROM {series}")
+            cursor.execute(
+                f"INSERT INTO outbox.dead_letters ({failed}, event_type, payload, created_at, attempts, last_error,"
+                f" first_failed_at) SELECT {failed}, event_type, payload, created_at, 1, '<refused>', now()"
+                " FROM outbox.events"
+            )
+            cursor.execute(
+                f"INSERT INTO outbox.failures ({failed}, blocks, attempts, last_error, first_failed_at,"
+                f" last_failed_at, next_attempt_at) SELECT {failed}, true, 1, '<refused>', now(), now(), 'infinity'"
+                " FROM outbox.events"
+            )
+            cursor.execute("ANALYZE outbox.events, outbox.scheduled, outbox.dead_letters, outbox.failures")
+
+    def setUp(self) -> None:
+        self.client.force_login(self.admin)
+
+    def page(self, path: str, *, most: int = 1000) -> str:
+        """Return a page whose statements are few. They read at most so many rows, and by an index unless it is all."""
+        with CaptureQueriesContext(connection) as queries:
+            answer = self.client.get(f"/admin/outbox/{path}")
+        self.assertEqual(answer.status_code, 200)
+        ours = [query["sql"] for query in queries if '"outbox".' in query["sql"]]
+        self.assertLessEqual(len(ours), 5)
+        for statement in ours:
+            with connection.cursor() as cursor:
+                cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}")
+                plan = cursor.fetchone()[0][0]["Plan"]
+            for node in nodes(plan):
+                read = node["Actual Rows"] * node["Actual Loops"] + node.get("Rows Removed by Filter", 0)
+                self.assertLessEqual(read, most, (statement, node))
+                if node["Node Type"] == "Seq Scan" and most < ROWS:
+                    self.assertEqual(node["Relation Name"], "lanes", statement)
+        return answer.content.decode()
+
+    def test_lists_and_their_last_pages(self) -> None:
+        for name in ("waitingevent", "scheduledevent", "deadletter", "failure"):
+            with self.subTest(name):
+                first = self.page(f"{name}/")
+                self.assertIn("1000 ", first)
+                self.assertFalse({f"{name}/add/", "1.10"} & set(re.findall(r"\w+/add/|1\.10", first)))
+                self.assertEqual(len(re.findall('<th class="field-id', first)), 100)
+                self.assertEqual(len(re.findall('<th class="field-id', self.page(f"{name}/?p=10"))), 100)
+                self.assertEqual(len(re.findall('<th class="field-id', self.page(f"{name}/?all="))), 100)
+        self.assertEqual(len(re.findall('<th class="field-lane', self.page("lane/"))), 4)
+
+    def test_searches(self) -> None:
+        for name in ("waitingevent", "scheduledevent", "deadletter", "failure"):
+            with self.subTest(name):
+                model = {"w": WaitingEvent, "s": ScheduledEvent, "d": DeadLetter, "f": Failure}[name[0]]
+                wanted = model.objects.get(aggregate_id="20000")
+                no_index = name in {"waitingevent", "failure"}
+                by_id = self.page(f"{name}/?q={wanted.event_id}", most=ROWS if no_index else 4)
+                self.assertEqual(re.findall('<td class="field-aggregate_id">(.*?)<', by_id), ["20000"])
+                if name == "scheduledevent":
+                    continue
+                by_key = self.page(f"{name}/?q=Order/20000", most=ROWS // 4 + 500)  # its lane
+                self.assertEqual(re.findall('<td class="field-event_id">(.*?)<', by_key), [str(wanted.event_id)])
+                self.assertIn("a key as TYPE/ID", self.page(f"{name}/?q=20000"))
+                in_lane = self.page(f"{name}/?lane=2")
+                self.assertEqual(set(re.findall('<td class="field-lane">(.*?)<', in_lane)), {"2"})
+
+    def test_one_event(self) -> None:
+        for name, model in (
+            ("waitingevent", WaitingEvent),
+            ("scheduledevent", ScheduledEvent),
+            ("deadletter", DeadLetter),
+        ):
+            with self.subTest(name):
+                shown = self.page(f"{name}/{model.objects.get(aggregate_id='20000').pk}/change/")
+                self.assertIn("<pre>{\n    &quot;price&quot;: 1.10\n}</pre>", shown)
+                self.assertNotIn('type="submit" value="Save', shown)
+        failure = self.page(f"failure/{Failure.objects.get(aggregate_id='20000').pk}/change/")
+        self.assertIn("waits for an operator", failure)
+        self.assertIn("&lt;refused&gt;", failure)
+        self.assertIn("lane 3", self.page("lane/3/change/"))
+        self.assertIsNone(Lane.objects.get(lane=0).lease_until)
+
+    def test_payloads_of_all_kinds(self) -> None:
+        for payload, shown in (
+            (b"plain <text>", "<pre>plain &lt;text&gt;</pre>"),
+            (b"\xff" * 1001, "<pre>1,001 bytes: ff ff"),
+            (None, "<pre>a tombstone</pre>"),
+        ):
+            event_id = outbox.add(Event("Order", 1, "T", payload, headers={"tenant": "t1"}))
+            page = self.page(f"waitingevent/{WaitingEvent.objects.get(event_id=event_id).pk}/change/")
+            self.assertIn(shown, page)
+            self.assertIn("&quot;tenant&quot;: &quot;t1&quot;", page)
+
+    def test_nothing_can_be_changed(self) -> None:
+        pk = WaitingEvent.objects.all()[:1].get().pk
+        for path in (f"{pk}/change/", f"{pk}/delete/", "add/"):
+            answer = self.client.post(f"/admin/outbox/waitingevent/{path}", {"aggregate_id": "x"})
+            self.assertEqual(answer.status_code, 403)
+        self.assertEqual(self.client.get("/admin/outbox/waitingevent/x/change/").status_code, 302)
+        self.assertFalse(self.admin.user_permissions.model.objects.filter(codename="delete_waitingevent").exists())

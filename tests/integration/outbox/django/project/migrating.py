@@ -1,0 +1,110 @@
+"""What test_migrations.py runs: commands of manage.py, several in one process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from django.core.management import call_command
+from django.db import connection, connections, transaction
+
+from outbox import Event, SchemaError, TargetError
+from outbox._app import migrate, schema_drift
+from outbox.django import outbox
+
+
+def command(*words: str, **options: Any) -> str:
+    output = io.StringIO()
+    call_command(*words, stdout=output, **options)
+    return output.getvalue()
+
+
+def value(statement: str, alias: str = "default") -> Any:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(statement)
+        return cursor.fetchone()[0]
+
+
+def applied() -> bool:
+    return value("SELECT count(*) FROM django_migrations WHERE app = 'outbox'") == 1
+
+
+def from_zero_and_back(url: str) -> None:
+    command("migrate", "outbox")
+    assert schema_drift.check(url) == []
+    assert value("SHOW search_path") == '"$user", public'
+    assert str(migrate.upgrade(url)) == f"nothing to do, the tables are at revision {migrate.revisions()[-1]} already"
+    assert "No migrations to apply" in command("migrate", "outbox")
+    assert "No changes detected" in command("makemigrations", "--check", "--dry-run")
+    with transaction.atomic():
+        outbox.add(Event("Order", 1, "OrderPlaced"))
+    try:
+        command("migrate", "outbox", "zero")
+    except SchemaError as error:
+        assert "outbox.events still has rows" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("the migration has dropped an event")
+    assert applied()
+    assert value("SELECT count(*) FROM outbox.events") == 1
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM outbox.events")
+    command("migrate", "outbox", "zero")
+    assert not applied()
+    assert value("SELECT to_regclass('outbox.events')") is None
+    # The tables are back before Django asks for them, as after another pod's migration.
+    migrate.upgrade(url)
+    command("migrate", "outbox")
+    assert applied()
+    # And gone before Django drops them.
+    migrate.downgrade(url)
+    command("migrate", "outbox", "zero")
+    command("migrate", "outbox")
+    assert schema_drift.check(url) == []
+
+
+def as_sql() -> None:
+    assert migrate.sql(start="base", end="outbox_1") in command("sqlmigrate", "outbox", "0001")
+    assert "-- outbox db downgrade base" in command("sqlmigrate", "outbox", "0001", backwards=True)
+    assert value("SELECT to_regnamespace('outbox')") is None
+
+
+def on_the_chosen_alias(schema: str, owner: str) -> None:
+    command("migrate")
+    assert value("SELECT count(*) FROM pg_namespace WHERE nspname = 'outbox'") == 0
+    command("migrate", "outbox", database="events")
+    with connections["events"].cursor() as cursor:
+        cursor.execute("SELECT nspname, nspowner::regrole::text FROM pg_namespace WHERE nspname LIKE '%outbox%'")
+        assert cursor.fetchall() == [(schema, owner)]
+    from outbox.django.models import Lane, WaitingEvent
+
+    assert Lane.objects.count() == 3
+    with transaction.atomic(using="events"):
+        event_id = outbox.add(Event("Order", 1, "OrderPlaced", {"n": 1}))
+    assert [event.event_id for event in WaitingEvent.objects.filter(aggregate_id="1")] == [event_id]
+    try:
+        with transaction.atomic():
+            outbox.add(Event("Order", 1, "OrderPlaced"))
+    except TargetError as error:
+        assert "transaction.atomic(using='events')" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("an event was written outside of a transaction")
+
+
+def step_by_step(folder: str, url: str) -> None:
+    """With a later revision than this version's, in ``folder``."""
+    from pathlib import Path
+
+    migrate.folder = lambda: Path(folder)
+    command("migrate", "outbox", "0001")
+    assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_1"
+    assert "'later'" in command("sqlmigrate", "outbox", "0002")
+    command("migrate", "outbox")
+    assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_2"
+    command("migrate", "outbox", "0001")
+    assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_1"
+    command("migrate", "outbox", "zero")
+    # A later revision stays when Django records the earlier ones.
+    migrate.upgrade(url)
+    command("migrate", "outbox", "0001")
+    assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_2"
+    command("migrate", "outbox")
