@@ -322,7 +322,7 @@ class Supervisor:
             )
 
     def _release(self, table: LaneTable, let_go: Sequence[LetGo]) -> None:
-        if ours := _release(table, let_go):
+        if ours := _give_back(table, let_go):
             log.info("lanes released", lanes=listed(ours))
         if self._components.all_lanes is not None:
             if self._held.leases:
@@ -462,7 +462,7 @@ class Supervisor:
             if not self._worker.is_alive():
                 # A worker that ended with an error has not let go of its lanes.
                 let_go += [LetGo(lease, clean=False) for lease in self._held.leases]
-            _release(self._table, let_go)
+            _give_back(self._table, let_go)
             self._table.leave()
         except (Unavailable, SchemaError) as error:
             # The leases expire by themselves.
@@ -471,7 +471,7 @@ class Supervisor:
             self._disconnect()
 
 
-def _release(table: LaneTable, let_go: Sequence[LetGo]) -> list[int]:
+def _give_back(table: LaneTable, let_go: Sequence[LetGo]) -> list[int]:
     """Release those of these lanes that no other relay has. Returns them."""
     ours = [gone for gone in let_go if not gone.lost]
     if ours:

@@ -20,9 +20,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from relay import insights, reports, wiring
+from relay import insights, wiring
 from relay.cli import main
-from relay.core import loop
+from relay.core import loop, reports
 from relay.kafka import open_transactions, state_topic
 from relay.kafka.state_topic import StateTopic
 
