@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import errors, pq, sql
@@ -40,7 +40,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from outbox._clients.credentials import password_for
 from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
-from outbox.consumer.patience import asking
+from outbox.consumer import patience
 from outbox.urls import libpq_url
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
@@ -62,6 +62,7 @@ _BEGIN_PINNED: Final = f"{_BEGIN}; {PIN_LOCAL}"
 _clock: Callable[[], float] = time.monotonic
 
 Key = tuple[str, str]
+T = TypeVar("T")
 
 
 def application_name(text: str) -> str:
@@ -117,7 +118,7 @@ def _open(
         client_encoding="UTF8",
         **options,
     )
-    with asking(math.inf) as seconds:
+    with patience.current().ask(math.inf) as seconds:
         opened = begin() if seconds == math.inf else _within(seconds, begin)
     opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     return opened
@@ -173,7 +174,7 @@ def transaction(
     begin = _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED
     for setting, value in (settings or {}).items():
         begin += f"; SET LOCAL {setting} = {value:d}"
-    session, connection = _begin(key, begin)
+    session, connection = _used(key, lambda session: session.begun(begin))
     try:
         yield connection
         # A statement failed and its error was caught: COMMIT is a ROLLBACK.
@@ -198,30 +199,12 @@ def read(url: str, name: str, query: sql.Composed, values: Mapping[str, object])
     If the server has ended the kept session, the statement is repeated once on a new one.
     """
     key = url, application_name(name)
-    session = _here().take(key)
-    if session is not None:
-        try:
-            rows = session.rows(query, values)
-        except BaseException as error:
-            ended = session.ended
-            session.close()
-            if not (ended and isinstance(error, psycopg.Error)):
-                raise
-        else:
-            _here().keep(key, session)
-            return rows
-    session = _Session(_open(url, name))
-    try:
-        rows = session.rows(query, values)
-    except BaseException:
-        session.close()
-        raise
+    session, rows = _used(key, lambda session: session.rows(query, values))
     _here().keep(key, session)
     return rows
 
 
 def close(url: str, *names: str) -> None:
-    """Close this process's idle sessions of these names."""
     for name in names:
         session = _here().take((url, application_name(name)))
         if session is not None:
@@ -266,7 +249,6 @@ class OwnSession:
         return self._connection
 
     def close(self) -> None:
-        """Close the session. The next use opens another one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -330,6 +312,12 @@ class _Session:
         made.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         made.autocommit = autocommit
         return made
+
+    def begun(self, begin: str) -> psycopg.Connection[Any]:
+        """Return a Connection with a new transaction."""
+        connection = self.connection()
+        self.rows(begin)
+        return connection
 
     def rows(self, query: str | sql.Composed, values: Mapping[str, object] | None = None) -> list[tuple[Any, ...]]:
         """Return the rows of one statement, for which psycopg opens no transaction."""
@@ -415,29 +403,23 @@ def _here() -> _Kept:
     return _kept
 
 
-def _begin(key: Key, begin: str) -> tuple[_Session, psycopg.Connection[Any]]:
-    """Return a session with a new transaction, and its connection."""
+def _used(key: Key, use: Callable[[_Session], T]) -> tuple[_Session, T]:
+    """Use a kept session, or a new one if there is none or the server has ended it. An error closes the session."""
     session = _here().take(key)
     if session is not None:
         try:
-            return session, _began(session, begin)
-        except psycopg.Error:
+            return session, use(session)
+        except BaseException as error:
+            ended = session.ended
             session.close()
-        except BaseException:
-            session.close()
-            raise
+            if not (ended and isinstance(error, psycopg.Error)):
+                raise
     session = _Session(_open(*key))
     try:
-        return session, _began(session, begin)
+        return session, use(session)
     except BaseException:
         session.close()
         raise
-
-
-def _began(session: _Session, begin: str) -> psycopg.Connection[Any]:
-    connection = session.connection()
-    session.rows(begin)
-    return connection
 
 
 atexit.register(close_all)

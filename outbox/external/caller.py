@@ -29,7 +29,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from uuid import UUID
 
@@ -66,9 +66,6 @@ class Counts:
     retrying: int = 0
     late: int = 0
     conflicts: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)
