@@ -30,7 +30,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
@@ -40,6 +39,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from outbox._clients.credentials import password_for
 from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
+from outbox._clients.threads import within
 from outbox.consumer import patience
 from outbox.urls import libpq_url
 
@@ -119,42 +119,14 @@ def _open(
         **options,
     )
     with patience.current().ask(math.inf) as seconds:
-        opened = begin() if seconds == math.inf else _within(seconds, begin)
+        # In a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each host,
+        # and does not include name resolution.
+        try:
+            opened = begin() if seconds == math.inf else within(seconds, begin, late=psycopg.Connection.close)
+        except TimeoutError:
+            raise errors.ConnectionTimeout(f"no connection within {seconds:.1f} s") from None
     opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     return opened
-
-
-def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    """Return the connection that ``begin`` opens. Raises ConnectionTimeout after ``seconds``.
-
-    It runs in a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each
-    host, and does not include name resolution.
-    """
-    result: Future[psycopg.Connection[Any]] = Future()
-
-    def run() -> None:
-        try:
-            opened = begin()
-        except BaseException as error:  # noqa: BLE001  raised below
-            if result.set_running_or_notify_cancel():
-                result.set_exception(error)
-            return
-        if result.set_running_or_notify_cancel():
-            result.set_result(opened)
-        else:
-            # The caller has given up.
-            opened.close()
-
-    try:
-        threading.Thread(target=run, name="outbox-connect", daemon=True).start()
-        return result.result(seconds)
-    except TimeoutError:
-        if not result.cancel():
-            return result.result()
-        raise errors.ConnectionTimeout(f"no connection within {seconds:.1f} s") from None
-    except BaseException:
-        result.cancel()
-        raise
 
 
 @contextmanager
@@ -219,16 +191,13 @@ def close_all() -> None:
 class OwnSession:
     """One session, for one thread: opened at its first use, and replaced when it has ended or is MAX_AGE_SECONDS old.
 
-    connect  opens a session; ``prepare`` sets what its user needs.
+    connect     opens a session, whose transactions are then READ COMMITTED: changes by others are seen at once.
+    autocommit  whether statements outside of a transaction have one each; None: as ``connect`` has it.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], psycopg.Connection[Any]],
-        prepare: Callable[[psycopg.Connection[Any]], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], autocommit: bool | None = None) -> None:
         self._connect = connect
-        self._prepare = prepare
+        self._autocommit = autocommit
         self._connection: psycopg.Connection[Any] | None = None
         self._opened = 0.0
 
@@ -245,7 +214,9 @@ class OwnSession:
             # Counted from before the server has the session.
             self._opened = _clock()
             self._connection = self._connect()
-            self._prepare(self._connection)
+            self._connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            if self._autocommit is not None:
+                self._connection.autocommit = self._autocommit
         return self._connection
 
     def close(self) -> None:

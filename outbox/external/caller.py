@@ -98,7 +98,7 @@ class Caller:
         self, external: External, connect: Connect, report: Report | None = None, patience: float | None = 60.0
     ) -> None:
         self._external = external
-        self._session = OwnSession(connect, _autocommitting)
+        self._session = OwnSession(connect, autocommit=True)
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
         self._reservations = Reservations(external)
@@ -321,10 +321,6 @@ class Caller:
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause
-
-
-def _autocommitting(opened: psycopg.Connection[Any]) -> None:
-    opened.autocommit = True
 
 
 def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:
