@@ -120,18 +120,15 @@ def _in_django(target: object) -> str:
 
 
 def is_psycopg(target: object) -> TypeIs[psycopg.Connection[Any]]:
-    """Return whether a target is a synchronous connection of psycopg."""
     module = sys.modules.get("psycopg")
     return module is not None and isinstance(target, module.Connection)
 
 
 def is_session(target: object) -> TypeIs[Session]:
-    """Return whether a target is a synchronous session of SQLAlchemy."""
     return isinstance(target, _classes(_ORM, "Session"))
 
 
 def is_connection(target: object) -> TypeIs[sa.Connection]:
-    """Return whether a target is a synchronous connection of SQLAlchemy."""
     return isinstance(target, _classes("sqlalchemy", "Connection"))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -97,10 +96,6 @@ class Writer:
                     f"{kind!r} can't be part of a topic's name: {problem}; choose another name, or add it to "
                     "Outbox(routed=…) if the relay's routes give it a topic",
                 )
-
-    def writing(self, events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
-        """Yield the trace of events that are written within the block."""
-        return _trace.writing(events, ids)
 
     def steps(
         self,

@@ -145,7 +145,6 @@ def check_event_id(value: object) -> None:
 
 
 def id_of(event: Event) -> UUID:
-    """Return the event's id, or a new one."""
     if event.event_id is not None:
         return event.event_id
     made: UUID = uuid7()

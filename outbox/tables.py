@@ -89,8 +89,21 @@ class TableBuilder:
         self._schema = schema
 
     def add(self, name: str, *items: sa.schema.SchemaItem, **options: Any) -> None:
-        """Add a table."""
         self.made[name] = sa.Table(name, self._metadata, *items, schema=self._schema, **options)
+
+    def add_audit(self, comment: str) -> None:
+        """Add the table of what operators did, by whom and why."""
+        self.add(
+            "audit",
+            sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+            sa.Column("at", _TIME, nullable=False, server_default=sa.text("now()")),
+            sa.Column("who", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
+            sa.Column("what", sa.Text, nullable=False),
+            sa.Column("why", sa.Text),
+            sa.Column("details", _JSON, nullable=False),
+            sa.PrimaryKeyConstraint("id", name="audit_pkey"),
+            comment=comment,
+        )
 
     def attach_default(self, parent: str) -> None:
         """Make ``{parent}_default`` the parent's partition for rows that have no other, as soon as it is created."""
@@ -248,17 +261,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         comment="Published events of days that have no partition of their own.",
     )
     tables.attach_default("published")
-    tables.add(
-        "audit",
-        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
-        sa.Column("at", _TIME, nullable=False, server_default=sa.text("now()")),
-        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("SESSION_USER")),
-        sa.Column("what", sa.Text, nullable=False),
-        sa.Column("why", sa.Text),
-        sa.Column("details", _JSON, nullable=False),
-        sa.PrimaryKeyConstraint("id", name="audit_pkey"),
-        comment="What people did to events by hand: retried, discarded, replayed, reconciled.",
-    )
+    tables.add_audit("What people did to events by hand: retried, discarded, replayed, reconciled.")
     tables.add(
         "streams",
         sa.Column("slot", sa.Text, nullable=False),

@@ -127,7 +127,6 @@ def _read_by_libpq(address: str) -> dict[str, str] | None:
 
 
 def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
-    """Return each host with its port; a single port applies to all hosts."""
     names, ports = hosts.split(","), found.get("port", "").split(",")
     if len(ports) == 1:
         ports *= len(names)

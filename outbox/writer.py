@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+from outbox import _trace
 from outbox._sending import run, run_async
 from outbox._writing import DefaultHeaders, Writer, when
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
@@ -108,7 +109,7 @@ class Outbox(_Configured):
             return []
         self._writer.check_events(events)
         ids = [id_of(event) for event in events]
-        with self._writer.writing(events, ids) as trace:
+        with _trace.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
             steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
             return run(steps, send)
@@ -177,7 +178,7 @@ class AsyncOutbox(_Configured):
             return []
         self._writer.check_events(events)
         ids = [id_of(event) for event in events]
-        with self._writer.writing(events, ids) as trace:
+        with _trace.writing(events, ids) as trace:
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)

@@ -309,9 +309,7 @@ def of_group() -> Iterator[OfGroup]:
 
 @contextmanager
 def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    from kafka_proxy import KafkaProxy
-
-    from outbox.sandbox.kafka import KafkaCluster
+    from kafka_proxy import KafkaProxy, ProxiedKafka
 
     settings = {
         # How often the coordinator looks for transactions that are too old: every ten seconds by default.
@@ -324,7 +322,7 @@ def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     }
     with (
         KafkaProxy("127.0.0.1", None) as proxy,
-        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
+        ProxiedKafka(proxy.port, settings=settings) as cluster,
     ):
         proxy.lead_to(cluster.proxied_port)
         yield cluster, proxy

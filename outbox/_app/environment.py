@@ -156,7 +156,6 @@ def values_of(setting: Any) -> Any:
 
 
 def is_table(setting: Any) -> bool:
-    """Return whether a setting holds others."""
     return model_of(setting) is not None or values_of(setting) is not None
 
 

@@ -283,7 +283,6 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
 
 
 def grant(url: str, statements: Sequence[str]) -> None:
-    """Execute grants in one transaction."""
     with _transaction(url) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement.replace("%", "%%"))
@@ -360,7 +359,6 @@ def folder() -> Path:
 def _upgrade(
     history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES, revision: str = "head"
 ) -> Upgrade:
-    """Upgrade to a revision. Returns what was done."""
     before = current(connection, schema) or ()
     _refuse_unknown(history, before, schema)
     create_schema = not sa.inspect(connection).has_schema(schema)

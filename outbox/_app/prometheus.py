@@ -120,7 +120,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         return False
 
     def note_request(self, connection: socket.socket) -> None:
-        """Record that a connection's request has arrived, or that it has ended."""
         self._silent.pop(connection, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -147,7 +146,6 @@ class _Request(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Read what there is. Raises TimeoutError."""
         # 0 would mean: do not wait, and that is another error.
         self._connection.settimeout(max(self._until - time.monotonic(), 0.001))
         return self._connection.recv_into(buffer)
@@ -155,7 +153,6 @@ class _Request(io.RawIOBase):
 
 class _Handler(WSGIRequestHandler):
     def setup(self) -> None:
-        """Read from the connection with a deadline."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BufferedReader(_Request(self.connection))

@@ -24,7 +24,6 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
 )
 
 from outbox._app import environment, settings_errors
@@ -375,9 +374,6 @@ def load(**given: Any) -> Settings:
         file = config_file()
         origin = settings_errors.Origin(given, environment.variables(os.environ), file, _content(file))
         problems = settings_errors.explain(error, Settings, origin)
-    except SettingsError as error:
-        # This text does not quote the variable's value, but its cause does.
-        problems = f"{error}: it must be a JSON object"
     else:
         credentials.use(found.credentials)
         return found

@@ -20,7 +20,6 @@ def age_text(seconds: float | None) -> str:
 
 
 def bytes_text(count: float | None) -> str:
-    """Return a size as text."""
     if count is None:
         return "?"
     for size, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

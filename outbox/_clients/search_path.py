@@ -111,17 +111,14 @@ class PinnedConnection(psycopg.Connection[Any]):
                 self._depth -= 1
 
     def make_settings(self) -> None:
-        """Make the settings of one transaction."""
         psycopg.Cursor(self).execute(self._settings)
 
     @property
     def in_transaction(self) -> bool:
-        """Return whether the caller has a transaction open."""
         return self._depth > 0
 
     @property
     def in_pipeline(self) -> bool:
-        """Return whether the caller has a pipeline open."""
         return self.pgconn.pipeline_status != pq.PipelineStatus.OFF
 
 

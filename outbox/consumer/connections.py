@@ -30,9 +30,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import errors, pq, sql
@@ -40,7 +39,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 from outbox._clients.credentials import password_for
 from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
-from outbox.consumer.patience import asking
+from outbox._clients.threads import within
+from outbox.consumer import patience
 from outbox.urls import libpq_url
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
@@ -62,6 +62,7 @@ _BEGIN_PINNED: Final = f"{_BEGIN}; {PIN_LOCAL}"
 _clock: Callable[[], float] = time.monotonic
 
 Key = tuple[str, str]
+T = TypeVar("T")
 
 
 def application_name(text: str) -> str:
@@ -117,43 +118,15 @@ def _open(
         client_encoding="UTF8",
         **options,
     )
-    with asking(math.inf) as seconds:
-        opened = begin() if seconds == math.inf else _within(seconds, begin)
+    with patience.current().ask(math.inf) as seconds:
+        # In a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each host,
+        # and does not include name resolution.
+        try:
+            opened = begin() if seconds == math.inf else within(seconds, begin, late=psycopg.Connection.close)
+        except TimeoutError:
+            raise errors.ConnectionTimeout(f"no connection within {seconds:.1f} s") from None
     opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     return opened
-
-
-def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    """Return the connection that ``begin`` opens. Raises ConnectionTimeout after ``seconds``.
-
-    It runs in a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each
-    host, and does not include name resolution.
-    """
-    result: Future[psycopg.Connection[Any]] = Future()
-
-    def run() -> None:
-        try:
-            opened = begin()
-        except BaseException as error:  # noqa: BLE001  raised below
-            if result.set_running_or_notify_cancel():
-                result.set_exception(error)
-            return
-        if result.set_running_or_notify_cancel():
-            result.set_result(opened)
-        else:
-            # The caller has given up.
-            opened.close()
-
-    try:
-        threading.Thread(target=run, name="outbox-connect", daemon=True).start()
-        return result.result(seconds)
-    except TimeoutError:
-        if not result.cancel():
-            return result.result()
-        raise errors.ConnectionTimeout(f"no connection within {seconds:.1f} s") from None
-    except BaseException:
-        result.cancel()
-        raise
 
 
 @contextmanager
@@ -173,7 +146,7 @@ def transaction(
     begin = _BEGIN if (reset if pinned is None else not pinned) else _BEGIN_PINNED
     for setting, value in (settings or {}).items():
         begin += f"; SET LOCAL {setting} = {value:d}"
-    session, connection = _begin(key, begin)
+    session, connection = _used(key, lambda session: session.begun(begin))
     try:
         yield connection
         # A statement failed and its error was caught: COMMIT is a ROLLBACK.
@@ -198,30 +171,12 @@ def read(url: str, name: str, query: sql.Composed, values: Mapping[str, object])
     If the server has ended the kept session, the statement is repeated once on a new one.
     """
     key = url, application_name(name)
-    session = _here().take(key)
-    if session is not None:
-        try:
-            rows = session.rows(query, values)
-        except BaseException as error:
-            ended = session.ended
-            session.close()
-            if not (ended and isinstance(error, psycopg.Error)):
-                raise
-        else:
-            _here().keep(key, session)
-            return rows
-    session = _Session(_open(url, name))
-    try:
-        rows = session.rows(query, values)
-    except BaseException:
-        session.close()
-        raise
+    session, rows = _used(key, lambda session: session.rows(query, values))
     _here().keep(key, session)
     return rows
 
 
 def close(url: str, *names: str) -> None:
-    """Close this process's idle sessions of these names."""
     for name in names:
         session = _here().take((url, application_name(name)))
         if session is not None:
@@ -236,16 +191,13 @@ def close_all() -> None:
 class OwnSession:
     """One session, for one thread: opened at its first use, and replaced when it has ended or is MAX_AGE_SECONDS old.
 
-    connect  opens a session; ``prepare`` sets what its user needs.
+    connect     opens a session, whose transactions are then READ COMMITTED: changes by others are seen at once.
+    autocommit  whether statements outside of a transaction have one each; None: as ``connect`` has it.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], psycopg.Connection[Any]],
-        prepare: Callable[[psycopg.Connection[Any]], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], autocommit: bool | None = None) -> None:
         self._connect = connect
-        self._prepare = prepare
+        self._autocommit = autocommit
         self._connection: psycopg.Connection[Any] | None = None
         self._opened = 0.0
 
@@ -262,11 +214,12 @@ class OwnSession:
             # Counted from before the server has the session.
             self._opened = _clock()
             self._connection = self._connect()
-            self._prepare(self._connection)
+            self._connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            if self._autocommit is not None:
+                self._connection.autocommit = self._autocommit
         return self._connection
 
     def close(self) -> None:
-        """Close the session. The next use opens another one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -330,6 +283,12 @@ class _Session:
         made.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         made.autocommit = autocommit
         return made
+
+    def begun(self, begin: str) -> psycopg.Connection[Any]:
+        """Return a Connection with a new transaction."""
+        connection = self.connection()
+        self.rows(begin)
+        return connection
 
     def rows(self, query: str | sql.Composed, values: Mapping[str, object] | None = None) -> list[tuple[Any, ...]]:
         """Return the rows of one statement, for which psycopg opens no transaction."""
@@ -415,29 +374,23 @@ def _here() -> _Kept:
     return _kept
 
 
-def _begin(key: Key, begin: str) -> tuple[_Session, psycopg.Connection[Any]]:
-    """Return a session with a new transaction, and its connection."""
+def _used(key: Key, use: Callable[[_Session], T]) -> tuple[_Session, T]:
+    """Use a kept session, or a new one if there is none or the server has ended it. An error closes the session."""
     session = _here().take(key)
     if session is not None:
         try:
-            return session, _began(session, begin)
-        except psycopg.Error:
+            return session, use(session)
+        except BaseException as error:
+            ended = session.ended
             session.close()
-        except BaseException:
-            session.close()
-            raise
+            if not (ended and isinstance(error, psycopg.Error)):
+                raise
     session = _Session(_open(*key))
     try:
-        return session, _began(session, begin)
+        return session, use(session)
     except BaseException:
         session.close()
         raise
-
-
-def _began(session: _Session, begin: str) -> psycopg.Connection[Any]:
-    connection = session.connection()
-    session.rows(begin)
-    return connection
 
 
 atexit.register(close_all)

@@ -36,11 +36,10 @@ from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock
 from outbox._clients.durable import SYNCHRONOUS
-from outbox.consumer import losses
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition
-from outbox.consumer.statements import execute, statement
+from outbox.consumer.statements import cursor, execute, statement
 
 # Waits for claims by others, and keeps them in one order.
 _RAISE: Final = """
@@ -117,6 +116,15 @@ SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end, 'given-up'
                          'it is not known whether they had their effect', topic, part, unconfirmed_from,
                          unconfirmed_end - 1)
   FROM unconfirmed RETURNING detail"""
+# One open row for each partition and kind of loss in Kafka. It grows while retention removes more messages of a halted
+# group. Each range that was given up has its own.
+_RECORD: Final = """
+INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL AND kind <> 'given-up'
+DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
+              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
+        WHERE l.detail <> excluded.detail"""
 _STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
@@ -323,7 +331,22 @@ class GroupStore:
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
         """Record what Kafka lost, each once until an operator accepts it."""
-        losses.record(connection, self._schema, self.name, found)
+        cursor(connection).executemany(
+            statement(self._schema, _RECORD),
+            [
+                {
+                    "grp": self.name,
+                    "topic": loss.topic,
+                    "topic_id": loss.topic_id,
+                    "part": loss.part,
+                    "first": loss.first_offset,
+                    "end": loss.end_offset,
+                    "kind": loss.kind,
+                    "detail": loss.detail,
+                }
+                for loss in found
+            ],
+        )
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""

@@ -7,8 +7,9 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,10 +26,10 @@ from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[att
 from outbox._clients.kafka import complete
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered, silent_logger
 from outbox._clients.kafka_rules import cut_logs, is_refusal
+from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_errors import of_kafka
-from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
-from outbox.consumer.patience import asking
+from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 
 _COMMITTED: Final = IsolationLevel.READ_COMMITTED
 _SECONDS: Final = 20.0
@@ -118,11 +119,8 @@ class KafkaAdmin:
 
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the current end of each partition's committed messages. Raises ConsumerUnavailable."""
-        try:
-            with asking(self._seconds) as seconds:
-                return _offsets(self._admin.ask_offsets(partitions, LATEST, _COMMITTED, seconds))
-        except KafkaException as error:
-            raise self._failure(error) from error
+        with self._explained(), self._ask() as seconds:
+            return _offsets(self._admin.ask_offsets(partitions, LATEST, _COMMITTED, seconds))
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
         """Return the offset of each partition's first message at or after a time; None where all are older.
@@ -130,17 +128,12 @@ class KafkaAdmin:
         Raises ConsumerUnavailable when the brokers do not answer.
         """
         spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
-        try:
-            with asking(self._seconds) as seconds:
-                found = _offsets(self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds))
-        except KafkaException as error:
-            raise self._failure(error) from error
+        with self._explained(), self._ask() as seconds:
+            found = _offsets(self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds))
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
-    def cut(
-        self, stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds]
-    ) -> dict[Partition, int]:
-        """Return where logs were cut that no longer have what the group has read, however long they are again.
+    def regrown(self, stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds]) -> list[Loss]:
+        """Return the losses of logs that were cut before the group's offset, however long they are again.
 
         Asks the leaders of those partitions whose epoch is not the stored one, once for each epoch. Raises
         ConsumerUnavailable when they do not answer.
@@ -156,19 +149,16 @@ class KafkaAdmin:
         }
         new = {partition: one for partition, one in doubtful.items() if self._verified.get(partition) != one}
         if not new:
-            return {}
-        try:
-            with asking(self._seconds) as seconds:
-                found = cut_logs(
-                    {"group.id": "outbox-epochs", **complete(self._options)},
-                    {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
-                    seconds,
-                    silent_logger(),
-                )
-        except KafkaException as error:
-            raise self._failure(error) from error
+            return []
+        with self._explained(), self._ask() as seconds:
+            found = cut_logs(
+                {"group.id": "outbox-epochs", **complete(self._options)},
+                {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
+                seconds,
+                silent_logger(),
+            )
         self._verified |= {partition: one for partition, one in new.items() if partition not in found}
-        return found
+        return [_regrown(at, cut, stored[at]) for at, cut in sorted(found.items())]
 
     def describe(self, topics: Iterable[str], seconds: float) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
@@ -188,6 +178,16 @@ class KafkaAdmin:
                     if self._refusals:
                         raise of_kafka(self._refusals.pop(), "Kafka") from None
 
+    def _ask(self) -> AbstractContextManager[float]:
+        return patience.current().ask(self._seconds)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise self._failure(error) from error
+
     def _failure(self, error: KafkaException) -> ConsumerError:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._admin.errors.explained(error, self._admin)
@@ -201,7 +201,7 @@ class KafkaAdmin:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         try:
-            with asking(self._seconds) as seconds:
+            with self._ask() as seconds:
                 asked = self._admin.describe_configs(wanted, request_timeout=seconds)
                 return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
         except KafkaException:
@@ -209,7 +209,7 @@ class KafkaAdmin:
 
     def _snapshot(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
         described, missing = {}, []
-        with asking(self._seconds) as seconds:
+        with self._ask() as seconds:
             for name, future in self.describe(topics, seconds).items():
                 try:
                     described[name] = self._result(future)
@@ -222,7 +222,7 @@ class KafkaAdmin:
         self._admin.poll(0)
         self._refusals.clear()
         self._admin.errors.forget()
-        with asking(self._seconds) as seconds:
+        with self._ask() as seconds:
             # All requests are sent before the first answer is awaited.
             asked = [self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds) for spec in (EARLIEST, LATEST)]
             if high_watermarks:
@@ -301,6 +301,14 @@ class _PositionCommitter:
         self._unanswered -= 1
         problems = [error, *(position.error for position in positions)]
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
+
+
+def _regrown(partition: Partition, cut: int, here: StoredOffset) -> Loss:
+    text = (
+        f"{partition[0]}-{partition[1]}: the group has read up to {here.next_offset}, and of what the leader of epoch "
+        f"{here.leader_epoch} had, Kafka's log has only the part before {cut}: it was cut, and has grown again since"
+    )
+    return Loss(*partition, here.topic_id, cut, here.next_offset, LossKind.CUT, text)
 
 
 def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:

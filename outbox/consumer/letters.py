@@ -130,7 +130,6 @@ class DeadLetterStore:
         self._run(connection, statement(self._schema, _AGAIN), **_why(record), letter=letter)
 
     def delete(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
-        """Delete dead letters, in the transaction of their effect."""
         self._run(connection, statement(self._schema, _DELETE), ids=list(ids))
 
     def leave_out(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
@@ -169,7 +168,6 @@ class RetryRecord:
     behind: bool
 
     def message_headers(self) -> Headers:
-        """Return the headers as Kafka had them."""
         return loaded_headers(self.headers)
 
     def same_key(self, other: RetryRecord) -> bool:

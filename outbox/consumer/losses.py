@@ -13,24 +13,10 @@ What a group gives up at-most-once is recorded beside it, see ``given_up`` and G
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
-
-import psycopg
+from collections.abc import Mapping
 
 from outbox.consumer.errors import LONGEST_ERROR, storable
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, RejectedRecord, StoredOffset
-from outbox.consumer.statements import cursor, statement
-
-# One open row for each partition and kind of loss in Kafka. It grows while retention removes more messages of a halted
-# group. Each range that was given up has its own.
-_RECORD: Final = """
-INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
-ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL AND kind <> 'given-up'
-DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
-              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
-        WHERE l.detail <> excluded.detail"""
 
 
 def kind_of(here: StoredOffset, there: OffsetBounds | None, topic_id: str | None) -> LossKind | None:
@@ -72,42 +58,8 @@ def find_losses(
     return losses
 
 
-def find_regrown(stored: Mapping[Partition, StoredOffset], cut: Mapping[Partition, int]) -> list[Loss]:
-    """Return the losses of logs that were cut before the group's offset, by where, and have grown again since."""
-    losses = []
-    for (topic, part), at in sorted(cut.items()):
-        here = stored[topic, part]
-        text = (
-            f"the group has read up to {here.next_offset}, and of what the leader of epoch {here.leader_epoch} had, "
-            f"Kafka's log has only the part before {at}: it was cut, and has grown again since"
-        )
-        lost = (at, here.next_offset)
-        losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
-    return losses
-
-
 def given_up(record: RejectedRecord, topic_id: str) -> Loss:
     """Return the loss of a message whose effect has failed, at-most-once."""
     topic, part, offset = record.place
     text = f"{topic}-{part}: message {offset} was given up (at-most-once), {record.reason}: {storable(record.error)}"
     return Loss(topic, part, topic_id, offset, offset + 1, LossKind.GIVEN_UP, text[:LONGEST_ERROR])
-
-
-def record(connection: psycopg.Connection[Any], schema: str, group: str, losses: Iterable[Loss]) -> None:
-    """Record losses, each once until an operator accepts it."""
-    cursor(connection).executemany(
-        statement(schema, _RECORD),
-        [
-            {
-                "grp": group,
-                "topic": loss.topic,
-                "topic_id": loss.topic_id,
-                "part": loss.part,
-                "first": loss.first_offset,
-                "end": loss.end_offset,
-                "kind": loss.kind,
-                "detail": loss.detail,
-            }
-            for loss in losses
-        ],
-    )

@@ -58,7 +58,6 @@ class UndecodableMessage:
         return self._headers
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the client's message has."""
         return getattr(self._message, name)
 
 

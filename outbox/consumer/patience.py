@@ -2,7 +2,7 @@
 
 Patience counts from the start of the first request that got no answer, and no request waits longer than what is left,
 so a run gives up on time even if a server never answers. This applies to requests that may wait forever: those to
-Kafka, and connecting to Postgres. ``asking`` says how long they may take.
+Kafka, and connecting to Postgres. ``Patience.ask`` says how long they may take.
 
 | what fails                                     | patience counts from                            |
 |------------------------------------------------|-------------------------------------------------|
@@ -83,7 +83,10 @@ class Patience:
 
     @contextmanager
     def ask(self, longest: float) -> Iterator[float]:
-        """See ``asking``."""
+        """Limit a request that may never be answered. Yields how many seconds it may take, at most ``longest``.
+
+        Raises NoTimeLeft when no patience is left.
+        """
         most = self.longest(longest)
         if most <= 0:
             raise NoTimeLeft("no patience is left for a server's answer")
@@ -106,28 +109,6 @@ class Patience:
         self._silent_since = since if self._silent_since is None else min(self._silent_since, since)
 
 
-@contextmanager
-def asking(longest: float) -> Iterator[float]:
-    """Limit a request that may never be answered. Yields how many seconds it may take, at most ``longest``.
-
-    Raises NoTimeLeft when this thread's run has no patience left.
-    """
-    patience = _CURRENT.get()
-    if patience is None:
-        yield longest
-        return
-    with patience.ask(longest) as most:
-        yield most
-
-
-def at_most(longest: float) -> float:
-    """Return how many seconds a server may take to answer in this thread's run, at most ``longest``."""
-    patience = _CURRENT.get()
-    return longest if patience is None else patience.longest(longest)
-
-
-def silent(since: float) -> None:
-    """Tell this thread's run since when, by the monotonic clock, a server has not answered."""
-    patience = _CURRENT.get()
-    if patience is not None:
-        patience.silent(since)
+def current() -> Patience:
+    """Return the patience of this thread's run; outside of a run, one that never ends."""
+    return _CURRENT.get() or Patience(None)

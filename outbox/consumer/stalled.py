@@ -28,7 +28,6 @@ class StalledPartition:
     why: str
 
     def __str__(self) -> str:
-        """Return a line for a probe or a log."""
         at = "" if self.offset is None else f" at offset {self.offset}"
         since = f"{self.since:%Y-%m-%d %H:%M:%S} UTC"
         return f"partition {self.partition} of topic {self.topic} stands still{at} since {since}: {self.why}"

@@ -40,7 +40,6 @@ def statement(schema: str, query: LiteralString, **parts: sql.Composable) -> sql
 def execute(
     connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
 ) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Execute a statement with ``cursor``."""
     return cursor(connection).execute(query, values)
 
 

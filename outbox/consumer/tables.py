@@ -248,17 +248,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         ),
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",
     )
-    tables.add(
-        "audit",
-        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
-        sa.Column("at", _TIME, nullable=False, server_default=sa.text("now()")),
-        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
-        sa.Column("what", sa.Text, nullable=False),
-        sa.Column("why", sa.Text),
-        sa.Column("details", _JSON, nullable=False),
-        sa.PrimaryKeyConstraint("id", name="audit_pkey"),
-        comment="What people did to groups by hand: offsets set, dead letters retried or discarded.",
-    )
+    tables.add_audit("What people did to groups by hand: offsets set, dead letters retried or discarded.")
     tables.add(
         "checkpoints",
         sa.Column("grp", sa.Text, nullable=False),

@@ -29,7 +29,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 from uuid import UUID
 
@@ -67,9 +67,6 @@ class Counts:
     late: int = 0
     conflicts: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class _Attempt:
@@ -101,7 +98,7 @@ class Caller:
         self, external: External, connect: Connect, report: Report | None = None, patience: float | None = 60.0
     ) -> None:
         self._external = external
-        self._session = OwnSession(connect, _autocommitting)
+        self._session = OwnSession(connect, autocommit=True)
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
         self._reservations = Reservations(external)
@@ -324,10 +321,6 @@ class Caller:
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause
-
-
-def _autocommitting(opened: psycopg.Connection[Any]) -> None:
-    opened.autocommit = True
 
 
 def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:

@@ -165,7 +165,6 @@ class External:
 
     @property
     def rules(self) -> Rules:
-        """The rules for ``state_machine``."""
         return Rules(
             self.max_attempts, self.ask is not None, self.cancel is not None, self.first_wait, self.longest_wait
         )

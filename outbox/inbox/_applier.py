@@ -26,7 +26,6 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
 from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.stalled import Watch
-from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._letters import BEHIND, Letters
 from outbox.inbox._message import KafkaMessage, RetriedMessage
@@ -277,7 +276,7 @@ class Applier:
             part.partition,
             batch[-1].offset() + 1,
             log_end=self._log_end(part.partition),
-            leader_epoch=_kafka.epoch_of(batch[-1]),
+            leader_epoch=batch[-1].leader_epoch(),
             ids=[one for one in ids if one is not None],
             applied=0 if self._settings.dedup else len(batch) - dead,
             dead=dead,
@@ -376,7 +375,7 @@ class Applier:
                 part.partition,
                 message.offset() + 1,
                 log_end=self._log_end(part.partition),
-                leader_epoch=_kafka.epoch_of(message),
+                leader_epoch=message.leader_epoch(),
                 dead=1,
             )
 

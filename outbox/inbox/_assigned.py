@@ -87,7 +87,6 @@ class Assigned:
             self.fetched = message.offset() + 1
 
     def next_batch(self, most: int) -> Sequence[KafkaMessage]:
-        """Return the messages of the next transaction."""
         first = self.queue[0].offset()
         if first <= self.alone_until:
             return [self.queue[0]]

@@ -49,7 +49,6 @@ from outbox.consumer.errors import shown
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import ClaimedOffset
 from outbox.consumer.statements import IMMEDIATE, cursor
-from outbox.inbox import _kafka
 from outbox.inbox._applier import Applier, MessageFailed, Outcome
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._message import KafkaMessage
@@ -168,7 +167,7 @@ class AtMostOnceApplier(Applier):
             part.partition,
             batch[-1].offset() + 1,
             log_end=self._log_end(part.partition),
-            leader_epoch=_kafka.epoch_of(batch[-1]),
+            leader_epoch=batch[-1].leader_epoch(),
             ids=known,
             applied=len(ids) - len(known),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 from confluent_kafka import KafkaError
 
@@ -14,15 +14,10 @@ from outbox._clients.kafka import complete
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.kafka_errors import of_kafka
-from outbox.consumer.losses import find_losses, find_regrown
+from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
-
-if TYPE_CHECKING:
-    from confluent_kafka import Message
-
-    from outbox.inbox._message import KafkaMessage
 
 _SECONDS: Final = 10.0
 
@@ -72,7 +67,7 @@ class Admin:
         if found := find_losses(positions, bounds, ids):
             return found
         with _failing("asked whether logs were cut"):
-            return find_regrown(positions, self._admin.cut(positions, bounds))
+            return self._admin.regrown(positions, bounds)
 
     def describe(self, topics: Iterable[str]) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
@@ -97,13 +92,7 @@ def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
     return KafkaFailed(f"{found}. Nothing was skipped") if error.fatal() else None
 
 
-def epoch_of(message: KafkaMessage) -> int | None:
-    """Return the epoch of the leader that a message came from; None from brokers before Kafka 2.1."""
-    return cast("Message", message).leader_epoch()
-
-
 def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:
-    """Return the error for losses."""
     first = losses[0]
     kind = TopicReplaced if any(loss.kind == LossKind.RECREATED for loss in losses) else PositionLost
     more = f"; and {len(losses) - 1} partitions more" if len(losses) > 1 else ""

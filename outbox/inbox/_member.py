@@ -117,7 +117,6 @@ class Member:
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> None:
-        """Consume until ``stopping`` is set."""
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,9 +18,6 @@ _PASSING: Final = ("08", "40", "53", "57P", "25006")
 class Session(OwnSession):
     """One session, which is replaced when it has ended, and from time to time."""
 
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
-        super().__init__(connect, _read_committed)
-
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
         """Open a transaction. Raises SchemaError and psycopg's errors."""
@@ -34,8 +31,3 @@ class Session(OwnSession):
             return True
         # Postgres ends a session whose handler takes too long: the next attempt may take as long.
         return self.ended and not isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
-
-
-def _read_committed(opened: psycopg.Connection[Any]) -> None:
-    # Changes by others are seen at once, whatever the default of the role or database.
-    opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED

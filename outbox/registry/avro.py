@@ -249,13 +249,7 @@ def _instant(schema: Mapping[str, Any], value: dt.datetime, path: str) -> dt.dat
     return _fine(schema, value, path)  # type: ignore[no-any-return]
 
 
-def _local(schema: Mapping[str, Any], value: dt.datetime, path: str) -> dt.datetime:
-    if value.tzinfo is not None:
-        raise _Unfit(path, f"has a time zone; {schema['logicalType']} has none")
-    return _fine(schema, value, path)  # type: ignore[no-any-return]
-
-
-def _clock(schema: Mapping[str, Any], value: dt.time, path: str) -> dt.time:
+def _local(schema: Mapping[str, Any], value: dt.datetime | dt.time, path: str) -> dt.datetime | dt.time:
     if value.tzinfo is not None:
         raise _Unfit(path, f"has a time zone; {schema['logicalType']} has none")
     return _fine(schema, value, path)  # type: ignore[no-any-return]
@@ -273,8 +267,8 @@ def _uuid(schema: Mapping[str, Any], value: UUID | str, path: str) -> Any:  # no
 _LOGICAL: Final[Mapping[Any, _Logical]] = {
     "decimal": _Logical(Decimal, _decimal),
     "date": _Logical(dt.date, _date),
-    "time-millis": _Logical(dt.time, _clock),
-    "time-micros": _Logical(dt.time, _clock),
+    "time-millis": _Logical(dt.time, _local),
+    "time-micros": _Logical(dt.time, _local),
     "timestamp-millis": _Logical(dt.datetime, _instant),
     "timestamp-micros": _Logical(dt.datetime, _instant),
     "local-timestamp-millis": _Logical(dt.datetime, _local),

@@ -20,9 +20,7 @@ class RegisteredSchema(Protocol):
         ...
 
     @property
-    def definition(self) -> Definition:
-        """The schema as the registry has it."""
-        ...
+    def definition(self) -> Definition: ...
 
     def encode(self, payload: object) -> bytes:
         """Return the payload encoded, without the schema's id. Raises SchemaMismatch."""

@@ -49,20 +49,15 @@ _JVM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's number and its ports on 127.0.0.1. proxied_port: the listener behind a proxy, if there is one."""
+    """A node's number and its ports on 127.0.0.1."""
 
     number: int
     port: int
     controller_port: int
-    proxied_port: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """The Java program and the class path."""
-
-    java: Path
-    class_path: str
+Runtime = tuple[Path, str]
+"""The Java program and the class path."""
 
 
 class Broker:
@@ -95,7 +90,6 @@ class Broker:
 
     @property
     def output(self) -> Path:
-        """The output of the process: errors of the JVM."""
         return self.directory / "output.log"
 
     @property
@@ -119,7 +113,7 @@ class Broker:
         shutil.rmtree(data, ignore_errors=True)  # left by an interrupted format
         # The formatted storage depends on the settings, but not on the node: one program start for a cluster, not
         # three.
-        key = (self._runtime().class_path, tuple(sorted(set(properties.items()) - _of_one_node(properties))))
+        key = (self._runtime()[1], tuple(sorted(item for item in properties.items() if item[0] not in _NODE_SETTINGS)))
         with _formatting:
             found = _formatted.get(key)
             if found is None:
@@ -136,11 +130,11 @@ class Broker:
         new.rename(data)
 
     def _format(self, cluster_id: str) -> None:
-        runtime = self._runtime()
+        java, class_path = self._runtime()
         arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
         result = subprocess.run(
             [
-                *(runtime.java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", runtime.class_path),
+                *(java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path),
                 *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
             ],
             stdin=subprocess.DEVNULL,
@@ -154,10 +148,10 @@ class Broker:
 
     def launch(self) -> None:
         """Start the process; it is not ready yet. Raises StartFailed when it can't be executed."""
-        runtime = self._runtime()
+        java, class_path = self._runtime()
         argv = [
-            *(str(runtime.java), f"-Xmx{self._heap}", f"-Xms{self._heap}", *_JVM),
-            *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", runtime.class_path),
+            *(str(java), f"-Xmx{self._heap}", f"-Xms{self._heap}", *_JVM),
+            *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", class_path),
             *("kafka.Kafka", str(self._properties)),
         ]
         # Variables that a user set for another Kafka do not apply to this one.
@@ -183,12 +177,7 @@ _formatting: Final = threading.Lock()
 _NODE_SETTINGS: Final = ("node.id", "listeners", "advertised.listeners", "controller.quorum.voters")
 
 
-def _of_one_node(properties: Mapping[str, str]) -> set[tuple[str, str]]:
-    return {(name, properties[name]) for name in _NODE_SETTINGS if name in properties}
-
-
 def new_id() -> str:
-    """Return a random id in Kafka's spelling."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 

@@ -57,7 +57,6 @@ def _newest_install() -> Path:
 
 
 def major_version(postgres: Path) -> int:
-    """Return the major version of this ``postgres`` program."""
     output = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"(\d+)\.?\d*", output)
     assert match is not None, output

@@ -194,7 +194,6 @@ class Detached:
 
 
 def psutil_process(pid: int) -> psutil.Process | None:
-    """Find a process by its pid, or None."""
     import psutil
 
     try:

@@ -40,10 +40,6 @@ class KafkaCluster:
     brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
     settings   for server.properties; they override ours. Topics are not created automatically by default.
     heap       of each broker: the value of -Xmx.
-    advertised_port   of a proxy on 127.0.0.1 that a test puts between clients and the broker. The broker gets one more
-               listener, ``proxied_port``, which advertises advertised_port; the proxy forwards to it.
-               ``bootstrap_servers`` bypasses the proxy, and so does the broker's own traffic. For one broker in a
-               temporary directory.
     """
 
     def __init__(
@@ -53,14 +49,9 @@ class KafkaCluster:
         brokers: int | None = None,
         settings: Mapping[str, str] | None = None,
         heap: str = "512m",
-        advertised_port: int | None = None,
     ) -> None:
         if brokers not in {None, 1, 3}:
             raise ServiceError(f"brokers must be 1 or 3, not {brokers}")
-        if advertised_port is not None and (brokers == 3 or data_dir is not None):
-            raise ServiceError(
-                "advertised_port needs one broker in a temporary directory: leave out brokers and data_dir"
-            )
         self._temporary = data_dir is None
         if data_dir is None:
             data_dir = temporary_directory("kafka", None)
@@ -71,7 +62,6 @@ class KafkaCluster:
         self._wanted_size = brokers
         self._settings = dict(settings or {})
         self._heap = heap
-        self._advertised_port = advertised_port
         self._brokers: list[Broker] = []
         self._cluster_id = ""
         self._found_runtime: Runtime | None = None
@@ -82,14 +72,6 @@ class KafkaCluster:
         if not self._brokers:
             raise ServiceError("this Kafka was never started, so it has no ports yet; call start()")
         return ",".join(f"{_HOST}:{broker.node.port}" for broker in self._brokers)
-
-    @property
-    def proxied_port(self) -> int:
-        """The port to which the proxy at advertised_port forwards. Raises ServiceError if there is none (yet)."""
-        port = self._brokers[0].node.proxied_port if self._brokers else None
-        if port is None:
-            raise ServiceError("this Kafka has no listener behind a proxy; give advertised_port, and start it")
-        return port
 
     @property
     def brokers(self) -> int:
@@ -224,11 +206,8 @@ class KafkaCluster:
     def _invent(self) -> None:
         """Define a new cluster on free ports."""
         size = self._wanted_size or 1
-        if self._advertised_port is None:
-            ports = free_ports(2 * size)
-            nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
-        else:
-            nodes = [Node(1, *free_ports(3))]
+        ports = free_ports(2 * size)
+        nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
         cluster_id = new_id()
         if cluster_id.startswith("-"):  # the format tool would parse it as an option
             cluster_id = "A" + cluster_id[1:]
@@ -260,25 +239,22 @@ class KafkaCluster:
 
     def _runtime(self) -> Runtime:
         if self._found_runtime is None:
-            self._found_runtime = Runtime(java(), os.pathsep.join(str(jar) for jar in jars.fetch(jars.KAFKA)))
+            self._found_runtime = java(), os.pathsep.join(str(jar) for jar in jars.fetch(jars.KAFKA))
         return self._found_runtime
 
     def _properties(self, node: Node) -> dict[str, str]:
         voters = ",".join(f"{b.node.number}@{_HOST}:{b.node.controller_port}" for b in self._brokers)
         replicas = str(len(self._brokers))
         in_sync = "1" if len(self._brokers) == 1 else "2"
-        listeners = advertised = f"PLAINTEXT://{_HOST}:{node.port}"
-        if node.proxied_port is not None:
-            listeners += f",PROXIED://{_HOST}:{node.proxied_port}"
-            advertised += f",PROXIED://{_HOST}:{self._advertised_port}"
+        advertised = f"PLAINTEXT://{_HOST}:{node.port}"
         return {
             "process.roles": "broker,controller",
             "node.id": str(node.number),
             "controller.quorum.voters": voters,
             "controller.listener.names": "CONTROLLER",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "inter.broker.listener.name": "PLAINTEXT",
-            "listeners": f"{listeners},CONTROLLER://{_HOST}:{node.controller_port}",
+            "listeners": f"{advertised},CONTROLLER://{_HOST}:{node.controller_port}",
             "advertised.listeners": advertised,
             "auto.create.topics.enable": "false",
             "num.partitions": "4",
@@ -333,8 +309,8 @@ class KafkaCluster:
 
     def _check_ports(self, brokers: list[Broker]) -> None:
         for broker in brokers:
-            for port in (broker.node.port, broker.node.controller_port, broker.node.proxied_port):
-                if port is not None and listening(port):
+            for port in (broker.node.port, broker.node.controller_port):
+                if listening(port):
                     raise PortTaken(
                         f"another process listens on port {port}, which belongs to broker {broker.node.number} of the "
                         f"Kafka in {self.data_dir}; end that process, or remove the directory for a new cluster"

@@ -96,7 +96,6 @@ class PostgresServer:
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process id while it runs."""
         return self._process.pid if self._process is not None and self._process.running else None
 
     @property
@@ -104,7 +103,6 @@ class PostgresServer:
         return self._process is not None and self._process.running
 
     def url(self, database: str = "postgres") -> str:
-        """Return a database's URL for libpq."""
         return self._url(self.port, database)
 
     def _url(self, port: int, database: str) -> str:
@@ -175,7 +173,6 @@ class PostgresServer:
             self._process = None
 
     def restart(self) -> None:
-        """Stop and start again: same port, same data."""
         self.stop()
         self.start()
 
@@ -194,7 +191,6 @@ class PostgresServer:
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database if it exists, ending its connections."""
         drop_database(self.url(), name)
 
     def __enter__(self) -> Self:

@@ -83,7 +83,6 @@ class Sandbox:
             return self._state(server, cluster)
 
     def status(self) -> SandboxState:
-        """Return what runs, without starting anything."""
         with self._alone():
             server, cluster = self._found()
             return self._state(server, cluster)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -11,10 +13,17 @@ from uuid import UUID
 from outbox._sending import Batch, Sender
 from outbox._statements import COLUMNS, SCHEMA, Statement
 from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
-from outbox.testing._scheduled import ScheduledEvent
 
 if TYPE_CHECKING:
     from outbox._targets import AsyncTarget, SyncTarget
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledEvent(Event):
+    """An event that was written with ``not_before``."""
+
+    not_before: dt.datetime = field(kw_only=True)
+
 
 _SENDER: Final = Sender(
     "recorded_events", "recorded_events_async", "the outbox", "there is none whose events could be read"
@@ -42,13 +51,23 @@ SELECT {_TEXTS}, not_before FROM (
     return Statement(text, schema)
 
 
-def read(target: SyncTarget, schema: str) -> list[Event]:
-    """Read from a synchronous target."""
+def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event]:
+    """Return the events that the open transaction of ``target`` has written so far, in the order of their ids.
+
+    The events that it has scheduled follow, as ``ScheduledEvent``, in the order in which they become due. After a
+    commit or a rollback there are none.
+
+    target   the session or connection that the code under test gave to ``Outbox.add``, or another one of the same
+             transaction; a session is flushed first.
+    schema   of the outbox's tables.
+
+    Raises TargetError for a connection in autocommit mode without a transaction, and for a target that ``add`` refuses.
+    """
     return [_event(row) for row in _SENDER.to(target)(Batch(_query(schema), {}, answers=True))]
 
 
-async def read_async(target: AsyncTarget, schema: str) -> list[Event]:
-    """Read from an asynchronous target."""
+async def recorded_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
+    """Return the same as ``recorded_events``, for a target of ``AsyncOutbox.add``."""
     return [_event(row) for row in await _SENDER.to_async(target)(Batch(_query(schema), {}, answers=True))]
 
 

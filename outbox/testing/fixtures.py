@@ -30,23 +30,7 @@ if TYPE_CHECKING:
 _ADMIN_TIMEOUT: Final = 30.0
 
 
-class DatabaseServer(Protocol):
-    """A Postgres server on which tests create databases: one that the fixtures start, or a given one."""
-
-    def url(self, database: str = ...) -> str: ...
-    def create_database(self, name: str, template: str | None = None) -> str: ...
-    def drop_database(self, name: str) -> None: ...
-
-
-class KafkaServer(Protocol):
-    """A Kafka on which tests create topics: one that the fixtures start, or a given one."""
-
-    @property
-    def bootstrap_servers(self) -> str: ...
-
-
 def token() -> str:
-    """Return a few random hexadecimal digits, unique to a test."""
     return secrets.token_hex(4)
 
 
@@ -64,24 +48,25 @@ class ExternalPostgres:
         self._url = libpq_url(url)
 
     def url(self, database: str = "postgres") -> str:
-        """Return the address of a database on that server."""
         return with_database(self._url, database)
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, as a copy of ``template`` if given. Returns its URL."""
         create_database(self._url, name, template)
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database if it exists, ending its connections."""
         drop_database(self._url, name)
 
 
 class ExternalKafka:
-    """A given Kafka."""
-
     def __init__(self, bootstrap_servers: str) -> None:
         self.bootstrap_servers = bootstrap_servers
+
+
+DatabaseServer = PostgresServer | ExternalPostgres
+"""A Postgres server on which tests create databases: one that the fixtures start, or a given one."""
+KafkaServer = KafkaCluster | ExternalKafka
+"""A Kafka on which tests create topics: one that the fixtures start, or a given one."""
 
 
 class Database(contextlib.ExitStack):
@@ -93,7 +78,6 @@ class Database(contextlib.ExitStack):
         self.name = name
 
     def connect(self, autocommit: bool = False) -> psycopg.Connection[tuple[Any, ...]]:
-        """Open a psycopg connection."""
         connection = psycopg.connect(self.url, autocommit=autocommit)
         self.callback(connection.close)
         return connection
@@ -164,7 +148,7 @@ class Topics:
                 f"{shown}: no such topic, or no leader for a partition, after {first * patience():g} s"
             )
         if count is None and isolation == "read_committed" and wait_for_open:
-            self._await_transactions(names, deadline, timeout)
+            self.await_transactions(names, timeout, deadline)
         partitions = [(name, p) for name in names for p in known[name]]
         consumer = Consumer(
             {
@@ -184,18 +168,18 @@ class Topics:
             consumer.assign([TopicPartition(name, p, 0) for name, p in partitions])
             return _read(consumer, partitions, count, deadline, timeout)
 
-    def await_transactions(self, topics: str | Sequence[str], timeout: float = 30.0) -> None:
+    def await_transactions(
+        self, topics: str | Sequence[str], timeout: float = 30.0, deadline: float | None = None
+    ) -> None:
         """Wait until every transaction that has written to the topics by now has ended and readers can see its end.
 
         A commit is acknowledged before the broker has written its markers, and only these make its messages visible.
-        timeout is in seconds. Raises AssertionError when it expires first.
+        timeout is in seconds, from now unless there is a ``deadline``. Raises AssertionError when it expires first.
         """
-        names = [topics] if isinstance(topics, str) else list(topics)
-        self._await_transactions(names, time.monotonic() + timeout * patience(), timeout)
-
-    def _await_transactions(self, topics: Sequence[str], deadline: float, timeout: float) -> None:
         from confluent_kafka import KafkaException
 
+        topics = [topics] if isinstance(topics, str) else topics
+        deadline = deadline or time.monotonic() + timeout * patience()
         shown = ", ".join(topics)
         written: dict[tuple[str, int], int] = {}
         while True:
@@ -241,7 +225,6 @@ class Topics:
         return {(at.topic, at.partition): answered(at, answer).offset for at, answer in asked.items()}
 
     def delete(self) -> None:
-        """Delete the topics whose name holds this test's token."""
         admin = self._admin
         names = [name for name in admin.list_topics(timeout=_ADMIN_TIMEOUT).topics if self.token in name]
         if names:
@@ -318,12 +301,10 @@ class RelayProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Return whether it runs."""
         return self._process.running
 
     def terminate(self) -> None:
@@ -336,11 +317,9 @@ class RelayProcess:
         self.wait()
 
     def pause(self) -> None:
-        """Halt it by SIGSTOP."""
         pause(self._process)
 
     def resume(self) -> None:
-        """Resume it by SIGCONT."""
         self._process.signal(signal.SIGCONT)
 
     def wait(self, timeout: float = 30.0) -> int:
@@ -352,7 +331,6 @@ class RelayProcess:
         return self._process.exit_code
 
     def log(self) -> str:
-        """Return what it has logged so far."""
         return self.log_file.read_text(errors="replace")
 
     def wait_for_log(self, text: str, timeout: float = 30.0) -> None:
@@ -447,12 +425,9 @@ class PrivatePostgres(contextlib.ExitStack):
 class PrivateKafka(contextlib.ExitStack):
     """Starts Kafkas that a test may kill; leaving the ``with`` block removes them."""
 
-    def __call__(
-        self, brokers: int = 1, settings: Mapping[str, str] | None = None, advertised_port: int | None = None
-    ) -> KafkaCluster:
-        """Start a cluster of 1 or 3 brokers; settings for server.properties, advertised_port of a proxy before it."""
-        cluster = KafkaCluster(brokers=brokers, settings=settings, advertised_port=advertised_port)
-        return self.enter_context(cluster)
+    def __call__(self, brokers: int = 1, settings: Mapping[str, str] | None = None) -> KafkaCluster:
+        """Start a cluster of 1 or 3 brokers, with these settings for server.properties."""
+        return self.enter_context(KafkaCluster(brokers=brokers, settings=settings))
 
     def topics(self, cluster: KafkaCluster) -> Topics:
         """Return helpers to create and read topics of a cluster, which is removed as a whole."""

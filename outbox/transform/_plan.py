@@ -14,28 +14,12 @@ from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
-# Set here, because the promise depends on them.
-_OURS: Final = frozenset(
-    {
-        "group.id",
-        "group.protocol",
-        "enable.auto.commit",
-        "enable.auto.offset.store",
-        "isolation.level",
-        "auto.offset.reset",
-        "partition.assignment.strategy",
-        "transactional.id",
-        "transaction.timeout.ms",
-        "enable.idempotence",
-        "acks",
-    }
-)
+# The promise depends on them, too.
+_IMPLIED: Final = frozenset({"enable.idempotence", "acks", "group.protocol"})
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a member does, and the options of its clients."""
-
     transform: Transform
     topics: Sequence[str]
     group: str
@@ -64,11 +48,7 @@ def client_options(
 
     Raises ConfigurationError for one on which the promise depends, or that turns off the broker's verification.
     """
-    if taken := sorted(_OURS & set(kafka)):
-        raise ConfigurationError(f"kafka option {taken[0]} is set by the transformer itself: remove it")
-    completed = complete(kafka)
-    consumer = {
-        **completed,
+    reading = {
         "group.id": group,
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -77,12 +57,16 @@ def client_options(
         "auto.offset.reset": "error",
         "partition.assignment.strategy": "range",
     }
-    producer = {
-        "partitioner": "murmur2_random",
-        # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
-        "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
-        **completed,
+    writing = {
         "transactional.id": f"{group}.{uuid.uuid4()}",
         "transaction.timeout.ms": int(transaction_seconds * 1000),
     }
-    return consumer, producer
+    if taken := sorted((reading.keys() | writing.keys() | _IMPLIED) & kafka.keys()):
+        raise ConfigurationError(f"kafka option {taken[0]} is set by the transformer itself: remove it")
+    completed = complete(kafka)
+    tuned = {
+        "partitioner": "murmur2_random",
+        # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
+        "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
+    }
+    return {**completed, **reading}, {**tuned, **completed, **writing}

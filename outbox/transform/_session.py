@@ -15,6 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.threads import within
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
@@ -312,26 +313,17 @@ class Session:
         wait for good (librdkafka's issues 5456 and 5511). A thread can't be ended: it keeps its producer, and a new
         session goes on with another one.
         """
-        outcome: list[Exception | None] = []
 
         def send() -> None:
-            try:
-                self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS)
-            except Exception as error:  # noqa: BLE001  raised below
-                outcome.append(error)
-            else:
-                outcome.append(None)
+            self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS)
 
-        thread = threading.Thread(target=send, name="send_offsets_to_transaction", daemon=True)
-        thread.start()
-        # By then the coordinator is about to abort the transaction.
-        thread.join(self._plan.transaction_seconds)
-        if not outcome:
+        try:
+            # By then the coordinator is about to abort the transaction.
+            within(self._plan.transaction_seconds, send)
+        except TimeoutError:
             self._stuck = True
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))  # noqa: SLF001
-        if outcome[0] is not None:
-            raise outcome[0]
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None  # noqa: SLF001
 
     def _until_known(self, step: Callable[[], object]) -> None:
         """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is

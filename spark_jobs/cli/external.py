@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import UUID
@@ -69,7 +70,7 @@ def run(
         report=report,
         patience=60.0 if once else None,
     )
-    figures = counts.as_dict()
+    figures = asdict(counts)
     if as_json:
         print_json(figures)
     else:

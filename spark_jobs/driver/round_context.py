@@ -8,10 +8,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from outbox.consumer import patience
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from outbox.consumer.patience import at_most
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
@@ -274,7 +274,7 @@ class RoundContext:
     def _patient(self) -> ReaderSettings:
         """Return the tasks' settings, with no more patience than the run has left."""
         settings = self.reading.tasks
-        return replace(settings, patience_seconds=at_most(settings.patience_seconds))
+        return replace(settings, patience_seconds=patience.current().longest(settings.patience_seconds))
 
     def undecoded(self, source: spark.Source) -> list[RejectedRecord]:
         """Return the messages that could not be decoded."""

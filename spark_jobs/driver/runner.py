@@ -41,7 +41,7 @@ from outbox.consumer.errors import (
     NotAuthorized,
 )
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
-from outbox.consumer.losses import find_losses, find_regrown
+from outbox.consumer.losses import find_losses
 from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience
 from outbox.consumer.postgres_errors import clear_schema_errors
@@ -233,7 +233,7 @@ class Runner:
             state = self._store.state(self._job.topics, None, keep_order=self._job.keep_order)
             stored = state.stored
             ids, bounds = self._kafka.look(self._job.topics)
-            halt(find_regrown(stored, self._kafka.cut(stored, bounds)), self._job.group)
+            halt(self._kafka.regrown(stored, bounds), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
             new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
         except (TopicMissing, DataLost, psycopg.ProgrammingError):
@@ -276,7 +276,7 @@ class Runner:
             self._context.not_here = {partition: there.end for partition, there in known.items()}
         bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
-            halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
+            halt(self._kafka.regrown(stored, known), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
             new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
             fresh = self._added.ready(new, stored, bounds, ids, generation)

@@ -35,11 +35,11 @@ from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete
 from outbox._clients.kafka_client import silent_logger
 from outbox._clients.kafka_rules import is_refusal
+from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import headers_of
 from outbox.consumer.model import Partition, Range
-from outbox.consumer.patience import at_most, silent
 from spark_jobs.errors import InputCut
 from spark_jobs.task.incoming import Messages
 from spark_jobs.task.input import TaskInput
@@ -258,8 +258,8 @@ class RangeReader:
                 if messages:
                     self._heard, self._refused = time.monotonic(), None
                     self._connections.forget()
-                elif time.monotonic() - self._heard > at_most(self.patience_seconds):
-                    silent(self._heard)
+                elif time.monotonic() - self._heard > patience.current().longest(self.patience_seconds):
+                    patience.current().silent(self._heard)
                     if self._refused is not None:
                         raise of_kafka(self._refused, f"Kafka, reading {_shown(unread)}")
                     raise ConsumerUnavailable(

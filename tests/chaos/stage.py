@@ -18,7 +18,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     NewPartitions,
     ResourceType,
 )
-from kafka_proxy import KafkaProxy
+from kafka_proxy import KafkaProxy, ProxiedKafka
 from proxy import TcpProxy
 from standby import Standby, either, require_standby
 from wal_support import to_wal
@@ -65,10 +65,11 @@ class KafkaSite:
         with ExitStack() as opened:
             if self._brokers == 1:
                 self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", None))
-            port = None if self.proxy is None else self.proxy.port
-            self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers, advertised_port=port))
-            if self.proxy is not None:
-                self.proxy.lead_to(self.cluster.proxied_port)
+                proxied = opened.enter_context(ProxiedKafka(self.proxy.port))
+                self.proxy.lead_to(proxied.proxied_port)
+                self.cluster = proxied
+            else:
+                self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers))
             self._opened = opened.pop_all()
         return self
 

@@ -275,8 +275,8 @@ MUTANTS: Final = (
     Mutant(
         "autocommit_is_taken",
         "business rows and events are one transaction",
-        "outbox/writer.py",
-        "        _targets.require_transaction(connection, UNBOUND)\n        # Not",
+        "outbox/_sending.py",
+        "        self._require_transaction(connection)\n        # Not",
         "        # Not",
         (f"{_WRITER}_refusals.py",),
     ),
@@ -299,7 +299,7 @@ MUTANTS: Final = (
     Mutant(
         "events_before_rows",
         "a session sends rows and events in the order of the code",
-        "outbox/_writing.py",
+        "outbox/_sending.py",
         "        session.flush()\n",
         "",
         (f"{_WRITER}_targets.py", f"{_WRITER}_transactions.py"),

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Sink:
             connection.execute(external.reserve().encode())
 
     def drain(self, external: External, **options: Any) -> dict[str, Any]:
-        counts = external.drain(self.connect, threading.Event(), **options).as_dict()
+        counts = asdict(external.drain(self.connect, threading.Event(), **options))
         return {name: count for name, count in counts.items() if count and name != "name"}
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from proxy import Connection, TcpProxy
 
+from outbox.sandbox._broker import Node
+from outbox.sandbox._ports import free_ports
 from outbox.sandbox._process import patience
+from outbox.sandbox.kafka import KafkaCluster
 
 PRODUCE: Final = 0
 FETCH: Final = 1
@@ -287,3 +290,24 @@ def _frames(buffer: bytearray) -> Iterator[bytes]:
         frame = bytes(buffer[:end])
         del buffer[:end]
         yield frame
+
+
+class ProxiedKafka(KafkaCluster):
+    """One broker with one more listener, on ``proxied_port``, which advertises the port of a proxy before it.
+
+    ``bootstrap_servers`` bypasses the proxy, and so does the broker's own traffic.
+    """
+
+    def __init__(self, advertised_port: int, settings: Mapping[str, str] | None = None) -> None:
+        super().__init__(settings=settings)
+        self.proxied_port = free_ports(1)[0]
+        self._advertised_port = advertised_port
+
+    def _properties(self, node: Node) -> dict[str, str]:
+        more = {
+            "listener.security.protocol.map": "PROXIED:PLAINTEXT",
+            "listeners": f"PROXIED://127.0.0.1:{self.proxied_port}",
+            "advertised.listeners": f"PROXIED://127.0.0.1:{self._advertised_port}",
+        }
+        found = super()._properties(node)
+        return found | {name: f"{found[name]},{value}" for name, value in more.items() if name not in self._settings}

@@ -30,9 +30,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from kafka_proxy import ProxiedKafka
 from proxy import TcpProxy
 
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 
 PASSWORD = "correct h#rse/?%@[:"
@@ -134,7 +134,7 @@ def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
     }
     with (
         TcpProxy("127.0.0.1", None) as proxy,
-        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
+        ProxiedKafka(proxy.port, settings=settings) as cluster,
     ):
         proxy.lead_to(cluster.proxied_port)
         admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})

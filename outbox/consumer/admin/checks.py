@@ -39,7 +39,6 @@ def declared_groups(connection: psycopg.Connection[Any], schema: str) -> list[De
 
 
 def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> Iterator[Check]:
-    """Return the checks of the consumers' tables in this database."""
     yield Check("losses", lambda: _rows(connection, schema, _OPEN_LOSSES), _losses, GRANT)
     yield Check(
         "remembered ids",

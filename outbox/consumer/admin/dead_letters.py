@@ -72,9 +72,17 @@ wanted AS MATERIALIZED (
      WHERE ({chosen}) OR (
         -- Whether one that is too old was applied before is for an operator to decide, one by one.
         d.reason <> 'too-old' AND (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered))
-     ORDER BY d.id FOR UPDATE OF d)
-UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
-RETURNING d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.reason"""
+     ORDER BY d.id FOR UPDATE OF d),
+retried AS (
+    UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
+    RETURNING d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.reason),
+noted AS (
+    INSERT INTO {audit} (what, details)
+    SELECT 'retry dead letters', jsonb_build_object('dead_letters', jsonb_agg(jsonb_build_object(
+               'id', id, 'group', grp, 'topic', topic, 'part', part, 'offset', message_offset,
+               'message_id', message_id) ORDER BY topic, part, message_offset, id))
+      FROM retried HAVING count(*) > 0)
+SELECT * FROM retried ORDER BY topic, part, message_offset, id"""
 
 _DISCARD: Final = """
 WITH wanted AS MATERIALIZED (
@@ -125,7 +133,6 @@ class Selection:
             raise ConfigurationError(f"reason {self.reason!r}: must be one of {', '.join(REASONS)}")
 
     def bound(self) -> dict[str, Any]:
-        """Return the parameters of the statements."""
         ids = list(self.ids) if self.ids is not None else None
         return {"ids": ids, "grp": self.group, "topic": self.topic, "reason": self.reason}
 
@@ -169,23 +176,7 @@ class DeadLetters:
         """Mark dead letters for retry in the next round of their groups. Returns them and the others of their keys."""
         with clear_errors("retrying dead letters"), self._connection.transaction():
             self._connection.execute(_TIMEOUT)
-            rows = sorted(self._run(_RETRY, selection.bound()), key=_place)
-            if rows:
-                details = {
-                    "dead_letters": [
-                        {
-                            "id": row["id"],
-                            "group": row["grp"],
-                            "topic": row["topic"],
-                            "part": row["part"],
-                            "offset": row["message_offset"],
-                            "message_id": row["message_id"],
-                        }
-                        for row in rows
-                    ]
-                }
-                note(self._connection, self._schema, "retry dead letters", None, details)
-        return rows
+            return self._run(_RETRY, selection.bound())
 
     def discard(self, selection: Selection, reason: str, *, keep_message: bool = True) -> Discarded:
         """Delete dead letters. ``audit`` records who, why and which, and the message itself if ``keep_message``."""
@@ -225,10 +216,6 @@ def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     if "message_headers" in shown:
         shown["headers"] = [_header(header) for header in shown.pop("message_headers")]
     return shown
-
-
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["topic"], row["part"], row["message_offset"], row["id"]
 
 
 def _header(header: Mapping[str, Any]) -> dict[str, Any]:

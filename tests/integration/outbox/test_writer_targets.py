@@ -267,8 +267,8 @@ def test_an_event_that_is_added_twice_is_two_events(outbox_postgres, name, many)
 def test_a_service_without_sqlalchemy_imports_none_of_it(outbox_postgres, driver):
     """It takes a third of a second, and 20 MB."""
     code = """
-import asyncio, datetime, sys
-import outbox
+import asyncio, datetime, sys, uuid
+import outbox, outbox.inbox, outbox.testing
 
 event = outbox.Event("Order", 1, "T", {"n": 1}, idempotency_key="a")
 later = datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC)
@@ -279,6 +279,8 @@ def with_psycopg(url):
         outbox.Outbox().add(connection, event)
         outbox.Outbox(unique_keys=True).add_many(connection, [event, event], lock_key=True)
         outbox.Outbox().cancel(connection, outbox.Outbox().add(connection, event, not_before=later))
+        assert len(outbox.testing.recorded_events(connection)) == 2
+        assert outbox.inbox.once(connection, uuid.uuid4(), consumer="billing")
 
 async def with_asyncpg(url):
     import asyncpg
@@ -288,6 +290,8 @@ async def with_asyncpg(url):
         await outbox.AsyncOutbox(unique_keys=True).add_many(connection, [event, event], lock_key=True)
         scheduled = await outbox.AsyncOutbox().add(connection, event, not_before=later)
         await outbox.AsyncOutbox().cancel(connection, scheduled)
+        assert len(await outbox.testing.recorded_events_async(connection)) == 2
+        assert await outbox.inbox.once_async(connection, uuid.uuid4(), consumer="billing")
     await connection.close()
 
 driver, url = sys.argv[1:]

@@ -15,6 +15,7 @@ from kafka_proxy import (
     METADATA,
     Fired,
     KafkaProxy,
+    ProxiedKafka,
     delay_request,
     drop_request,
     drop_response,
@@ -39,7 +40,7 @@ def proxied() -> Iterator[Proxied]:
     """A broker whose clients come through a proxy."""
     (port,) = free_ports(1)
     with (
-        KafkaCluster(advertised_port=port) as kafka,
+        ProxiedKafka(port) as kafka,
         KafkaProxy("127.0.0.1", kafka.proxied_port, port) as proxy,
     ):
         yield Proxied(kafka, proxy)

@@ -18,6 +18,7 @@ import pytest
 from sessions_support import NAME, PID, ask, read, sessions, url, use, with_default
 from support import wait_until
 
+from outbox._clients.threads import within
 from outbox.consumer import connections
 from outbox.consumer import postgres_errors as postgres
 from spark_jobs.driver.options import Options
@@ -101,7 +102,7 @@ def interrupting_signal() -> Iterator[None]:
 def test_a_connection_that_comes_too_late_is_closed(url):
     """Nobody waits for it any more: the time was up, or Ctrl-C has ended the wait."""
     main = threading.get_ident()
-    for seconds, interrupts, error in ((0.01, False, psycopg.errors.ConnectionTimeout), (60, True, KeyboardInterrupt)):
+    for seconds, interrupts, error in ((0.01, False, TimeoutError), (60, True, KeyboardInterrupt)):
         asked, answer = threading.Event(), threading.Event()
         late: list[psycopg.Connection[Any]] = []
 
@@ -119,14 +120,14 @@ def test_a_connection_that_comes_too_late_is_closed(url):
         if interrupts:
             interrupting.start()
         with pytest.raises(error):
-            connections._within(seconds, begin)
+            within(seconds, begin, late=psycopg.Connection.close)
         answer.set()
         wait_until(lambda late=late: late and late[0].closed, what="it to be closed")
     # What is not too late is given back: a connection, or the error.
-    with connections._within(60, lambda: psycopg.connect(url)) as connection:
+    with within(60, lambda: psycopg.connect(url)) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
     with pytest.raises(psycopg.OperationalError, match="refused"):
-        connections._within(60, lambda: psycopg.connect("host=127.0.0.1 port=1"))
+        within(60, lambda: psycopg.connect("host=127.0.0.1 port=1"))
 
 
 # What stays open.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from confluent_kafka import KafkaException, Producer
-from kafka_proxy import LIST_OFFSETS, KafkaProxy, edit_response
+from kafka_proxy import LIST_OFFSETS, KafkaProxy, ProxiedKafka, edit_response
 
 from outbox.consumer import kafka_admin
 from outbox.consumer.errors import ConsumerUnavailable
@@ -27,7 +27,7 @@ MESSAGES = 40
 @pytest.fixture(scope="module")
 def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that clients reach through a proxy only."""
-    with KafkaProxy("127.0.0.1", None) as proxy, KafkaCluster(advertised_port=proxy.port) as cluster:
+    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port) as cluster:
         proxy.lead_to(cluster.proxied_port)
         yield cluster, proxy
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import external_support
@@ -320,7 +320,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     sink.reserve(external, ["a", "b"])
     stop = threading.Event()
     first = Caller(external, sink.connect)
-    thread = in_thread(lambda: outcomes.update(first.run(stop, "stopped").as_dict()))
+    thread = in_thread(lambda: outcomes.update(asdict(first.run(stop, "stopped"))))
     wait_until(lambda: sink.states() == {"a": "calling", "b": "calling"}, what="the claims")
     lease_runs_out(sink)
     assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "retrying": 1}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from guard_support import Mutate, as_it_is, verdict, work
-from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
+from kafka_proxy import END_TXN, Fired, KafkaProxy, ProxiedKafka, delay_request
 from takeover_support import Place, Worker
 
 from outbox.sandbox.kafka import KafkaCluster
@@ -22,7 +22,7 @@ from relay.kafka.transactional import TransactionalPublisher, _TransactionalProd
 @pytest.fixture(scope="module")
 def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that workers reach through a proxy only."""
-    with KafkaProxy("127.0.0.1", None) as proxy, KafkaCluster(advertised_port=proxy.port) as cluster:
+    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port) as cluster:
         proxy.lead_to(cluster.proxied_port)
         yield cluster, proxy
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 from consumer_group import ConsumerGroup
-from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
+from kafka_proxy import FETCH, KafkaProxy, ProxiedKafka, delay_response, edit_response
 from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 
 from outbox.consumer.errors import ConsumerUnavailable
@@ -28,7 +28,7 @@ def between() -> Iterator[tuple[KafkaCluster, KafkaProxy, str]]:
     """A broker behind a proxy, and a topic with 25,000 messages of 1 kB."""
     with (
         KafkaProxy("127.0.0.1", None) as proxy,
-        KafkaCluster(advertised_port=proxy.port) as cluster,
+        ProxiedKafka(proxy.port) as cluster,
     ):
         proxy.lead_to(cluster.proxied_port)
         with Topics(cluster.bootstrap_servers) as topics:

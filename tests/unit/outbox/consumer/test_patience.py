@@ -23,7 +23,7 @@ def clock() -> Clock:
 
 def ask(clock: Clock, longest: float, *, answered_after: float | None = None) -> float:
     """Ask a server that keeps silent for as long as it may, or answers. Returns how long it was waited for."""
-    with patience.asking(longest) as most:
+    with patience.current().ask(longest) as most:
         if answered_after is not None:
             clock.now += answered_after
             return answered_after
@@ -73,7 +73,7 @@ def test_a_long_attempt_after_a_failure_is_not_ended_while_servers_answer(clock)
     with waited.attempt():
         ask(clock, 20, answered_after=1)
         clock.now += 3600
-        assert patience.at_most(30) == ANSWERED_SECONDS
+        assert patience.current().longest(30) == ANSWERED_SECONDS
         ask(clock, 20, answered_after=4)
         # And it does end where nobody answers any more.
         began = clock.now
@@ -118,10 +118,10 @@ def test_what_fails_after_work_is_counted_from_its_failure(clock):
     assert waited.left == 60
     clock.now += 10
     with waited.attempt():
-        assert patience.at_most(30) == 30
+        assert patience.current().longest(30) == 30
         clock.now += 45
-        assert patience.at_most(30) == 5
-        patience.silent(clock.now)
+        assert patience.current().longest(30) == 5
+        patience.current().silent(clock.now)
     waited.failed()
     assert waited.left == 5
 
@@ -163,4 +163,4 @@ def test_outside_of_a_run_a_question_has_its_own_time(clock):
     with pytest.raises(TimeoutError):
         ask(clock, 20)
     assert clock.now == 1000 + 20
-    assert patience.at_most(30) == 30
+    assert patience.current().longest(30) == 30

@@ -98,10 +98,10 @@ def test_it_is_the_one_that_spark_consumers_have(headers):
     assert message_id(Confluent(headers)) == UUID(found)
 
 
-def test_importing_it_takes_neither_kafkas_client_nor_psycopg():
+def test_importing_it_takes_neither_kafkas_client_nor_psycopg_nor_sqlalchemy():
     code = (
         "import sys, outbox.inbox; "
-        "print({'confluent_kafka', 'psycopg', 'alembic', 'pyspark', 'pyarrow'} & set(sys.modules))"
+        "print({'confluent_kafka', 'psycopg', 'sqlalchemy', 'alembic', 'pyspark', 'pyarrow'} & set(sys.modules))"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[4]
