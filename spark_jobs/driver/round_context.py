@@ -82,7 +82,6 @@ class OffsetRanges:
 class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
-    left    whether there may be more dead letters to retry.
     passed  by how many offsets the ranges moved, markers included.
     sizes   the number of offsets read of each topic, and the size in bytes of what is there.
     """
@@ -91,7 +90,6 @@ class Counts:
     applied: int = 0
     duplicates: int = 0
     dead: int = 0
-    left: bool = False
     passed: int = 0
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -123,8 +121,6 @@ class RoundState:
 
 
 class RoundContext:
-    """What a round and its attempts share."""
-
     def __init__(
         self,
         session: SparkSession | Callable[[], SparkSession],
@@ -152,7 +148,6 @@ class RoundContext:
 
     @property
     def session(self) -> SparkSession:
-        """Return the Spark session, which must have been started."""
         assert not callable(self._session)
         return self._session
 
@@ -165,7 +160,6 @@ class RoundContext:
 
     @property
     def task_decoder(self) -> TaskDecoder:
-        """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
             # Imported here, because an executor that imports the job's module need not import Spark.
             from spark_jobs.task.accumulators import TimeSample, read_sizes
@@ -218,7 +212,6 @@ class RoundContext:
         return bool(self._suspects)
 
     def suspect(self, partition: Partition) -> None:
-        """Expect more repeats in a partition that had one."""
         self._suspects[partition] = SUSPECT_ROUNDS
 
     def slow_down(self, partition: Partition) -> None:
@@ -227,7 +220,6 @@ class RoundContext:
         self._slow[partition] = SUSPECT_ROUNDS
 
     def plan(self, span: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
-        """Return what a task needs to apply its range."""
         return TaskPlan(
             sink=self.sinks.prepared(columns, generation),
             ranges=dict(span.ranges),
@@ -258,10 +250,6 @@ class RoundContext:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
         return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
 
-    def prepare(self, span: OffsetRanges, exclude: spark.Offsets) -> spark.Prepared:
-        """Return the rows of the ranges for tasks, without the messages at the offsets in ``exclude``."""
-        return spark.prepare(self.job, self.source(span, exclude))
-
     def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
         return spark.of_letters(self.session, self.job, self.task_decoder, letters)
 
@@ -277,7 +265,6 @@ class RoundContext:
         return replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
     def undecoded(self, source: spark.Source) -> list[RejectedRecord]:
-        """Return the messages that could not be decoded."""
         from pyspark.sql import functions as F  # noqa: N812
 
         problem = F.substring(PROBLEM, 1, LONGEST_ERROR)

@@ -169,10 +169,9 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._lock_monitor(), self._readers():
+        with self._running():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
-        self._position.wait()
         return self.totals
 
     def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
@@ -180,7 +179,7 @@ class Runner:
 
         every  a round begins no sooner than this many seconds after the one before.
         """
-        with self._lock_monitor(), self._readers():
+        with self._running():
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
@@ -190,7 +189,6 @@ class Runner:
                     stop.wait(max(0.0, began + every - time.monotonic()))
                 elif nothing_left:
                     self._idle(stop)
-        self._position.wait()
         return self.totals
 
     def _idle(self, stop: threading.Event) -> None:
@@ -307,16 +305,16 @@ class Runner:
             # This came after the look before the take-over.
             return True
         began = time.monotonic()
-        retried = Counts()
+        more = False
         if state.retry_waits:
             try:
-                retried = self._rounds.retry(generation)
+                more = self._rounds.retry(generation)
             finally:
                 if self._rounds.counts.read:
                     self._count(self._rounds.counts, began)
         if not ranges:
             self._position.show_stored(stored)
-            return retried.left
+            return more
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those behind it.
         self._turn = next_turn(turn, ranges)
@@ -445,11 +443,14 @@ class Runner:
         return narrowed
 
     @contextmanager
-    def _readers(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            close_kept(self._job.group)
+    def _running(self) -> Iterator[None]:
+        """Report what blocks the group inside the block; close its readers at the end."""
+        with self._lock_monitor():
+            try:
+                yield
+            finally:
+                close_kept(self._job.group)
+        self._position.wait()
 
 
 def _until(

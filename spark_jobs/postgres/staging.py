@@ -57,7 +57,6 @@ class StagePlan:
         return sql.Identifier(self.schema, self.table)
 
     def creating(self, condition: sql.SQL) -> sql.Composed:
-        """Return the statement that creates the table."""
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self.staged_columns.items()
         )
@@ -68,20 +67,18 @@ class StagePlan:
         return {**self.columns, **_OWN}
 
 
+@dataclass
 class StagingTables:
     """The staging tables of a group. ``advice`` is part of the error that is raised if the group was taken over."""
 
-    def __init__(
-        self, store: PostgresGroupStore, url: str, schema: str, group: str, advice: str = ONE_CONSUMER
-    ) -> None:
-        self._advice = advice
-        self._store = store
-        self._url = url
-        self._schema = schema
-        self._group = group
-        self._made: list[sql.Identifier] = []
-        """The tables that this driver has created and not dropped yet."""
-        self._cleaned: int | None = None
+    store: PostgresGroupStore
+    url: str
+    schema: str
+    group: str
+    advice: str = ONE_CONSUMER
+    _made: list[sql.Identifier] = field(default_factory=list)
+    """The tables that this driver has created and not dropped yet."""
+    _cleaned: int | None = None
 
     def create(self, columns: Mapping[str, str], generation: int, *, check: bool) -> StagePlan:
         """Create a table.
@@ -91,28 +88,28 @@ class StagingTables:
                and it would wait for a driver that takes the group over, which holds the group's row and waits for the
                offsets.
         """
-        plan = StagePlan(self._url, self._schema, new_name(self._group), self._group, columns)
+        plan = StagePlan(self.url, self.schema, new_name(self.group), self.group, columns)
         # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(plan.identifier)
-        with self._store.transaction() as connection:
+        with self.store.transaction() as connection:
             if check:
-                self._store.rows.require(connection, generation, advice=self._advice)
+                self.store.rows.require(connection, generation, advice=self.advice)
             connection.execute(plan.creating(sql.SQL("")))
         return plan
 
     def drop_made(self) -> None:
         """Drop the tables that this driver has created, whatever the outcome of the round."""
-        self._made[:] = [table for table in self._made if not drop(self._store, table)]
+        self._made[:] = [table for table in self._made if not drop(self.store, table)]
 
     def drop_older(self, generation: int) -> None:
         """Drop the tables that older generations of the group have left; once for each generation. Raises Fenced."""
         if self._cleaned == generation:
             return
-        with self._store.transaction() as connection:
+        with self.store.transaction() as connection:
             # A newer generation has no table yet: none can begin before this transaction ends.
-            self._store.rows.require(connection, generation, advice=self._advice)
-            older = [table for table in left(connection, self._schema, self._group) if table not in self._made]
-        if not [table for table in older if not drop(self._store, table)]:
+            self.store.rows.require(connection, generation, advice=self.advice)
+            older = [table for table in left(connection, self.schema, self.group) if table not in self._made]
+        if not [table for table in older if not drop(self.store, table)]:
             self._cleaned = generation
 
 
@@ -129,7 +126,6 @@ def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
 
 
 def new_name(group: str) -> str:
-    """Return a new name for a staging table of a group."""
     return f"staged_{_digest(group)}_{uuid.uuid4().hex[:12]}"
 
 
