@@ -71,9 +71,8 @@ class BatchAttempts:
     def __init__(self, context: RoundContext, store: PostgresGroupStore, sinks: PostgresSinks) -> None:
         self._context = context
         self._job = context.job
-        self._postgres = store
         self._sinks = sinks
-        self._tables = StagingTables(store, sinks.url, sinks.schema, context.job.group)
+        self._tables = StagingTables(store)
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         aside = state.put_aside()
@@ -186,7 +185,7 @@ class BatchAttempts:
 
         If they are all there now, the transform has read them all: compaction removes messages and brings none back.
         """
-        if self._context.reading.compacted(self._job.topics) and (left := source.rows.count()) != messages:
+        if self._context.compacted(self._job.topics) and (left := source.rows.count()) != messages:
             raise ConsumerUnavailable(
                 f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
                 "retried"

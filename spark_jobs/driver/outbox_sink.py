@@ -192,7 +192,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         if lost:
             raise lost[0]
         # Those of attempts that died, too: no other task of the group can be waited for now.
-        staging.drop_all(group.store, self.plan.schema, group.job.group)
+        staging.drop_all(group.store)
 
     def _create_table(self, session: str) -> None:
         def create() -> None:

@@ -124,7 +124,7 @@ class PartitionAttempts:
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
-            return task.read_here(plan, self._context.reading.tasks)
+            return task.read_here(plan, self._context.reading)
         except TooMuch:
             return None
         except (ConsumerUnavailable, CorruptRecords, InputCut):

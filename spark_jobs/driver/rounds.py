@@ -304,7 +304,7 @@ class Rounds:
         without = state.put_aside()
         find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
-            with kept(self._context.reading.tasks) as reader:
+            with kept(self._context.reading) as reader:
                 rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
             places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
@@ -324,7 +324,7 @@ class Rounds:
             offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[MessageRef, DeadLetter] = {}
-        with kept(self._context.reading.tasks) as reader:
+        with kept(self._context.reading) as reader:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]

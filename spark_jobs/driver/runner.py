@@ -53,7 +53,7 @@ from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
-from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.shown_position import ShownPosition
@@ -117,14 +117,10 @@ class Runner:
         self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
         self._added = AddedPartitions(self._kafka, self._store, job.topics, report)
-        reading = Reading(
-            self._kafka.compacted,
-            ReaderSettings(dict(options.kafka), job.group),
-            options.driver_records,
-        )
-        sinks = PostgresSinks(options.url, options.schema, job, self._store)
-        self._context = RoundContext(session, job, reading, self._store, sinks)
-        self._context.delays = delays
+        reading = ReaderSettings(dict(options.kafka), job.group)
+        sinks = PostgresSinks(job, self._store)
+        few, compacted = options.driver_records, self._kafka.compacted
+        self._context = RoundContext(session, job, self._store, sinks, reading, few, compacted, delays)
         as_one = job.atomic == "batch"
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)

@@ -248,9 +248,7 @@ def forgiven(requests: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRe
 class PostgresSinks:
     """Creates the sinks of a job's rounds: see sink.Sinks. What it has read of the tables is cached for a round."""
 
-    def __init__(self, url: str, schema: str, job: ConsumerJob, store: PostgresGroupStore) -> None:
-        self.url = url
-        self.schema = schema
+    def __init__(self, job: ConsumerJob, store: PostgresGroupStore) -> None:
         self._store = store
         self._job = job
         self._statements: dict[tuple[str, ...], str] = {}
@@ -269,8 +267,8 @@ class PostgresSinks:
 
     def prepared(self, columns: Mapping[str, str], generation: int) -> PostgresSink:
         return PostgresSink(
-            self.url,
-            self.schema,
+            self._store.url,
+            self._store.schema,
             self._job.group,
             generation,
             columns,

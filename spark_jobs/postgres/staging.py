@@ -72,9 +72,6 @@ class StagingTables:
     """The staging tables of a group. ``advice`` is part of the error that is raised if the group was taken over."""
 
     store: PostgresGroupStore
-    url: str
-    schema: str
-    group: str
     advice: str = ONE_CONSUMER
     _made: list[sql.Identifier] = field(default_factory=list)
     """The tables that this driver has created and not dropped yet."""
@@ -88,7 +85,8 @@ class StagingTables:
                and it would wait for a driver that takes the group over, which holds the group's row and waits for the
                offsets.
         """
-        plan = StagePlan(self.url, self.schema, new_name(self.group), self.group, columns)
+        store = self.store
+        plan = StagePlan(store.url, store.schema, new_name(store.group), store.group, columns)
         # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(plan.identifier)
         with self.store.transaction() as connection:
@@ -108,7 +106,7 @@ class StagingTables:
         with self.store.transaction() as connection:
             # A newer generation has no table yet: none can begin before this transaction ends.
             self.store.rows.require(connection, generation, advice=self.advice)
-            older = [table for table in left(connection, self.schema, self.group) if table not in self._made]
+            older = [table for table in _left(self.store, connection) if table not in self._made]
         if not [table for table in older if not drop(self.store, table)]:
             self._cleaned = generation
 
@@ -129,10 +127,11 @@ def new_name(group: str) -> str:
     return f"staged_{_digest(group)}_{uuid.uuid4().hex[:12]}"
 
 
-def left(connection: psycopg.Connection[Any], schema: str, group: str) -> list[sql.Identifier]:
+def _left(store: PostgresGroupStore, connection: psycopg.Connection[Any]) -> list[sql.Identifier]:
     """Return all staging tables that a group has."""
-    values = {"schema": sql.Identifier(schema).as_string(connection), "like": f"staged\\_{_digest(group)}\\_%"}
-    return [sql.Identifier(schema, name) for (name,) in connection.execute(_LEFT, values)]
+    schema = sql.Identifier(store.schema).as_string(connection)
+    values = {"schema": schema, "like": f"staged\\_{_digest(store.group)}\\_%"}
+    return [sql.Identifier(store.schema, name) for (name,) in connection.execute(_LEFT, values)]
 
 
 def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
@@ -142,11 +141,11 @@ def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
     connection.execute(plan.creating(sql.SQL("IF NOT EXISTS")))
 
 
-def drop_all(store: PostgresGroupStore, schema: str, group: str) -> None:
+def drop_all(store: PostgresGroupStore) -> None:
     """Drop all staging tables of a group. What can't be dropped now is left to the next call."""
     tables: list[sql.Identifier] = []
     with suppress(psycopg.Error, ConsumerUnavailable), store.transaction() as connection:
-        tables = left(connection, schema, group)
+        tables = _left(store, connection)
     for table in tables:
         drop(store, table)
 
