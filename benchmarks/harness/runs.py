@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -143,14 +144,17 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site:
         count = int(what.rate * what.seconds)
         if way is KAFKA_ONLY:
-            _steady(servers, None, site, run, what, Steady(what.rate, count))
+            under_load(servers, None, site, run, what, Steady(what.rate, count))
             return
         with publishing(way, servers, site) as publisher:
             warm_up(way, publisher, Ends(site), Backlog(what.warm))
-            _steady(servers, publisher, site, run, what, Steady(what.rate, count, what.warm, what.together))
+            under_load(servers, publisher, site, run, what, Steady(what.rate, count, what.warm, what.together))
 
 
-def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady) -> None:
+def under_load(
+    servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady
+) -> array[int]:
+    """Write a steady load and note its latency and cost. Returns when each event came, in ns."""
     begin = writer if publisher is not None else bare_writer
     with reader(site, steady.first, steady.count) as receiving, begin(site, steady) as writing:
         pids = publisher.pids if publisher is not None else []
@@ -158,9 +162,10 @@ def _steady(servers: Servers, publisher: Publisher | None, site: Site, run: Run,
         writing.send(b"go")
         committed = received(writing, "the writer", what.seconds * 3 + 60)
         cost = Cpu.now(servers, pids).percent_since(before)
-        seen, tally = received(receiving, "the reader", 120)
+        seen, tally = received(receiving, "the reader", what.seconds * 5 + 60)
     tally.note(run)
     skipped = int(what.rate * _LEFT_OUT_SECONDS)
     times = sorted((seen[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)
+    return seen

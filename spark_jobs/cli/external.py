@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -59,15 +59,11 @@ def run(
             "ended in the middle of a call, after two signals; a call without an answer is made again with the same key"
         ),
     )
-
-    def report(text: str, figures: Mapping[str, Any]) -> None:
-        log.info(text, **figures)
-
     counts = external.drain(
         lambda: connect(url, f"outbox external {external.name}", pinned=False),
         stop,
         until="settled" if once else "stopped",
-        report=report,
+        report=lambda text, figures: log.info(text, **figures),
         patience=60.0 if once else None,
     )
     figures = asdict(counts)

@@ -170,7 +170,6 @@ class _Forgetting:
         """Raise the database's error if a row can't be compared."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
-        """Return nothing: no ids are remembered, so none are forgotten."""
         return []
 
 
@@ -210,7 +209,6 @@ class Natural(_Forgetting):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The columns that may not be NULL."""
         return tuple(self.key)
 
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
@@ -245,7 +243,6 @@ class Version(_Forgetting):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The columns that may not be NULL."""
         return (*self.key, self.version)
 
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002

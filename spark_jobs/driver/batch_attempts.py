@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psycopg
 
@@ -45,9 +45,6 @@ from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets, Prepared, Source
 from spark_jobs.task.input import NO_INPUT
 from spark_jobs.task.partition import RangeStopped, TaskResult, stopping
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
 
 # Each message is one row here, because the transform has not run yet.
 _READ: Final = """
@@ -74,12 +71,10 @@ class BatchAttempts:
     def __init__(self, context: RoundContext, store: PostgresGroupStore, sinks: PostgresSinks) -> None:
         self._context = context
         self._job = context.job
-        self._postgres = store
         self._sinks = sinks
-        self._tables = StagingTables(store, sinks.url, sinks.schema, context.job.group)
+        self._tables = StagingTables(store)
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
-        """Apply the ranges once; see Attempts."""
         aside = state.put_aside()
 
         def source(without: Offsets) -> Source:
@@ -94,8 +89,6 @@ class BatchAttempts:
             self._tables.drop_made()
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
-        """Apply dead letters once; see Attempts."""
-
         def source(without: Offsets) -> Source:
             out = {(*partition, offset) for partition, offsets in without.items() for offset in offsets}
             return self._context.letters([one for one in letters if one.place not in out])
@@ -179,7 +172,8 @@ class BatchAttempts:
         """Run the transform over the messages that are not repeats, and replace them in ``batch`` by its result."""
         prepared = spark.prepare(self._job, source)
         columns = prepared.columns
-        staged = self._stage(prepared.rows, columns, sink.generation, (), most, ask=sink.at_most_once)
+        plan = self._tables.create(columns, sink.generation, check=sink.at_most_once)
+        staged = stage(prepared.rows, plan, max_dead=most, messages=True)
         with_effect = replace(sink, columns=columns, effect=self._sinks.effect(columns, "shuffled"), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor, most)
@@ -191,7 +185,7 @@ class BatchAttempts:
 
         If they are all there now, the transform has read them all: compaction removes messages and brings none back.
         """
-        if self._context.reading.compacted(self._job.topics) and (left := source.rows.count()) != messages:
+        if self._context.compacted(self._job.topics) and (left := source.rows.count()) != messages:
             raise ConsumerUnavailable(
                 f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
                 "retried"
@@ -221,27 +215,11 @@ class BatchAttempts:
             # Only the columns of META are staged: dedup needs no others, and the content is read again.
             rows, columns = spark.copyable(prepared.source.rows.select(*META, PROBLEM))
         with stopping("the round"), translated("the round"):
-            staged = self._stage(rows, columns, generation, self._job.reducing.required, most, ask=True)
+            plan = self._tables.create(columns, generation, check=True)
+            staged = stage(rows, plan, required=self._job.reducing.required, max_dead=most, messages=True)
         if not staged.names:
             self._context.require_decoded(prepared.source)
         return staged, columns
-
-    def _stage(
-        self,
-        rows: DataFrame,
-        columns: Mapping[str, str],
-        generation: int,
-        required: tuple[str, ...],
-        max_dead: int,
-        *,
-        ask: bool,
-    ) -> StagedRows:
-        """Stage rows as ``stage`` does.
-
-        ask  raise Fenced if the group has been taken over; see StagingTables.create.
-        """
-        plan = self._tables.create(columns, generation, check=ask)
-        return stage(rows, plan, required=required, max_dead=max_dead, messages=True)
 
 
 def _taken(applying: BatchTable, messages: set[MessageRef], repeats: Offsets) -> set[MessageRef]:

@@ -25,8 +25,6 @@ Keys = Mapping[str, AbstractSet[bytes]]
 
 
 class DeadKeyCache:
-    """The keys of dead letters of some topics."""
-
     def __init__(self, store: GroupStore, topics: Sequence[str]) -> None:
         self._store = store
         self._topics = topics

@@ -44,7 +44,6 @@ class Options:
 
 
 def options_of(settings: Settings, url: str, max_records: int) -> Options:
-    """Return the options for these settings."""
     from outbox._app.settings import client_options
 
     return Options(

@@ -93,7 +93,6 @@ class OutboxSinkSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the format's name."""
         return "outbox"
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> OutboxWriter:  # noqa: ARG002, N802  Spark's
@@ -121,35 +120,28 @@ class Staged(WriterCommitMessage):
     run_id: str | None
 
 
+@dataclass
 class OutboxWriter(DataSourceStreamArrowWriter):
     """Stages rows in tasks, and applies them in the driver: each of these calls is in another process.
 
-    options  as Spark has them: tasks can't be given the job, whose module they need not have.
-    form     the rows' columns as Arrow types.
+    options   as Spark has them: tasks can't be given the job, whose module they need not have.
+    form      the rows' columns as Arrow types.
+    provider  of credentials: workers load no settings.
     """
 
-    def __init__(
-        self,
-        options: Mapping[str, str],
-        plan: staging.StagePlan,
-        form: pa.Schema,
-        patience: float,
-        provider: str | None,
-    ) -> None:
-        self._options = options
-        self._plan = plan
-        self._form = form
-        self._patience = patience
-        self._provider = provider
+    options: Mapping[str, str]
+    plan: staging.StagePlan
+    form: pa.Schema
+    patience: float
+    provider: str | None
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
         """COPY a task's rows under a name that only this attempt uses.
 
         The end of the rows is no proof that all of them came. If not, Spark fails the task and drops this message.
         """
-        # Workers load no settings.
-        credentials.use(self._provider)
-        plan, session = self._plan, lock_monitor.names(self._plan.group)[1]
+        credentials.use(self.provider)
+        plan, session = self.plan, lock_monitor.names(self.plan.group)[1]
         name, broken = uuid.uuid4().hex, ""
         feed = Feed((), (self._formed(batch) for batch in iterator), 0)
         batches = iter(feed)
@@ -178,20 +170,20 @@ class OutboxWriter(DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803  Spark's
         """Drop what was staged. The batch itself may have been applied: the error may have come after COMMIT."""
-        group = _group(tuple(self._options.items()), "")
+        group = _group(tuple(self.options.items()), "")
         for table in {one.table for one in _staged(messages)}:
-            staging.drop(group.store, sql.Identifier(self._plan.schema, table))
+            staging.drop(group.store, sql.Identifier(self.plan.schema, table))
 
     def _commit(self, staged: list[Staged], batch_id: int) -> None:
-        _, _, checkpoint = _requested(self._options)
+        _, _, checkpoint = _requested(self.options)
         batch = planned_in(checkpoint, batch_id, staged[0].run_id or "")
         _require_query(batch, staged, checkpoint)
-        group = _group(tuple(self._options.items()), f"query {batch.query_id}, run {batch.run_id}")
+        group = _group(tuple(self.options.items()), f"query {batch.query_id}, run {batch.run_id}")
         lost: list[StagedRowsLost] = []
 
         def attempt() -> None:
             try:
-                _apply(group, batch, self._plan, staged)
+                _apply(group, batch, self.plan, staged)
             except StagedRowsLost as error:
                 # Another attempt here would not find them either: Spark has to run the tasks again.
                 lost.append(error)
@@ -200,31 +192,30 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         if lost:
             raise lost[0]
         # Those of attempts that died, too: no other task of the group can be waited for now.
-        staging.drop_all(group.store, self._plan.schema, group.job.group)
+        staging.drop_all(group.store)
 
     def _create_table(self, session: str) -> None:
         def create() -> None:
-            with connections.transaction(self._plan.url, session, reset=False) as connection:
-                staging.create_shared(connection, self._plan)
+            with connections.transaction(self.plan.url, session, reset=False) as connection:
+                staging.create_shared(connection, self.plan)
 
-        wait_for_servers(create, Patience(self._patience), report, then="start the query again")
+        wait_for_servers(create, Patience(self.patience), report, then="start the query again")
 
     def _formed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the columns of ``batch`` in the form that COPY accepts, whatever the session's settings are."""
         import pyarrow as pa
 
         columns = []
-        for field in self._form:
+        for field in self.form:
             column = batch.column(field.name).cast(field.type)
             if field.name == "message_tombstone":
                 # As in rows.copyable.
                 column = column.fill_null(False)
-            columns.append(json_text(column) if self._plan.columns[field.name] == "jsonb" else column)
-        return pa.RecordBatch.from_arrays(columns, names=self._form.names)
+            columns.append(json_text(column) if self.plan.columns[field.name] == "jsonb" else column)
+        return pa.RecordBatch.from_arrays(columns, names=self.form.names)
 
 
 def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: list[Staged]) -> None:
-    """Apply a batch once, unless the sink has it."""
     if group.decide(group.stored(), batch, plan.columns) == "applied":
         return
     if broken := [one.broken for one in staged if one.broken]:

@@ -68,10 +68,9 @@ class PartitionAttempts:
         return self._context.task_decoder.columns is not None
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
-        """Apply the ranges once; see Attempts."""
         if self._context.task_decoder.columns is not None:
             return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
-        prepared = self._context.prepare(span, state.put_aside())
+        prepared = spark.prepare(self._job, self._context.source(span, state.put_aside()))
         tasks = prepared.source.tasks(prepared.rows)
         plan = replace(self._context.plan(span, state, generation, prepared.columns), tasks=tasks)
         results = _reports(prepared, functools.partial(task.run, plan))
@@ -125,7 +124,7 @@ class PartitionAttempts:
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
-            return task.read_here(plan, self._context.reading.tasks)
+            return task.read_here(plan, self._context.reading)
         except TooMuch:
             return None
         except (ConsumerUnavailable, CorruptRecords, InputCut):
@@ -138,7 +137,6 @@ class PartitionAttempts:
         return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
-        """Apply dead letters once; see Attempts."""
         prepared = spark.prepare(self._job, self._context.letters(letters))
         spark.require_one_task(prepared.rows)
         plan = self._context.plan(OffsetRanges({}, {}), state, generation, prepared.columns)
@@ -156,7 +154,6 @@ class PartitionAttempts:
 def _reports(
     prepared: Prepared, run: Callable[[TaskInput[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 ) -> dict[Partition, TaskResult]:
-    """Run a task's function over prepared rows."""
     return reported(spark.in_tasks(prepared.rows, lambda rows: run(task_input.from_spark(rows)), task.REPORT).collect())
 
 

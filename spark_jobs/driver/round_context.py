@@ -48,20 +48,6 @@ ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """How Kafka is read.
-
-    compacted  returns whether messages of these topics may disappear between two reads.
-    tasks      the settings of the tasks' readers.
-    few        up to this many offsets, the driver does a round itself: starting Spark's tasks would take longer.
-    """
-
-    compacted: Callable[[Sequence[str]], bool]
-    tasks: ReaderSettings
-    few: int
-
-
-@dataclass(frozen=True, slots=True)
 class OffsetRanges:
     """The ranges of a round, and for each the end of Kafka's log when the round was planned."""
 
@@ -82,7 +68,6 @@ class OffsetRanges:
 class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
-    left    whether there may be more dead letters to retry.
     passed  by how many offsets the ranges moved, markers included.
     sizes   the number of offsets read of each topic, and the size in bytes of what is there.
     """
@@ -91,7 +76,6 @@ class Counts:
     applied: int = 0
     duplicates: int = 0
     dead: int = 0
-    left: bool = False
     passed: int = 0
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -123,27 +107,37 @@ class RoundState:
 
 
 class RoundContext:
-    """What a round and its attempts share."""
+    """What rounds and their attempts share.
+
+    reading    the settings of the tasks' readers.
+    few        up to this many offsets, the driver does a round itself: starting Spark's tasks would take longer.
+    compacted  returns whether messages of these topics may disappear between two reads.
+    delays     where the delays of what is applied are counted, if the driver serves metrics.
+    """
 
     def __init__(
         self,
         session: SparkSession | Callable[[], SparkSession],
         job: ConsumerJob,
-        reading: Reading,
         store: GroupStore,
         sinks: Sinks,
+        reading: ReaderSettings,
+        few: int,
+        compacted: Callable[[Sequence[str]], bool] = lambda _: False,
+        delays: TopicDelays | None = None,
     ) -> None:
         self._session = session
         self.job = job
-        self.reading = reading
         self.store = store
         self.sinks = sinks
+        self.reading = reading
+        self._few = few
+        self.compacted = compacted
+        self._delays = delays
         self.not_here: Mapping[Partition, int] = {}
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
-        self.delays: TopicDelays | None = None
-        """Where the delays of what is applied are counted, if the driver serves metrics."""
         self._sizes: Accumulator[Sizes] | None = None
         self._times: TimeSample | None = None
         self._suspects: dict[Partition, int] = {}
@@ -152,7 +146,6 @@ class RoundContext:
 
     @property
     def session(self) -> SparkSession:
-        """Return the Spark session, which must have been started."""
         assert not callable(self._session)
         return self._session
 
@@ -165,13 +158,12 @@ class RoundContext:
 
     @property
     def task_decoder(self) -> TaskDecoder:
-        """Return the decoder with which tasks turn messages into rows."""
         if self._sizes is None:
             # Imported here, because an executor that imports the job's module need not import Spark.
             from spark_jobs.task.accumulators import TimeSample, read_sizes
 
             self._sizes = read_sizes(self.session.sparkContext)
-            self._times = TimeSample.of(self.session.sparkContext) if self.delays is not None else None
+            self._times = TimeSample.of(self.session.sparkContext) if self._delays is not None else None
         return replace(self._decoder, traces=self.traces, sizes=self._sizes, times=self._times)
 
     def size_read(self, partition: Partition) -> int:
@@ -185,9 +177,9 @@ class RoundContext:
 
     def note_delays(self, partition: Partition, result: TaskResult) -> None:
         """Count how long the messages of a range took that has been applied, unless all of them were repeats."""
-        if self.delays is not None and self._times is not None and result.fresh:
+        if self._delays is not None and self._times is not None and result.fresh:
             for written in self._times.batches(partition):
-                self.delays.observe(partition[0], written, result.committed)
+                self._delays.observe(partition[0], written, result.committed)
 
     @functools.cached_property
     def _decoder(self) -> TaskDecoder:
@@ -218,7 +210,6 @@ class RoundContext:
         return bool(self._suspects)
 
     def suspect(self, partition: Partition) -> None:
-        """Expect more repeats in a partition that had one."""
         self._suspects[partition] = SUSPECT_ROUNDS
 
     def slow_down(self, partition: Partition) -> None:
@@ -227,7 +218,6 @@ class RoundContext:
         self._slow[partition] = SUSPECT_ROUNDS
 
     def plan(self, span: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
-        """Return what a task needs to apply its range."""
         return TaskPlan(
             sink=self.sinks.prepared(columns, generation),
             ranges=dict(span.ranges),
@@ -252,15 +242,11 @@ class RoundContext:
         """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""
         if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
             return False
-        return sum(one.end - one.start for one in span.ranges.values()) <= self.reading.few
+        return sum(one.end - one.start for one in span.ranges.values()) <= self._few
 
     def source(self, span: OffsetRanges, without: spark.Offsets) -> spark.Source:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
         return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
-
-    def prepare(self, span: OffsetRanges, exclude: spark.Offsets) -> spark.Prepared:
-        """Return the rows of the ranges for tasks, without the messages at the offsets in ``exclude``."""
-        return spark.prepare(self.job, self.source(span, exclude))
 
     def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
         return spark.of_letters(self.session, self.job, self.task_decoder, letters)
@@ -273,11 +259,9 @@ class RoundContext:
 
     def _patient(self) -> ReaderSettings:
         """Return the tasks' settings, with no more patience than the run has left."""
-        settings = self.reading.tasks
-        return replace(settings, patience_seconds=patience.current().longest(settings.patience_seconds))
+        return replace(self.reading, patience_seconds=patience.current().longest(self.reading.patience_seconds))
 
     def undecoded(self, source: spark.Source) -> list[RejectedRecord]:
-        """Return the messages that could not be decoded."""
         from pyspark.sql import functions as F  # noqa: N812
 
         problem = F.substring(PROBLEM, 1, LONGEST_ERROR)

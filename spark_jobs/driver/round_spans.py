@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class RoundSpans:
-    """The spans of one runner's rounds."""
-
     def __init__(self, context: RoundContext) -> None:
         self._context = context
         self._sample: TraceSample | None = None

@@ -100,17 +100,17 @@ class Rounds:
             with self._spans.traced(partitions, self.counts), failures.understood():
                 yield self.counts
 
-    def retry(self, generation: int) -> Counts:
+    def retry(self, generation: int) -> bool:
         """Apply the dead letters for which a retry was requested, in their order, in one transaction.
 
-        If the effect fails without naming a message, smaller groups are tried. Dead letters must not keep the group
-        from its new messages: after a few that fail alone, the others are left to the next round.
+        Returns whether there may be more of them. If the effect fails without naming a message, smaller groups are
+        tried. Dead letters must not keep the group from its new messages: after a few that fail alone, the others are
+        left to the next round.
         """
         with self._round("dead letters that are retried", ()) as counts:
-            self._retry_all(generation, counts)
-        return counts
+            return self._retry_all(generation, counts)
 
-    def _retry_all(self, generation: int, counts: Counts) -> None:
+    def _retry_all(self, generation: int, counts: Counts) -> bool:
         self._context.sinks.look_again()
         self._dead_keys.forget()
         alone = 0
@@ -118,10 +118,9 @@ class Rounds:
             letters = self._store.retried(self._job.topics, self._most_retried, keep_order=self._job.keep_order)
             if not letters:
                 self._most_retried = RETRIED_AT_ONCE
-                break
+                return False
             if alone == FAILED_ALONE:
-                counts.left = True
-                break
+                return True
             blocked = [
                 (one, RejectedRecord(one.place, "behind", "an earlier dead letter of its key still waits"))
                 for one in letters
@@ -300,13 +299,12 @@ class Rounds:
             self._put_behind(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
     def _put_behind(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
-        """Put the messages behind these dead letters aside."""
         if not keys:
             return
         without = state.put_aside()
         find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
-            with kept(self._context.reading.tasks) as reader:
+            with kept(self._context.reading) as reader:
                 rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
             places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
@@ -321,13 +319,12 @@ class Rounds:
     def _read_whole(
         self, span: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
     ) -> dict[MessageRef, DeadLetter]:
-        """Read messages from Kafka again, with all of their parts."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in rejected}:
             offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[MessageRef, DeadLetter] = {}
-        with kept(self._context.reading.tasks) as reader:
+        with kept(self._context.reading) as reader:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]

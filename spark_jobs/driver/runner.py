@@ -53,7 +53,7 @@ from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
-from spark_jobs.driver.round_context import Counts, OffsetRanges, Reading, RoundContext
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.shown_position import ShownPosition
@@ -117,14 +117,10 @@ class Runner:
         self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
         self._added = AddedPartitions(self._kafka, self._store, job.topics, report)
-        reading = Reading(
-            self._kafka.compacted,
-            ReaderSettings(dict(options.kafka), job.group),
-            options.driver_records,
-        )
-        sinks = PostgresSinks(options.url, options.schema, job, self._store)
-        self._context = RoundContext(session, job, reading, self._store, sinks)
-        self._context.delays = delays
+        reading = ReaderSettings(dict(options.kafka), job.group)
+        sinks = PostgresSinks(job, self._store)
+        few, compacted = options.driver_records, self._kafka.compacted
+        self._context = RoundContext(session, job, self._store, sinks, reading, few, compacted, delays)
         as_one = job.atomic == "batch"
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)
@@ -169,10 +165,9 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._lock_monitor(), self._readers():
+        with self._running():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
-        self._position.wait()
         return self.totals
 
     def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
@@ -180,7 +175,7 @@ class Runner:
 
         every  a round begins no sooner than this many seconds after the one before.
         """
-        with self._lock_monitor(), self._readers():
+        with self._running():
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
@@ -190,7 +185,6 @@ class Runner:
                     stop.wait(max(0.0, began + every - time.monotonic()))
                 elif nothing_left:
                     self._idle(stop)
-        self._position.wait()
         return self.totals
 
     def _idle(self, stop: threading.Event) -> None:
@@ -307,16 +301,16 @@ class Runner:
             # This came after the look before the take-over.
             return True
         began = time.monotonic()
-        retried = Counts()
+        more = False
         if state.retry_waits:
             try:
-                retried = self._rounds.retry(generation)
+                more = self._rounds.retry(generation)
             finally:
                 if self._rounds.counts.read:
                     self._count(self._rounds.counts, began)
         if not ranges:
             self._position.show_stored(stored)
-            return retried.left
+            return more
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those behind it.
         self._turn = next_turn(turn, ranges)
@@ -445,11 +439,14 @@ class Runner:
         return narrowed
 
     @contextmanager
-    def _readers(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            close_kept(self._job.group)
+    def _running(self) -> Iterator[None]:
+        """Report what blocks the group inside the block; close its readers at the end."""
+        with self._lock_monitor():
+            try:
+                yield
+            finally:
+                close_kept(self._job.group)
+        self._position.wait()
 
 
 def _until(

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition, StoredOffset
 from spark_jobs.driver.options import Report
 
 
+@dataclass
 class ShownPosition:
-    """Shows a group's position to Kafka without waiting for the answers. Failures are reported with a later call.
+    """Shows a group's position to Kafka without waiting for the answers. Failures are reported with a later call."""
 
-    report  called with failures.
-    """
-
-    def __init__(self, kafka: KafkaAdmin, group: str, report: Report) -> None:
-        self._kafka = kafka
-        self._group = group
-        self._report = report
-        self._shown: dict[Partition, int] = {}
+    kafka: KafkaAdmin
+    group: str
+    report: Report
+    _shown: dict[Partition, int] = field(default_factory=dict)
 
     def show(self, ends: Mapping[Partition, int]) -> None:
         """Show the ends of a round."""
         self._shown |= ends
-        self._report_problem(self._kafka.show_lag(self._group, ends, seconds=0))
+        self._report_problem(self.kafka.show_lag(self.group, ends, seconds=0))
 
     def show_stored(self, stored: Mapping[Partition, StoredOffset]) -> None:
         """Show offsets that are beyond the shown ends: up to the next message, or the log's end."""
@@ -37,8 +35,8 @@ class ShownPosition:
             self.show(further)
 
     def wait(self) -> None:
-        self._report_problem(self._kafka.lag_shown(self._group))
+        self._report_problem(self.kafka.lag_shown(self.group))
 
     def _report_problem(self, problem: str | None) -> None:
         if problem is not None:
-            self._report("the group's position could not be shown to Kafka", {"error": problem})
+            self.report("the group's position could not be shown to Kafka", {"error": problem})

@@ -108,7 +108,7 @@ class StreamGroup:
         self.options = options
         self.owner = owner
         self.store = PostgresGroupStore(options.url, options.schema, job.group, owner)
-        self._sinks = PostgresSinks(options.url, options.schema, job, self.store)
+        self._sinks = PostgresSinks(job, self.store)
         self._dedup = DedupStore(options.schema, job.group)
 
     def take_over(self) -> int:

@@ -148,8 +148,7 @@ class ExactlyOnce:
             return generation
 
     def _staging_tables(self) -> StagingTables:
-        options = self._group.options
-        return StagingTables(self._group.store, options.url, options.schema, self._job.group, ONE_QUERY)
+        return StagingTables(self._group.store, ONE_QUERY)
 
 
 @contextmanager

@@ -70,7 +70,6 @@ class Plan:
         return kind
 
     def __call__(self) -> Reader:
-        """Return the reader."""
         parsed = _parsed(self.reader)
         _, convert = _record(parsed)
         names = [field["name"] for field in parsed["fields"]]
@@ -79,7 +78,12 @@ class Plan:
                 resolved_once = _Resolved(_parsed(self.writer), parsed, self.policy)
             except Problem as problem:
                 raise JobError(f"schema: no message could ever be read: {problem}") from problem
-            return _bare(resolved_once, convert, names)
+
+            def bare(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
+                row = convert(resolved_once.read(value))
+                return [row[name] for name in names]
+
+            return bare
         assert self.registry is not None
         client = self.registry.client()
         resolved = remembering(lambda name: _written(client.schema(name), name, parsed, self.policy))
@@ -90,14 +94,6 @@ class Plan:
             return [row[name] for name in names]
 
         return read
-
-
-def _bare(resolved: _Resolved, convert: Convert, names: list[str]) -> Reader:
-    def read(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
-        row = convert(resolved.read(value))
-        return [row[name] for name in names]
-
-    return read
 
 
 def _written(schema: Schema, name: int | uuid.UUID, reader: Mapping[str, Any], policy: Policy) -> _Resolved:

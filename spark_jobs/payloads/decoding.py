@@ -55,7 +55,6 @@ class Raw:
     """The payload as it is, in a column ``payload``."""
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        """See Decoder."""
         from pyspark.sql.types import BinaryType, StructType
 
         return StructType().add("payload", BinaryType()), _Bytes
@@ -108,7 +107,6 @@ class Json:
         return _from_ddl(self.schema)
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        """See Decoder."""
         from pyspark.sql.types import StructType, VariantType
 
         fields = StructType().add("payload", VariantType()) if self._declared is None else self._declared
@@ -191,7 +189,6 @@ class Avro:
         return self._plan.fields()
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        """See Decoder."""
         return self._fields, self._plan
 
 
@@ -256,7 +253,6 @@ class Protobuf:
         return self._plan.fields()
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        """See Decoder."""
         return self._fields, self._plan
 
 

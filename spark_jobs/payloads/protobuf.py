@@ -61,7 +61,6 @@ class Plan:
         return kind
 
     def __call__(self) -> Reader:
-        """Return the reader."""
         from google.protobuf.message import DecodeError
 
         message = self._class()

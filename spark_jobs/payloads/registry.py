@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -90,58 +90,44 @@ class Client:
     def schema(self, name: int | uuid.UUID) -> Schema:
         """Return the schema of an id or GUID. Raises Problem when there is none, and ConsumerUnavailable."""
         if name not in self._schemas:
-            from confluent_kafka.schema_registry import SchemaRegistryError
 
-            try:
+            def ask() -> Any:
                 if isinstance(name, int):
-                    found = self._client.get_schema(name, fmt=self._form)
-                else:
-                    found = self._client.get_schema_by_guid(str(name), fmt=self._form)
-                self._schemas[name] = self._whole(found)
-            except SchemaRegistryError as error:
-                # Any other 404 comes from a wrong URL or from a proxy, and is no message's fault.
-                if error.error_code == _UNKNOWN_SCHEMA:
-                    raise Problem(f"the registry has no schema {name}") from error
-                raise self._away(error) from error
-            except Exception as error:
-                raise self._away(error) from error
+                    return self._client.get_schema(name, fmt=self._form)
+                return self._client.get_schema_by_guid(str(name), fmt=self._form)
+
+            missing = Problem(f"the registry has no schema {name}")
+            self._schemas[name] = self._asked(ask, {_UNKNOWN_SCHEMA}, missing)
         return self._schemas[name]
 
     def latest(self, subject: str) -> Schema:
         """Return a subject's latest schema. Raises JobError when there is none, and ConsumerUnavailable."""
+        missing = JobError(f"registry: there is no subject {subject}; name the subject or the schema")
+        return self._asked(
+            lambda: self._client.get_latest_version(subject, fmt=self._form).schema, _UNKNOWN_SUBJECT, missing
+        )
+
+    def _asked(self, ask: Callable[[], Any], unknown: Collection[int], missing: Exception) -> Schema:
+        """Return what the registry answers. Raises ``missing`` for an unknown schema or subject."""
         from confluent_kafka.schema_registry import SchemaRegistryError
 
         try:
-            return self._whole(self._client.get_latest_version(subject, fmt=self._form).schema)
-        except SchemaRegistryError as error:
-            if error.error_code in _UNKNOWN_SUBJECT:
-                raise JobError(f"registry: there is no subject {subject}; name the subject or the schema") from error
-            raise self._away(error) from error
+            return self._whole(ask())
         except Exception as error:
-            raise self._away(error) from error
+            # Any other 404 comes from a wrong URL or from a proxy, and is no message's fault.
+            if isinstance(error, SchemaRegistryError) and error.error_code in unknown:
+                raise missing from error
+            raise ConsumerUnavailable(
+                f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; "
+                "check the registry, its address and the credentials. Nothing was skipped; run the job again"
+            ) from error
 
     def _whole(self, found: Any) -> Schema:
-        return Schema(
-            found.schema_type or "AVRO",
-            found.schema_str,
-            tuple(
-                (
-                    reference.name,
-                    self._whole(
-                        self._client.get_version(
-                            reference.subject, reference.version, deleted=True, fmt=self._form
-                        ).schema
-                    ),
-                )
-                for reference in found.references or ()
-            ),
-        )
-
-    def _away(self, error: Exception) -> ConsumerUnavailable:
-        return ConsumerUnavailable(
-            f"the schema registry at {self._url} gave no usable answer: {type(error).__name__}: {error}; "
-            "check the registry, its address and the credentials. Nothing was skipped; run the job again"
-        )
+        references = []
+        for one in found.references or ():
+            version = self._client.get_version(one.subject, one.version, deleted=True, fmt=self._form)
+            references.append((one.name, self._whole(version.schema)))
+        return Schema(found.schema_type or "AVRO", found.schema_str, tuple(references))
 
 
 _clients: dict[tuple[Any, ...], Client] = {}

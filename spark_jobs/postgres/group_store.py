@@ -102,9 +102,9 @@ class PostgresGroupStore:
     """One group's rows. ``owner`` is only informative; the generation identifies the consumer."""
 
     def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
-        self._url = url
-        self._schema = schema
-        self._group = group
+        self.url = url
+        self.schema = schema
+        self.group = group
         self.rows = GroupStore(schema, group, owner)
         """The group's rows, in a transaction of the caller's."""
         self._name = lock_monitor.names(group)[0]
@@ -120,11 +120,11 @@ class PostgresGroupStore:
         self, *, reset: bool = False, pinned: bool | None = None
     ) -> AbstractContextManager[psycopg.Connection[Any]]:
         """Run a transaction on the driver's session. ``reset``: it runs statements of the user's."""
-        return connections.transaction(self._url, self._name, reset=reset, pinned=pinned)
+        return connections.transaction(self.url, self._name, reset=reset, pinned=pinned)
 
     def close(self) -> None:
         """Close the group's idle sessions in this process. Later calls open new ones."""
-        connections.close(self._url, *lock_monitor.names(self._group))
+        connections.close(self.url, *lock_monitor.names(self.group))
 
     def require_utf8(self) -> None:
         """Raise JobError for a database whose encoding lacks characters that a message may have."""
@@ -259,7 +259,7 @@ class PostgresGroupStore:
         Raises Fenced unless the group is still in this generation. None: before the group is taken over.
         """
         rows = connections.read(
-            self._url, self._name, self._state_query(keep_order), {"grp": self._group, "topics": list(topics)}
+            self.url, self._name, self._state_query(keep_order), {"grp": self.group, "topics": list(topics)}
         )
         if generation is not None:
             self.rows.require_row(rows[0][:2] if rows else None, generation)
@@ -287,7 +287,7 @@ class PostgresGroupStore:
 
     def retention(self, keep_days: int = KEEP_DAYS) -> IdRetention:
         """Return what creates and forgets the days of ids, on the driver's session."""
-        return IdRetention(self._url, self._schema, keep_days, self._name)
+        return IdRetention(self.url, self.schema, keep_days, self._name)
 
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         """Create and forget days of ids, once an hour, and report what could not be done."""
@@ -300,10 +300,10 @@ class PostgresGroupStore:
         self._maintained_at = time.monotonic()
 
     def _named(self, query: LiteralString, **parts: sql.Composable) -> sql.Composed:
-        return statement(self._schema, query, earlier=sql.SQL(EARLIER), **parts)
+        return statement(self.schema, query, earlier=sql.SQL(EARLIER), **parts)
 
     def _run(self, connection: psycopg.Connection[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        return connection.execute(self._named(query), {"grp": self._group, **values})
+        return connection.execute(self._named(query), {"grp": self.group, **values})
 
     def _read(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
-        return connections.read(self._url, self._name, self._named(query), {"grp": self._group, **values})
+        return connections.read(self.url, self._name, self._named(query), {"grp": self.group, **values})

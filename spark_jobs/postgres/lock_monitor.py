@@ -37,11 +37,10 @@ class Blocker:
     state: str
     seconds: int
 
-    def __str__(self) -> str:
-        return (
-            f"session {self.pid} ({self.application}, user {self.user}, {self.state}, its transaction is open for "
-            f"{self.seconds} s)"
-        )
+    def figures(self) -> dict[str, Any]:
+        about = f"{self.application}, user {self.user}, {self.state}, its transaction is open for {self.seconds} s"
+        end = f"SELECT pg_terminate_backend({self.pid})"
+        return {"waiting": self.waiting, "blocked_by": f"session {self.pid} ({about})", "to_end_it": end}
 
 
 def names(group: str) -> tuple[str, str]:
@@ -103,17 +102,7 @@ class LockMonitor:
                     continue
                 for blocker in found:
                     if blocker.pid not in reported:
-                        self._report_blocker(blocker)
+                        self._report("waiting for a lock", blocker.figures())
                 reported = {blocker.pid for blocker in found}
         finally:
             session.close()
-
-    def _report_blocker(self, blocker: Blocker) -> None:
-        self._report(
-            "waiting for a lock",
-            {
-                "waiting": blocker.waiting,
-                "blocked_by": str(blocker),
-                "to_end_it": f"SELECT pg_terminate_backend({blocker.pid})",
-            },
-        )

@@ -91,7 +91,6 @@ class PostgresSink:
 
     @contextmanager
     def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
-        """Begin a transaction; see sink.Sink."""
         name = lock_monitor.names(self.group)[0 if here else 1]
         if self.at_most_once:
             from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
@@ -130,11 +129,9 @@ class PostgresTransaction:
         self._matched: AbstractSet[MessageRef] = frozenset()
 
     def fence(self, partition: Partition, span: Range) -> bool:
-        """Lock the group's offset, which is to be at the range's start."""
         return found_at(self._group, self.cursor.connection, partition, span, self._sink.generation)
 
     def fence_all(self, spans: Mapping[Partition, Range]) -> bool:
-        """Lock the group's offsets of several ranges."""
         generation = self._sink.generation
         here = {
             partition: ClaimedOffset(span.topic_id, span.start, generation=generation)
@@ -147,7 +144,6 @@ class PostgresTransaction:
         return self.cursor.connection.pipeline()
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
-        """Load rows, directly or through ``batch``, and return how many are new."""
         if self._sink.direct is not None and way == Way():
             return self._sink.direct.apply(self.cursor, self._sink.dedup, self._sink.strategy, rows)
         self._applying = applying = self._sink.applying(self.cursor, self._most)
@@ -161,7 +157,6 @@ class PostgresTransaction:
         return applying.count()
 
     def move(self, moved: Move) -> None:
-        """Move the group's offset over the range, with its figures, and store the partition's dead letters."""
         put = self._letters.write(self.cursor.connection, moved.span.topic_id, moved.dead)
         move(self._group, self.cursor.connection, moved, applied=moved.fresh, dead=put)
 
@@ -180,18 +175,15 @@ class PostgresTransaction:
         return self._group.clock.at(time.monotonic())
 
     def rollback(self) -> None:
-        """Roll back: nothing is committed."""
         self.cursor.connection.rollback()
 
     def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
-        """Lock dead letters to be retried."""
         self._requests = requests
         self._group.require(self.cursor.connection, self._sink.generation)
         values = {"grp": self._sink.group, "ids": self._ids()}
         return self.cursor.execute(statement(self._sink.schema, _HOLD), values).rowcount == len(requests)
 
     def resolve(self) -> None:
-        """Delete the dead letters that were held."""
         assert self._applying is not None
         self.resolve_as(self._applying.per_partition(), self._matched)
 
@@ -235,7 +227,6 @@ def found_at(
 def move(
     group: GroupStore, connection: psycopg.Connection[Any], moved: Move, *, applied: int = 0, dead: int = 0
 ) -> None:
-    """Move the group's offset over a range."""
     group.move(
         connection,
         moved.partition,
@@ -257,9 +248,7 @@ def forgiven(requests: Mapping[MessageRef, RetryRequest]) -> frozenset[MessageRe
 class PostgresSinks:
     """Creates the sinks of a job's rounds: see sink.Sinks. What it has read of the tables is cached for a round."""
 
-    def __init__(self, url: str, schema: str, job: ConsumerJob, store: PostgresGroupStore) -> None:
-        self.url = url
-        self.schema = schema
+    def __init__(self, job: ConsumerJob, store: PostgresGroupStore) -> None:
         self._store = store
         self._job = job
         self._statements: dict[tuple[str, ...], str] = {}
@@ -277,8 +266,18 @@ class PostgresSinks:
         self._directs.clear()
 
     def prepared(self, columns: Mapping[str, str], generation: int) -> PostgresSink:
-        """Return the sink for rows of these columns."""
-        return self._sink(columns, generation, self.effect(columns), self._direct(columns))
+        return PostgresSink(
+            self._store.url,
+            self._store.schema,
+            self._job.group,
+            generation,
+            columns,
+            self.effect(columns),
+            self._job.reducing,
+            bisect=self._job.on_bad == "dead-letter",
+            direct=self._direct(columns),
+            at_most_once=self._job.delivery == "at-most-once",
+        )
 
     def effect(
         self, columns: Mapping[str, str], rows: Literal["messages", "shuffled", "stream"] = "messages"
@@ -306,22 +305,6 @@ class PostgresSinks:
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[known] = ";\n".join(made)
         return self._statements[known]
-
-    def _sink(
-        self, columns: Mapping[str, str], generation: int, effect: str | PythonEffect, direct: DirectCopy | None
-    ) -> PostgresSink:
-        return PostgresSink(
-            self.url,
-            self.schema,
-            self._job.group,
-            generation,
-            columns,
-            effect,
-            self._job.reducing,
-            bisect=self._job.on_bad == "dead-letter",
-            direct=direct,
-            at_most_once=self._job.delivery == "at-most-once",
-        )
 
     def _direct(self, columns: Mapping[str, str]) -> DirectCopy | None:
         if not columns or not isinstance(self._job.effect, Insert):

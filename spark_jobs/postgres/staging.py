@@ -57,7 +57,6 @@ class StagePlan:
         return sql.Identifier(self.schema, self.table)
 
     def creating(self, condition: sql.SQL) -> sql.Composed:
-        """Return the statement that creates the table."""
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self.staged_columns.items()
         )
@@ -68,20 +67,15 @@ class StagePlan:
         return {**self.columns, **_OWN}
 
 
+@dataclass
 class StagingTables:
     """The staging tables of a group. ``advice`` is part of the error that is raised if the group was taken over."""
 
-    def __init__(
-        self, store: PostgresGroupStore, url: str, schema: str, group: str, advice: str = ONE_CONSUMER
-    ) -> None:
-        self._advice = advice
-        self._store = store
-        self._url = url
-        self._schema = schema
-        self._group = group
-        self._made: list[sql.Identifier] = []
-        """The tables that this driver has created and not dropped yet."""
-        self._cleaned: int | None = None
+    store: PostgresGroupStore
+    advice: str = ONE_CONSUMER
+    _made: list[sql.Identifier] = field(default_factory=list)
+    """The tables that this driver has created and not dropped yet."""
+    _cleaned: int | None = None
 
     def create(self, columns: Mapping[str, str], generation: int, *, check: bool) -> StagePlan:
         """Create a table.
@@ -91,28 +85,29 @@ class StagingTables:
                and it would wait for a driver that takes the group over, which holds the group's row and waits for the
                offsets.
         """
-        plan = StagePlan(self._url, self._schema, new_name(self._group), self._group, columns)
+        store = self.store
+        plan = StagePlan(store.url, store.schema, new_name(store.group), store.group, columns)
         # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(plan.identifier)
-        with self._store.transaction() as connection:
+        with self.store.transaction() as connection:
             if check:
-                self._store.rows.require(connection, generation, advice=self._advice)
+                self.store.rows.require(connection, generation, advice=self.advice)
             connection.execute(plan.creating(sql.SQL("")))
         return plan
 
     def drop_made(self) -> None:
         """Drop the tables that this driver has created, whatever the outcome of the round."""
-        self._made[:] = [table for table in self._made if not drop(self._store, table)]
+        self._made[:] = [table for table in self._made if not drop(self.store, table)]
 
     def drop_older(self, generation: int) -> None:
         """Drop the tables that older generations of the group have left; once for each generation. Raises Fenced."""
         if self._cleaned == generation:
             return
-        with self._store.transaction() as connection:
+        with self.store.transaction() as connection:
             # A newer generation has no table yet: none can begin before this transaction ends.
-            self._store.rows.require(connection, generation, advice=self._advice)
-            older = [table for table in left(connection, self._schema, self._group) if table not in self._made]
-        if not [table for table in older if not drop(self._store, table)]:
+            self.store.rows.require(connection, generation, advice=self.advice)
+            older = [table for table in _left(self.store, connection) if table not in self._made]
+        if not [table for table in older if not drop(self.store, table)]:
             self._cleaned = generation
 
 
@@ -129,14 +124,14 @@ def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
 
 
 def new_name(group: str) -> str:
-    """Return a new name for a staging table of a group."""
     return f"staged_{_digest(group)}_{uuid.uuid4().hex[:12]}"
 
 
-def left(connection: psycopg.Connection[Any], schema: str, group: str) -> list[sql.Identifier]:
+def _left(store: PostgresGroupStore, connection: psycopg.Connection[Any]) -> list[sql.Identifier]:
     """Return all staging tables that a group has."""
-    values = {"schema": sql.Identifier(schema).as_string(connection), "like": f"staged\\_{_digest(group)}\\_%"}
-    return [sql.Identifier(schema, name) for (name,) in connection.execute(_LEFT, values)]
+    schema = sql.Identifier(store.schema).as_string(connection)
+    values = {"schema": schema, "like": f"staged\\_{_digest(store.group)}\\_%"}
+    return [sql.Identifier(store.schema, name) for (name,) in connection.execute(_LEFT, values)]
 
 
 def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
@@ -146,11 +141,11 @@ def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
     connection.execute(plan.creating(sql.SQL("IF NOT EXISTS")))
 
 
-def drop_all(store: PostgresGroupStore, schema: str, group: str) -> None:
+def drop_all(store: PostgresGroupStore) -> None:
     """Drop all staging tables of a group. What can't be dropped now is left to the next call."""
     tables: list[sql.Identifier] = []
     with suppress(psycopg.Error, ConsumerUnavailable), store.transaction() as connection:
-        tables = left(connection, schema, group)
+        tables = _left(store, connection)
     for table in tables:
         drop(store, table)
 

@@ -6,9 +6,10 @@ header for them. Tasks need neither Prometheus nor OpenTelemetry.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pyspark.accumulators import Accumulator, AccumulatorParam
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from spark_jobs.task.incoming import Incoming, Messages
 
+T = TypeVar("T")
+
 Sizes = dict[Partition, int]
 Times = dict[Partition, dict[int, tuple[int, WrittenAt]]]
 """When the events of the batches were written: by the offset of a batch's first message, with that of its last."""
@@ -27,39 +30,31 @@ Trace = tuple[str, str | None]
 """``traceparent`` and ``tracestate``."""
 
 
-class _Largest(AccumulatorParam[Sizes]):
-    """Merges sizes. A range that is read twice counts once."""
-
-    def zero(self, _value: Sizes) -> Sizes:
-        return {}
-
-    def addInPlace(self, value1: Sizes, value2: Sizes) -> Sizes:  # noqa: N802  Spark's
-        return value1 | {partition: max(size, value1.get(partition, 0)) for partition, size in value2.items()}
-
-
-class _Batches(AccumulatorParam[Times]):
-    """Merges the times of batches. A batch that is read twice counts once."""
-
-    def zero(self, _value: Times) -> Times:
-        return {}
-
-    def addInPlace(self, value1: Times, value2: Times) -> Times:  # noqa: N802  Spark's
-        for partition, batches in value2.items():
-            value1.setdefault(partition, {}).update(batches)
-        return value1
-
-
 @dataclass(frozen=True, slots=True)
-class _Bounded(AccumulatorParam[list[Trace]]):
-    """Merges samples of up to ``most`` distinct traces."""
+class _Merged(AccumulatorParam[T]):
+    """Merges what tasks return with a function. A range that is read twice counts once."""
 
-    most: int
+    merge: Callable[[T, T], T]
 
-    def zero(self, _value: list[Trace]) -> list[Trace]:
-        return []
+    def zero(self, value: T) -> T:
+        return type(value)()
 
-    def addInPlace(self, value1: list[Trace], value2: list[Trace]) -> list[Trace]:  # noqa: N802  Spark's
-        return list(dict.fromkeys([*value1, *value2]))[: self.most]
+    def addInPlace(self, value1: T, value2: T) -> T:  # noqa: N802  Spark's
+        return self.merge(value1, value2)
+
+
+def _largest(sizes: Sizes, more: Sizes) -> Sizes:
+    return sizes | {partition: max(size, sizes.get(partition, 0)) for partition, size in more.items()}
+
+
+def _batches(times: Times, more: Times) -> Times:
+    for partition, batches in more.items():
+        times.setdefault(partition, {}).update(batches)
+    return times
+
+
+def _distinct(most: int, traces: list[Trace], more: list[Trace]) -> list[Trace]:
+    return list(dict.fromkeys([*traces, *more]))[:most]
 
 
 def read_sizes(context: SparkContext) -> Accumulator[Sizes]:
@@ -67,7 +62,7 @@ def read_sizes(context: SparkContext) -> Accumulator[Sizes]:
 
     Use one for all rounds: Spark keeps every accumulator for as long as the driver runs. The same holds for traces.
     """
-    return context.accumulator({}, _Largest())
+    return context.accumulator({}, _Merged(_largest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class TimeSample:
 
     @staticmethod
     def of(context: SparkContext) -> TimeSample:
-        return TimeSample(context.accumulator({}, _Batches()))
+        return TimeSample(context.accumulator({}, _Merged(_batches)))
 
     def take(self, messages: Messages, incoming: Incoming) -> None:
         """Add the times of the messages that are selected by their types."""
@@ -108,7 +103,7 @@ class TraceSample:
 
     @staticmethod
     def of(context: SparkContext, most: int) -> TraceSample:
-        return TraceSample(context.accumulator([], _Bounded(most)), most)
+        return TraceSample(context.accumulator([], _Merged(functools.partial(_distinct, most))), most)
 
     def take(self, messages: Messages, incoming: Incoming) -> None:
         """Add the traces of the messages that are selected by their types."""

@@ -189,8 +189,6 @@ class Incoming:
 
 
 class _Headers:
-    """The headers of messages, by name."""
-
     def __init__(self, named: Iterable[Mapping[str, bytes | None]]) -> None:
         self._named = list(named)
 

@@ -21,7 +21,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from outbox.consumer.errors import JobError
 from spark_jobs.errors import InputCut
@@ -44,32 +44,37 @@ Stream = io.BufferedReader | io.BufferedRWPair
 Batch = TypeVar("Batch")
 
 
+class Progress(Protocol):
+    """How much of a range has been read.
+
+    at    the offset before which no message is outstanding; may be beyond the range once that is complete.
+    size  bytes, of messages also that are not among the batches.
+    """
+
+    at: int
+    size: int
+
+
 class TaskInput(Generic[Batch]):
     """The batches of a task, to be read once: Arrow batches from Spark, or Messages from Kafka.
 
     check_end  called when the batches end; raises InputCut unless they are complete.
-    reached    returns, after the end, the offset before which there is no further message; None if it is not known.
-    size       returns how many bytes have been read, of messages also that are not among the batches.
+    progress   how much was read, if that is known.
     """
 
     def __init__(
-        self,
-        batches: Iterable[Batch],
-        check_end: Callable[[], None],
-        reached: Callable[[], int] | None = None,
-        size: Callable[[], int] = lambda: 0,
+        self, batches: Iterable[Batch], check_end: Callable[[], None], progress: Progress | None = None
     ) -> None:
         self._given = batches
         self._batches = iter(batches)
         self._check_end = check_end
-        self._reached = reached
-        self._size = size
+        self._progress = progress
         self._whole = False
 
     def again(self) -> TaskInput[Batch]:
         """Return the same input from its beginning; only if its batches are in memory."""
         assert isinstance(self._given, Sequence)
-        return TaskInput(self._given, self._check_end, self._reached, self._size)
+        return TaskInput(self._given, self._check_end, self._progress)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -92,27 +97,23 @@ class TaskInput(Generic[Batch]):
     @property
     def size(self) -> int:
         """How many bytes have been read so far; 0 if it is not known."""
-        return self._size()
+        return self._progress.size if self._progress is not None else 0
 
     @property
     def reached(self) -> int | None:
         """The offset before which there is no further message; None before the end, and if it is not known."""
-        return self._reached() if self._reached is not None and self._whole else None
-
-
-class NoInput:
-    """The input of a transaction that reads no rows."""
-
-    def require_whole(self) -> None:
-        """Accept: there is nothing to prove."""
-
-
-NO_INPUT: Final = NoInput()
+        return self._progress.at if self._progress is not None and self._whole else None
 
 
 def in_memory(batches: Sequence[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
     """Return batches that are in memory as an input."""
-    return TaskInput(batches, NO_INPUT.require_whole)
+    return TaskInput(batches, lambda: None)
+
+
+NO_INPUT: Final = in_memory(())
+"""The input of a transaction that reads no rows."""
+# It is at its end, so there is nothing to prove.
+next(NO_INPUT, None)
 
 
 def from_spark(batches: Iterable[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:

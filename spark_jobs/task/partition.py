@@ -156,7 +156,6 @@ class TaskPlan:
         return self.tasks[context.partitionId()]
 
     def without(self, partition: Partition) -> frozenset[int]:
-        """Return the offsets of the messages that are put aside."""
         return frozenset(letter.record.place[2] for letter in self.dead.get(partition, ()))
 
     def way(self, partition: Partition) -> Way:
@@ -334,7 +333,6 @@ class _All:
 
 
 def _fed(plan: TaskPlan, parts: Iterable[Messages]) -> Feed:
-    """Return the rows of a range's messages."""
     assert plan.decoder is not None
     aside: list[DeadLetter] = []
     rows = plan.decoder.copyable(_ahead(plan, parts, aside))
@@ -357,7 +355,6 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
 
 
 def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
-    """Apply a partition's rows."""
     where, span = _where(plan, partition), plan.ranges[partition]
     try:
         with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.here) as into:

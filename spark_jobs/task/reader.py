@@ -137,13 +137,6 @@ class _RangeProgress:
         pairs = zip(messages, offsets, strict=True)
         return [message for message, offset in pairs if offset < self.end and offset not in self._without]
 
-    def position(self) -> int:
-        """Return the offset before which no message is outstanding; may be beyond the range once that is complete."""
-        return self.at
-
-    def bytes_read(self) -> int:
-        return self.size
-
     def reach(self, at: int) -> None:
         """Record that no message is outstanding before this offset. Ignored once the range is complete."""
         if not self.whole:
@@ -192,7 +185,7 @@ class RangeReader:
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
         progress = _RangeProgress(partition, span, without)
-        return TaskInput(self._parts(progress), progress.require_whole, progress.position, progress.bytes_read)
+        return TaskInput(self._parts(progress), progress.require_whole, progress)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
@@ -212,10 +205,9 @@ class RangeReader:
                 raise TooMuch
         return {
             partition: TaskInput(
-                [Messages.joined(parts)] if parts else [], span.require_whole, span.position, span.bytes_read
+                [Messages.joined(parts)] if parts else [], spans[partition].require_whole, spans[partition]
             )
             for partition, parts in found.items()
-            for span in (spans[partition],)
         }
 
     def _parts(self, span: _RangeProgress) -> Iterator[Messages]:

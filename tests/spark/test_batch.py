@@ -54,13 +54,13 @@ def send(bench: Bench, numbered: Iterable[tuple[int, Headers]]) -> None:
 def plans(monkeypatch) -> list[int]:
     """How many characters the plans have of what is staged, with each literal in them."""
     sizes: list[int] = []
-    real = batch.BatchAttempts._stage
+    real = batch.stage
 
-    def measured(self: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
+    def measured(rows: Any, *arguments: Any, **options: Any) -> Any:
         sizes.append(len(rows._jdf.queryExecution().analyzed().toString()))
-        return real(self, rows, *arguments, **options)
+        return real(rows, *arguments, **options)
 
-    monkeypatch.setattr(batch.BatchAttempts, "_stage", measured)
+    monkeypatch.setattr(batch, "stage", measured)
     return sizes
 
 

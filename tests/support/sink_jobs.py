@@ -102,11 +102,11 @@ class TroubledWriter(OutboxWriter):
         return staged
 
     def commit(self, messages: Any, batchId: int) -> None:  # noqa: N803
-        url = self._plan.url
+        url = self.plan.url
         self._come("commit dies before", "driver dies before")
         if comes(url, "rows are lost"):
             with psycopg.connect(url) as connection:
-                table = sql.Identifier(self._plan.schema, messages[0].table)
+                table = sql.Identifier(self.plan.schema, messages[0].table)
                 connection.execute(sql.SQL("TRUNCATE {}").format(table))
         super().commit(messages, batchId)
         if comes(url, "commit runs twice"):
@@ -117,5 +117,5 @@ class TroubledWriter(OutboxWriter):
 
     def _come(self, *troubles: str) -> None:
         for what in troubles:
-            if comes(self._plan.url, what):
+            if comes(self.plan.url, what):
                 die(what)

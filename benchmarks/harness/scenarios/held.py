@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, received, wait_until_empty, writer
-from benchmarks.harness.measure import percentile
+from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, wait_until_empty
 from benchmarks.harness.publishers import publishing
 from benchmarks.harness.relays import Ours
 from benchmarks.harness.results import CPU, P50, P99, RATE, Metric, Results, Run, Target, at_least
-from benchmarks.harness.runs import check_offered, warm_up, watch
+from benchmarks.harness.runs import Latency, under_load, warm_up, watch
 from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, Scenario, Variant
 from benchmarks.harness.servers import Servers
-from benchmarks.harness.topic import Ends, read_back, reader
+from benchmarks.harness.topic import Ends, read_back
 
 
 def _holding(way: Ours, *, held: bool) -> Variant:
@@ -44,14 +43,8 @@ class Held(Scenario):
             ends = Ends(site)
             warm_up(way.way, relay, ends, Backlog(warm))
             with held_snapshot(site) if way.value else contextlib.nullcontext():
-                load = Steady(2_000, count, warm, together=10)
-                with reader(site, warm, count) as receiving, writer(site, load) as writing:
-                    writing.send(b"go")
-                    committed = received(writing, "the writer", self.sizes.held_seconds * 5 + 60)
-                    seen, tally = received(receiving, "the reader", self.sizes.held_seconds * 5 + 60)
-                check_offered(run, committed, 2_000, strict=not self.quick)
-                tally.note(run)
-                times = sorted((seen[n] - committed[n]) / 1e6 for n in range(count // 10, count))
+                load = Latency(2_000, self.sizes.held_seconds, warm, strict=not self.quick)
+                seen = under_load(servers, relay, site, run, load, Steady(2_000, count, warm, together=10))
                 relay.halt()
                 base = ends.now()
                 fill(site, Backlog(self.sizes.held_backlog, warm + count))
@@ -64,8 +57,6 @@ class Held(Scenario):
                 **figures,
                 "rate": appended.rate,
                 "published": count / ((max(seen) - min(seen)) / 1e9),
-                "p50": percentile(times, 0.5),
-                "p99": percentile(times, 0.99),
             }
 
     def targets(self, results: Results) -> list[Target]:

@@ -160,7 +160,7 @@ def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
 
     def effect(made: Insert | Upsert, *without: str) -> str:
         job = ConsumerJob("g", ["t"], made, atomic="batch")
-        sinks = PostgresSinks(sink.url, "consumer", job, store)
+        sinks = PostgresSinks(job, store)
         return sinks.effect({name: kind for name, kind in kept.items() if name not in without}, "shuffled")
 
     for made in (Insert("s"), Upsert("s", ["i"], deletes=True)):
