@@ -43,7 +43,7 @@ from relay.metrics.outbox import OutboxWatch
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicAges
-from relay.operations.healing import SlotHealing
+from relay.operations.wal_setup import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks

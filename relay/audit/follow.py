@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import psycopg
@@ -230,11 +230,4 @@ def _unknown(one: WindowAudit) -> bool:
 
 
 def _plain(one: Difference) -> dict[str, Any]:
-    return {
-        "kind": one.kind,
-        "event_id": one.event_id,
-        "topic": one.topic,
-        "window": one.window.isoformat(),
-        "group": one.group,
-        "text": one.text,
-    }
+    return {**asdict(one), "window": one.window.isoformat()}

@@ -53,7 +53,7 @@ def pause(
             connection, schema, scopes_of(lane or (), topic or ()), reason, may_write=router.may_write
         )
         _print_changes(changes, as_json=as_json)
-        missing = _unconfirmed(connection, schema, changes, timeout) if wait else []
+        missing = pauses.unconfirmed(connection, schema, changes, timeout) if wait else []
     if as_json:
         print_json({"pauses": [_plain(change) for change in changes], "unconfirmed": missing})
     elif wait and not missing:
@@ -84,7 +84,7 @@ def resume(
         print_json({"ended": ended, "left": list(map(pauses.details, left))})
         return
     for change in changes:
-        if change.before is None:
+        if not change.changed:
             say(f"{str(change.scope).capitalize()}: not paused, so nothing was changed.")
         else:
             say(f"Resumed: {change.scope}.")
@@ -121,7 +121,7 @@ def drain(
             changes = pauses.pause(connection, schema, scopes, reason, may_write=router.may_write, what="drain")
             _print_changes(changes, as_json=as_json)
             confirm_seconds = max(round(deadline - time.monotonic(), 1), 5.0)
-            missing = _unconfirmed(connection, schema, changes, confirm_seconds)
+            missing = pauses.unconfirmed(connection, schema, changes, confirm_seconds)
     if as_json:
         shown = [{"scope": str(scope), "events": one.events, "causes": list(one.causes)} for scope, one in left.items()]
         print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
@@ -174,18 +174,9 @@ def _await_drained(
         time.sleep(min(max(_LOOK_SECONDS, (now - began) * _REST), max(deadline - now, 0.0)))
 
 
-def _unconfirmed(
-    connection: psycopg.Connection[Any], schema: str, changes: Sequence[PauseChange], seconds: float
-) -> list[str]:
-    from relay.operations import pauses
-
-    numbers = [change.after.number for change in changes if change.after is not None]
-    return pauses.unconfirmed(connection, schema, numbers, seconds)
-
-
 def _print_changes(changes: Sequence[PauseChange], *, as_json: bool) -> None:
     for change in () if as_json else changes:
-        say(f"{change.after}." if change.changed else f"Nothing was changed: {change.after}.")
+        say(f"{change.paused}." if change.changed else f"Nothing was changed: {change.paused}.")
 
 
 def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
@@ -201,9 +192,8 @@ def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
 def _plain(change: PauseChange) -> dict[str, Any]:
     from relay.operations import pauses
 
-    one = change.after or change.before
-    assert one is not None
-    return pauses.details(one) | {"changed": change.changed}
+    assert change.paused is not None
+    return pauses.details(change.paused) | {"changed": change.changed}
 
 
 @contextmanager

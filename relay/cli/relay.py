@@ -191,7 +191,7 @@ def release(
 
     A relay that holds the lane loses it.
     """
-    from relay.operations.release import release_lane
+    from relay.operations.holding import release_lane
 
     why = require_reason(reason, "what happened")
     with outbox_session(database_url, "relay release") as (connection, settings):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from outbox.consumer.admin.status import GroupState
     from relay.insights import LaneState, OutboxState, RelayState
-    from relay.pipeline.overview import Overview
+    from relay.pipeline.overview import Overview, Reader
 
 _FEW_LANES: Final = 16
 """The number of lanes that have a row of their own: those without a holder or with the oldest events."""
@@ -46,10 +47,10 @@ def status(
 
     Lists problems that need attention; exit status 1 if there are any.
     """
-    from relay.pipeline.overview import looking
+    from relay.pipeline.overview import Reader
 
-    with looking(load_with_sink(database_url, sink_url)) as look:
-        overview = look(None)
+    with closing(Reader(load_with_sink(database_url, sink_url))) as reader:
+        overview = reader.read(None)
         if watch is None:
             _print(overview, as_json=as_json)
             if overview.problems:
@@ -59,12 +60,12 @@ def status(
             while True:
                 _print(overview, as_json=as_json)
                 time.sleep(watch)
-                overview = look(overview)
+                overview = reader.read(overview)
         else:
-            _watch(look, overview, watch)
+            _watch(reader, overview, watch)
 
 
-def _watch(look: Callable[[Overview | None], Overview], overview: Overview, seconds: float) -> None:
+def _watch(reader: Reader, overview: Overview, seconds: float) -> None:
     from rich.live import Live
 
     # A terminal may be too small for everything: problems come first.
@@ -73,7 +74,7 @@ def _watch(look: Callable[[Overview | None], Overview], overview: Overview, seco
         try:
             while True:
                 time.sleep(seconds)
-                overview = look(overview)
+                overview = reader.read(overview)
                 live.update(_rendered(overview, problems_first=True), refresh=True)
         except KeyboardInterrupt:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, LiteralString, NamedTuple, TypeVar
@@ -232,8 +232,14 @@ class Batches(list[_Done]):
         self.locked: list[str] = []
 
 
-_RETRIED: Final = (("retrying", _RETRYING), ("dead", _DEAD))
-_DISCARDED: Final = (("dead", _DEAD), ("retrying", _RETRYING_LATER), ("without_event", _WITHOUT_EVENT))
+# What is counted, the rows, and what is done with them. Retrying events first: dead letters that are put back become
+# retrying events that are due.
+_RETRIED: Final = (("retrying", _RETRYING, _HURRY), ("dead", _DEAD, _PUT_BACK))
+_DISCARDED: Final = (
+    ("dead", _DEAD, _DISCARD_DEAD),
+    ("retrying", _RETRYING_LATER, _DISCARD_RETRYING),
+    ("without_event", _WITHOUT_EVENT, _DISCARD_WITHOUT_EVENT),
+)
 
 
 class DeadLetters:
@@ -298,7 +304,7 @@ class DeadLetters:
         with unavailable_on_error("counting failures"):
             return {
                 name: int(self._run(_COUNT, selection.bound(), rows=self._rows(rows))[0]["count"])
-                for name, rows in (_DISCARDED if discard else _RETRIED)
+                for name, rows, _ in (_DISCARDED if discard else _RETRIED)
             }
 
     def retry(self, selection: Selection, *, progress: Callable[[int], None] | None = None) -> Batches[str]:
@@ -307,24 +313,15 @@ class DeadLetters:
         Each transaction takes up to _BATCH events and writes a row to ``audit``; then ``progress`` is called with
         the number of events done. A killed run has done whole batches, and the next run does the rest.
         """
-        done: Batches[str] = Batches()
-        bound = selection.bound()
 
-        def again(lane: int, ids: Sequence[int], query: LiteralString) -> Sequence[str]:
+        def again(query: LiteralString, lane: int, ids: Sequence[int]) -> Sequence[str]:
             found = self._run(query, {"lane": lane, "rows": ids, "copy": DEAD_LETTER})
             event_ids = [row["event_id"] for row in found]
             if event_ids:
                 note(self._connection, self._names, "retry", None, {"event_ids": event_ids})
             return event_ids
 
-        with unavailable_on_error("retrying failures"):
-            # Retrying events first: dead letters that are put back become retrying events that are due.
-            for (_, rows), query in zip(_RETRIED, (_HURRY, _PUT_BACK), strict=True):
-                for ids in self._batches(rows, bound, partial(again, query=query), done.locked):
-                    done.extend(ids)
-                    if progress is not None:
-                        progress(len(done))
-        return done
+        return self._change("retrying failures", _RETRIED, selection, again, progress)
 
     def discard(
         self,
@@ -339,17 +336,25 @@ class DeadLetters:
         ``audit`` keeps who, why, and the whole event, or with ``keep_payload=False`` all but its payload and headers.
         An event that is due within five seconds is left alone: a relay may be sending it.
         """
-        done: Batches[dict[str, Any]] = Batches()
-        bound = selection.bound()
 
-        def drop(lane: int, ids: Sequence[int], query: LiteralString) -> Sequence[dict[str, Any]]:
+        def drop(query: LiteralString, lane: int, ids: Sequence[int]) -> Sequence[dict[str, Any]]:
             return self._run(query, {"lane": lane, "rows": ids, "why": reason, "contents": keep_payload})
 
-        queries = (_DISCARD_DEAD, _DISCARD_RETRYING, _DISCARD_WITHOUT_EVENT)
-        with unavailable_on_error("discarding failures"):
-            for (_, rows), query in zip(_DISCARDED, queries, strict=True):
-                for gone in self._batches(rows, bound, partial(drop, query=query), done.locked):
-                    done.extend(gone)
+        return self._change("discarding failures", _DISCARDED, selection, drop, progress)
+
+    def _change(
+        self,
+        doing: str,
+        parts: Iterable[tuple[str, LiteralString, LiteralString]],
+        selection: Selection,
+        change: Callable[[LiteralString, int, Sequence[int]], Sequence[_Done]],
+        progress: Callable[[int], None] | None,
+    ) -> Batches[_Done]:
+        done: Batches[_Done] = Batches()
+        with unavailable_on_error(doing):
+            for _, rows, query in parts:
+                for results in self._batches(rows, selection.bound(), partial(change, query), done.locked):
+                    done.extend(results)
                     if progress is not None:
                         progress(len(done))
         return done

@@ -40,7 +40,7 @@ SELECT id, {lane} AS lane, event_id, aggregate_type, aggregate_id, event_type, {
   FROM {table}
  WHERE (%(at)s::timestamptz IS NULL OR ({moved_at}, id) < (%(at)s, %(id)s))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
-   AND (%(since)s::timestamptz IS NULL OR {moved_at} >= %(since)s)
+   AND (%(days)s::integer IS NULL OR {moved_at} >= now() - make_interval(days => %(days)s))
  ORDER BY {moved_at} DESC, id DESC LIMIT %(limit)s"""
 
 _CONTENTS: Final = """
@@ -113,12 +113,9 @@ class EventSearch:
             "id": None if after is None else after.id,
             "at": None if after is None else after.at,
             "limit": limit + 1,
-            "since": None,
+            "days": days if state is EventState.PUBLISHED else None,
         }
         doing = "looking through the events"
-        if state is EventState.PUBLISHED:
-            (row,) = read_rows(self._connection, doing, "SELECT clock_timestamp() AS now", {})
-            bound["since"] = row["now"] - dt.timedelta(days=days)
         if state is EventState.WAITING:
             rows = read_rows(self._connection, doing, _WAITING, self._names, bound)
         else:

@@ -10,7 +10,7 @@ a record of ours.
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from confluent_kafka import KafkaException
@@ -32,7 +32,7 @@ _NAMED: Final = 10
 _MOST_MISSING: Final = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HangingPartition:
     """A partition that has waited too long for the end of a transaction.
 
@@ -45,11 +45,11 @@ class HangingPartition:
     partition: int
     stable: int
     end: int
-    events: int
-    held: int
     command: str
     read: str
-    missing: Sequence[str] = ()
+    events: int = 0
+    held: int = 0
+    missing: list[str] = field(default_factory=list)
 
     @property
     def way_out(self) -> str:
@@ -109,8 +109,12 @@ class HiddenEvents:
             default=None,
         )
         bounds: dict[Partition, int] = {}
-        counts: dict[Partition, tuple[int, int]] = {found.partition: (0, 0) for found in events}
-        missing: dict[Partition, list[str]] = {found.partition: [] for found in events}
+        hanging = {
+            found.partition: HangingPartition(
+                *found.partition, found.stable, found.end, self._command(found), self._read_command(found)
+            )
+            for found in events
+        }
         held_lanes: set[int] = set()
         for group in behind(self._client, events):
             for seen in group:
@@ -121,22 +125,13 @@ class HiddenEvents:
             held = self._rows.held(hidden)
             held_lanes.update(held.values())
             for seen in hidden:
-                of, there = counts[seen.partition]
-                counts[seen.partition] = (of + 1, there + (seen.event_id in held))
-                if seen.event_id not in held and len(missing[seen.partition]) < _MOST_MISSING:
-                    missing[seen.partition].append(seen.event_id or "")
-        return [
-            HangingPartition(
-                *found.partition,
-                found.stable,
-                found.end,
-                *counts[found.partition],
-                self._command(found),
-                self._read_command(found),
-                missing[found.partition],
-            )
-            for found in events
-        ], held_lanes
+                part = hanging[seen.partition]
+                part.events += 1
+                if seen.event_id in held:
+                    part.held += 1
+                elif len(part.missing) < _MOST_MISSING:
+                    part.missing.append(seen.event_id or "")
+        return list(hanging.values()), held_lanes
 
     @staticmethod
     def require_rows(hanging: Sequence[HangingPartition]) -> None:

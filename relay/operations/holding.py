@@ -1,4 +1,4 @@
-"""The lanes that an operator's command holds while relays are running."""
+"""Lanes that an operator's command holds while relays are running, and one that it frees, whatever its lease."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any, Final, Self
 import psycopg
 from psycopg import sql
 
-from outbox.errors import OperationRefused
+from outbox.errors import OperationRefused, SchemaError
 from relay.core.lease import Lease
 from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
-from relay.settle.statements import lease_values
+from relay.operations.audit import note
+from relay.settle.statements import lease_values, names_of
 
 LEASE_SECONDS: Final = 60.0
 _RENEW_SECONDS: Final = 10.0
@@ -29,6 +30,18 @@ UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => 
 _LET_GO: Final = """
 UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
   FROM {leases} WHERE {ours}"""
+
+
+_LANE: Final = """
+SELECT owner, lease_until::text,
+       CASE WHEN isfinite(lease_until) THEN extract(epoch FROM lease_until - clock_timestamp())::float8 END,
+       lease_until >= clock_timestamp()
+  FROM {lanes} WHERE lane = %s FOR UPDATE"""
+
+# The epoch too: a relay that still holds the lane must not settle or renew. The row still names the ids to fence.
+_RELEASE: Final = """
+UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, lease_until = '-infinity'
+ WHERE lane = %s"""
 
 
 def taken(lane: int) -> OperationRefused:
@@ -101,3 +114,25 @@ class Holding:
         values = {**lease_values(leases), "lease": LEASE_SECONDS}
         with contextlib.closing(self._connect()) as connection, unavailable_on_error("renewing leases"):
             connection.execute(sql.SQL(statement).format(**self._names), values)
+
+
+def release_lane(
+    connection: psycopg.Connection[Any], schema: str, lane: int, reason: str
+) -> tuple[str | None, str] | None:
+    """Free a lane, and record that in the audit. Returns its holder and the lease's end; None if it was free.
+
+    Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
+    """
+    names = names_of(schema)
+    with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
+        connection.execute("SET LOCAL lock_timeout = '10s'")
+        row = connection.execute(sql.SQL(_LANE).format(**names), (lane,)).fetchone()
+        if row is None:
+            raise SchemaError(f"the outbox has no lane {lane}; see `outbox db check`")
+        owner, lease_until, seconds, held = row
+        if not held:
+            return None
+        details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
+        note(connection, names, "release", reason, details)
+        connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
+    return owner, lease_until

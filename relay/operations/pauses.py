@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
@@ -35,17 +34,12 @@ RETURNING number, set_config('synchronous_commit', 'on', true)"""
 _DELETE: Final = "DELETE FROM {pauses} WHERE number = %(number)s RETURNING set_config('synchronous_commit', 'on', true)"
 
 
-@dataclass(frozen=True, slots=True)
-class PauseChange:
-    """What a command did to one scope. ``before`` and ``after`` have the same number if it did nothing."""
+class PauseChange(NamedTuple):
+    """What a command did to one scope. ``paused``: its pause, also one that was ended; None if there was none."""
 
     scope: Scope
-    before: Paused | None
-    after: Paused | None
-
-    @property
-    def changed(self) -> bool:
-        return (self.before and self.before.number) != (self.after and self.after.number)
+    paused: Paused | None
+    changed: bool
 
 
 def pause(
@@ -58,19 +52,16 @@ def pause(
     what: str = "pause",
 ) -> list[PauseChange]:
     """Pause these scopes. ``what`` names the action in the audit. Raises as ``require_scopes`` does."""
-    before: dict[Scope, Paused | None] = {}
     with _alone(connection, schema, "setting pauses") as (names, known):
         require_scopes(connection, schema, scopes, may_write)
-        for scope in scopes:
-            before[scope] = there = known.get(scope)
-            if there is not None:
-                continue
+        new = [scope for scope in dict.fromkeys(scopes) if scope not in known]
+        for scope in new:
             values = {"scope": str(scope.kind), "name": scope.name, "reason": reason}
             row = connection.execute(sql.SQL(_INSERT).format(**names), values).fetchone()
             assert row is not None
             note(connection, names, what, reason, {"scope": str(scope.kind), "name": scope.name, "number": row[0]})
-        after = {one.scope: one for one in read_pauses(connection, schema)}
-    return [PauseChange(scope, there, after[scope]) for scope, there in before.items()]
+        now = {one.scope: one for one in read_pauses(connection, schema)}
+    return [PauseChange(scope, now[scope], scope in new) for scope in scopes]
 
 
 def require_scopes(
@@ -94,24 +85,25 @@ def resume(
     changes = []
     with _alone(connection, schema, "ending pauses") as (names, known):
         for scope in scopes:
-            before = known.get(scope)
-            if before is not None:
-                connection.execute(sql.SQL(_DELETE).format(**names), {"number": before.number})
-                note(connection, names, "resume", reason, details(before))
-            changes.append(PauseChange(scope, before, None))
+            paused = known.get(scope)
+            if paused is not None:
+                connection.execute(sql.SQL(_DELETE).format(**names), {"number": paused.number})
+                note(connection, names, "resume", reason, details(paused))
+            changes.append(PauseChange(scope, paused, paused is not None))
     return changes
 
 
 def unconfirmed(
-    connection: psycopg.Connection[Any], schema: str, numbers: Collection[int], seconds: float
+    connection: psycopg.Connection[Any], schema: str, changes: Collection[PauseChange], seconds: float
 ) -> list[str]:
-    """Wait until every running relay obeys these pauses. Returns the relays that do not after ``seconds``.
+    """Wait until every running relay obeys these scopes' pauses. Returns the relays that do not after ``seconds``.
 
     Relays that are not running obey from their first turn.
     """
     deadline = time.monotonic() + seconds
+    numbers = {change.paused.number for change in changes if change.paused is not None}
     while True:
-        waiting = [one for one in read_pauses(connection, schema) if one.number in set(numbers)]
+        waiting = [one for one in read_pauses(connection, schema) if one.number in numbers]
         missing = sorted({instance for one in waiting for instance in one.unconfirmed})
         if not missing or time.monotonic() >= deadline:
             return missing

@@ -29,22 +29,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from confluent_kafka import KafkaException
 from psycopg import sql
 
 from outbox.errors import OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
-from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
-from relay.kafka.client import text_of
-from relay.kafka.offsets import Offsets
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
 from relay.operations.lane_rows import content_of
 from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
-from relay.operations.trace import time_of
+from relay.operations.trace import time_of, topics_of
 
 CLOCKS: Final = dt.timedelta(minutes=1)
 """How far the clocks of relays and database may differ: messages have the relay's."""
@@ -263,10 +259,7 @@ class Recovery(Reconciler):
 
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
-        try:
-            topics = [topic for topic in Offsets(self._client).topics() if self._router.may_write(topic)]
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
+        topics = topics_of(self._client, self._router.may_write)
         # An event is settled after it is published, perhaps much later, but it is written before.
         [(oldest,)] = self._rows.run(_OLDEST, bound, "reading the archive")
         start = _milliseconds(min(oldest or bound["from"], bound["from"]) - CLOCKS)

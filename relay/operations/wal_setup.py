@@ -13,30 +13,34 @@
 | healing, old slot dropped        | a checkpoint, no slot: they stop | any relay heals it; or repair                |
 | healing, new slot made           | a slot above it: relays stop     | any relay heals it; or repair                |
 
-Healing (``Cdc.heal``) is the repair that a relay does by itself. All of it but the slot is one transaction, which holds
+Healing (``Cdc.heal``) is the repair that a relay does by itself: every event is a row of the table, so nothing is lost
+with a slot. Each lane reads the table once, then the new slot. All of it but the slot is one transaction, which holds
 a lock: of several relays one heals. An operator's repair beside it ends, like it, in a checkpoint of the slot that is
 there, with all lanes reading the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
 import psycopg
+import structlog
 from psycopg import errors, sql
 
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import SourceKind
 from relay.core.ports import DatabaseUnavailable
-from relay.database import unavailable_on_error
+from relay.database import Connector, begin_session, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.insights import LaneState, read_lanes
 from relay.operations.audit import note
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
+
+log = structlog.get_logger("relay")
 
 _FAILOVER_FROM: Final = 170000
 _GENERATED_FROM: Final = 180000
@@ -402,6 +406,45 @@ class Cdc:
 
     def _query(self, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(**self._tables)
+
+
+class SlotHealing:
+    """Replaces the slot if it has a gap; see ``Cdc.heal``. ``on_repair`` is called after each repair."""
+
+    def __init__(self, connect: Connector, names: SlotNames, instance: str, on_repair: Callable[[], None]) -> None:
+        self._connect = connect
+        self._names = names
+        self._by = f"the relay {instance} itself"
+        self._on_repair = on_repair
+        self._refused: str | None = None
+
+    def look(self) -> None:
+        """Repair the slot if that is needed and safe; log why it is not. Raises Unavailable or SchemaError."""
+        with self._connect() as connection:
+            # The second look, under the lock, must see what another relay has repaired meanwhile.
+            connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+            with unavailable_on_error("looking at the slot"):
+                begin_session(connection)
+            try:
+                fault = Cdc(connection, self._names).heal(self._by)
+            except OperationRefused as error:
+                self._refuse(str(error))
+                return
+        self._refused = None
+        if fault is not None:
+            self._on_repair()
+            log.warning(
+                "the relay has replaced the slot: each lane reads the table once, then the new slot",
+                slot=self._names.slot,
+                error=fault,
+            )
+
+    def _refuse(self, why: str) -> None:
+        """Log why the slot is left to an operator, once for each reason."""
+        if why == self._refused:
+            return
+        self._refused = why
+        log.error("the relay does not repair the slot by itself", slot=self._names.slot, error=why)
 
 
 def unhealable(state: SlotState, names: SlotNames) -> str | None:

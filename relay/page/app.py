@@ -31,7 +31,7 @@ from relay.page.security import Access, Guard
 from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
 from relay.parts import build_router
 from relay.pipeline.consumers import Consumers
-from relay.pipeline.overview import looking
+from relay.pipeline.overview import Reader
 
 if TYPE_CHECKING:
     from relay.config import Settings
@@ -65,14 +65,13 @@ def create_page(
     outbox = _limited(Connector(settings.require_database(), "outbox web"))
     sink = _limited(partial(connect, settings.relay.sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
-    look = partial(looking, settings)
     ages = TopicAges(settings.db_schema, build_router(settings))
 
     def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
         with outbox() as connection:
             return ages.look(connection, state)
 
-    sampler = Sampler(look, partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
+    sampler = Sampler(Reader(settings), partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
     page = Page(settings, outbox, consumers_side, sampler)
 
     @asynccontextmanager

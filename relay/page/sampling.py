@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +15,7 @@ import structlog
 
 from outbox.errors import OutboxError
 from relay.insights import OutboxState
-from relay.pipeline.overview import Overview
+from relay.pipeline.overview import Overview, Reader
 
 log = structlog.get_logger("page")
 
@@ -24,10 +23,7 @@ _IDLE_SECONDS: Final = 10.0
 """How often the figures are read while no browser shows them, so that the charts have a past."""
 _INTEREST_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 3_600
-_RETRY_SECONDS: Final = 2.0
 _TICK_SECONDS: Final = 0.2
-
-Look = Callable[[Overview | None], Overview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +55,18 @@ class Sample:
 class Sampler:
     """Reads in a thread of its own, from the first look on until ``close``.
 
-    looking   opens the function that reads an overview.
+    reader    reads an overview.
     latency   reads the latency; it may fail without harm to the rest. So may ``topics``, for the topics' ages.
     """
 
     def __init__(
         self,
-        looking: Callable[[], AbstractContextManager[Look]],
+        reader: Reader,
         latency: Callable[[], Latency | None],
         topics: Callable[[OutboxState], Mapping[str, float] | None],
         refresh_seconds: float,
     ) -> None:
-        self._looking = looking
+        self._reader = reader
         self._latency = latency
         self._topics = topics
         self._refresh = refresh_seconds
@@ -152,30 +148,26 @@ class Sampler:
             return idle
 
     def _run(self) -> None:
-        while not self._closed:
-            try:
-                with self._looking() as look:
-                    self._sample_until_failure(look)
-            except OutboxError as error:
-                self._take(Overview(None, (), {"the pipeline": str(error)}, None))
-            except Exception as error:
-                # A page that shows old figures as new ones would be worse than one that says so.
-                log.exception("the figures can't be read")
-                self._take(Overview(None, (), {"the pipeline": f"{type(error).__name__}; see the log"}, None))
-            with self._lock:
-                self._lock.wait_for(lambda: self._closed, _RETRY_SECONDS)
-
-    def _sample_until_failure(self, look: Look) -> None:
         before: Overview | None = None
         while not self._closed:
             with self._lock:
                 self._begun += 1
-            before = look(before)
+            try:
+                before = self._reader.read(before)
+            except Exception as error:
+                # A page that shows old figures as new ones would be worse than one that says so.
+                why = str(error)
+                if not isinstance(error, OutboxError):
+                    log.exception("the figures can't be read")
+                    why = f"{type(error).__name__}; see the log"
+                self._reader.close()
+                before = Overview(None, (), {"the pipeline": why}, None)
             self._take(before)
             with self._lock:
                 watched = time.monotonic() < self._interest_until
                 seconds = self._refresh if watched else _IDLE_SECONDS
                 self._lock.wait_for(lambda: self._closed or self._wanted > self._begun, seconds)
+        self._reader.close()
 
     def _take(self, overview: Overview) -> None:
         latency, topics = None, None
@@ -200,8 +192,7 @@ class Sampler:
         with self._lock:
             self._latest = overview
             self._taken_at = dt.datetime.now(dt.UTC)
-            # Also one that could not begin.
-            self._ended = self._begun = max(self._begun, self._ended + 1)
+            self._ended = self._begun
             self._samples.append(sample)
             while self._samples[0].at < sample.at - _KEPT_SECONDS:
                 self._samples.popleft()

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final, TypedDict
 
@@ -115,18 +114,8 @@ def _applied(now: Overview, before: Overview | None) -> float | None:
     return max(moved, 0) / (now.at - before.at)
 
 
-@contextmanager
-def looking(settings: Settings) -> Iterator[Callable[[Overview | None], Overview]]:
-    """Yield a function that reads everything, given the reading before, if there is one.
-
-    Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
-    """
-    with closing(_Reader(settings)) as reader:
-        yield reader.read
-
-
-class _Reader:
-    """What ``looking`` yields. Each part adds to ``unseen`` what it can't read."""
+class Reader:
+    """Reads everything. Sessions stay open between readings, and are opened again after an error or ``close``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -138,6 +127,7 @@ class _Reader:
         self._sessions: dict[str, Any] = {}
 
     def read(self, before: Overview | None) -> Overview:
+        """Read everything, given the reading before, if there is one. Raises ConfigurationError."""
         unseen: dict[str, str] = {}
         outbox = self._outbox(unseen)
         groups: Sequence[GroupState] = ()
@@ -150,6 +140,8 @@ class _Reader:
     def close(self) -> None:
         for one in self._sessions.values():
             one.close()
+
+    # Each part adds to ``unseen`` what it can't read.
 
     def _outbox(self, unseen: dict[str, str]) -> OutboxState | None:
         try:

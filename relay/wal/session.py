@@ -15,7 +15,7 @@ events is bounded: when the lanes are behind, reading stops, and feedback goes o
 | an old relay still reads the slot       | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
 |                                         | that one walsender is ended                                             |
 | the slot is above the checkpoint        | stop: it was advanced or recreated; events could be missed              |
-| the slot is gone, or lost its WAL       | stop; a relay makes a new one (operations/healing.py), lanes read the   |
+| the slot is gone, or lost its WAL       | stop; a relay makes a new one (operations/wal_setup.py), lanes read the |
 |                                         | table; where it must not, `outbox cdc setup --repair` does the same     |
 | the publication was changed             | stop: what was not published meanwhile is missing. The repair makes     |
 |                                         | both anew, and lanes read the table                                     |

@@ -112,8 +112,7 @@ def pause(url: str, *scopes: Scope, reason: str | None = "a test", wait: bool = 
     with closing(psycopg.connect(url, autocommit=True)) as connection:
         changes = pauses.pause(connection, "outbox", scopes, reason, may_write=Router().may_write)
         if wait:
-            numbers = [change.after.number for change in changes if change.after is not None]
-            assert pauses.unconfirmed(connection, "outbox", numbers, 30 * patience()) == []
+            assert pauses.unconfirmed(connection, "outbox", changes, 30 * patience()) == []
     return changes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from uuid import UUID
 
 from starlette.requests import Request
@@ -41,11 +42,7 @@ def routes(page: Page) -> list[View]:
         found, away = page.consumers.positions(request.path_params["group"])
         return page.render(request, "consumer_group.html", view="consumers", group=found, away=away)
 
-    def retry(request: Request, form: Form) -> Response:
-        return _change(page, request, form, "retry")
-
-    def cancel(request: Request, form: Form) -> Response:
-        return _change(page, request, form, "cancel")
+    retry, cancel = (partial(_change, page, what) for what in ("retry", "cancel"))
 
     return [
         View(
@@ -70,7 +67,7 @@ def routes(page: Page) -> list[View]:
     ]
 
 
-def _change(page: Page, request: Request, form: Form, what: str) -> Response:
+def _change(page: Page, what: str, request: Request, form: Form) -> Response:
     try:
         message_id = UUID(form.require("message_id", "which call"))
     except ValueError:

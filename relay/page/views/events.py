@@ -33,28 +33,24 @@ def routes(page: Page) -> list[View]:
             "state": state,
             "states": list(EventState),
             "days": days,
+            "key_rows": None,
+            "rows": [],
+            "next": None,
         }
         if wanted and "/" not in wanted:
             return page.elsewhere(request, f"/events/{event_id_of(wanted)}")
+        aggregate_type, _, key = wanted.partition("/")
+        if wanted and not (aggregate_type and key):
+            raise ConfigurationError(f"{wanted!r} must be an event id, or TYPE/ID such as Order/order-17")
         number, at = number_of(asked.get("id")), time_of(asked.get("at"))
+        after = None if number is None else EventCursor(number, at)
         with page.outbox() as connection:
             if wanted:
-                aggregate_type, _, key = wanted.partition("/")
-                if not (aggregate_type and key):
-                    raise ConfigurationError(f"{wanted!r} must be an event id, or TYPE/ID such as Order/order-17")
-                rows = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
-                return page.render(request, "events.html", **values, key_rows=rows, rows=[], next=None)
-            found = EventSearch(connection, page.schema).page(
-                state, kind, None if number is None else EventCursor(number, at), days=_days(asked.get("days"))
-            )
-        return page.render(
-            request,
-            "events.html",
-            **values,
-            key_rows=None,
-            rows=found.rows,
-            next=found.next,
-        )
+                values["key_rows"] = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
+            else:
+                found = EventSearch(connection, page.schema).page(state, kind, after, days=_days(asked.get("days")))
+                values |= {"rows": found.rows, "next": found.next}
+        return page.render(request, "events.html", **values)
 
     def trace(request: Request) -> Response:
         event_id = event_id_of(request.path_params["event_id"])
@@ -112,8 +108,8 @@ def _state(text: str) -> EventState:
 
 
 def _days(text: str | None) -> int:
-    if not text:
-        return 1
-    if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= 3650):
-        raise ConfigurationError(f"days must be a whole number from 1 to 3650, not {text[:80]!r}")
-    return int(text)
+    problem = f"days must be a whole number from 1 to 3650, not {(text or '')[:80]!r}"
+    days = number_of(text, problem)
+    if days is not None and not 1 <= days <= 3650:
+        raise ConfigurationError(problem)
+    return days or 1

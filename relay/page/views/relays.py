@@ -58,8 +58,7 @@ def routes(page: Page) -> list[View]:
         page.audit(request, "pause", reason, {"which": ", ".join(map(str, scopes))})
         with page.outbox() as connection:
             changes = pauses.pause(connection, page.schema, scopes, reason, may_write=may_write)
-            waiting = [one.after.number for one in changes if one.changed and one.after is not None]
-            missing = pauses.unconfirmed(connection, page.schema, waiting, _CONFIRM_SECONDS)
+            missing = pauses.unconfirmed(connection, page.schema, changes, _CONFIRM_SECONDS)
         return page.done(request, "/relays", _changed(changes) + _missing(missing))
 
     def resume(request: Request, form: Form) -> Response:

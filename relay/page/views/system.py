@@ -31,7 +31,7 @@ def routes(page: Page) -> list[View]:
             "system.html",
             about=about,
             tables=tables,
-            settings=list(shown_settings(page)),
+            settings=list(_shown(page.settings)),
             consumer_tables=_consumer_tables(page),
         )
 
@@ -57,18 +57,13 @@ def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:
         return list(table_sizes(connection, page.settings.consumer_schema))
 
 
-def shown_settings(page: Page) -> Iterator[tuple[str, str, bool]]:
+def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
     """Yield each setting's variable, its value, and whether it differs from the default. Secrets only as "set"."""
-    settings = page.settings
-    yield from _of(settings, type(settings), ())
-
-
-def _of(model: BaseModel, kind: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, str, bool]]:
-    for name, field in kind.model_fields.items():
+    for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         here = (*path, "schema" if name == "db_schema" else name)
         if isinstance(value, BaseModel):
-            yield from _of(value, type(value), here)
+            yield from _shown(value, here)
             continue
         changed = value != field.get_default(call_default_factory=True)
         match name:

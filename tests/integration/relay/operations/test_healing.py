@@ -20,7 +20,7 @@ from outbox.errors import SchemaError
 from relay import database, failpoints
 from relay.core.ports import Unavailable
 from relay.database import Connector
-from relay.operations.healing import SlotHealing
+from relay.operations.wal_setup import SlotHealing
 from relay.wal.slot import SlotNames
 
 __all__ = ["shell"]
