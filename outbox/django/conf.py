@@ -40,14 +40,10 @@ def problems() -> list[str]:
     given = getattr(settings, "OUTBOX", {})
     if not isinstance(given, Mapping):
         return [f"OUTBOX must be a dict, not {type(given).__name__}"]
-    known = ", ".join(_TYPES)
-    unknown = [f"OUTBOX has the unknown key {name!r}; choose from {known}" for name in given if name not in _TYPES]
-    wrong = [
-        f"OUTBOX[{name!r}] must be {_TYPES[name].__name__}, not {type(value).__name__}"
-        for name, value in given.items()
-        if name in _TYPES and not _fits(name, value)
+    takes = ", ".join(f"{name} ({kind.__name__})" for name, kind in _TYPES.items())
+    return [
+        f"OUTBOX has {name!r}: {value!r}, and takes {takes}" for name, value in given.items() if not _fits(name, value)
     ]
-    return unknown + wrong
 
 
 def _fits(name: object, value: object) -> bool:

@@ -67,7 +67,6 @@ class WaitingEvent(_Event):
     created_at = Time()
 
     class Meta(_Event.Meta):
-        abstract = False
         db_table = _table("events")
         ordering = ("lane", "id")
 
@@ -79,7 +78,6 @@ class ScheduledEvent(_Event):
     scheduled_at = Time()
 
     class Meta(_Event.Meta):
-        abstract = False
         db_table = _table("scheduled")
         ordering = ("not_before", "id")
 
@@ -95,7 +93,6 @@ class DeadLetter(_Event):
     dead_at = Time()
 
     class Meta(_Event.Meta):
-        abstract = False
         db_table = _table("dead_letters")
         ordering = ("lane", "id")
 
@@ -116,7 +113,6 @@ class Failure(_Table):
     next_attempt_at = Time(null=True)
 
     class Meta(_Table.Meta):
-        abstract = False
         db_table = _table("failures")
         ordering = ("lane", "id")
 
@@ -134,7 +130,6 @@ class Lane(_Table):
     source = models.TextField()
 
     class Meta(_Table.Meta):
-        abstract = False
         db_table = _table("lanes")
         ordering = ("lane",)
 

@@ -6,10 +6,11 @@ import asyncio
 import datetime as dt
 import re
 from typing import Any
+from unittest import mock
 
 from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, connection, connections, transaction
 from django.db.transaction import TransactionManagementError
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.test.utils import CaptureQueriesContext
@@ -110,10 +111,13 @@ class Settings(TestCase):
             ({}, ""),
             ({"SCHEMA": "events", "LANES": 256, "DATABASE": "default"}, ""),
             (["SCHEMA"], "outbox.E001 OUTBOX must be a dict, not list"),
-            ({"SCHEME": "x"}, "outbox.E001 OUTBOX has the unknown key 'SCHEME'; choose from SCHEMA, LANES, DATABASE"),
-            ({"SCHEMA": 5}, r"outbox.E001 OUTBOX\['SCHEMA'\] must be str, not int"),
+            (
+                {"SCHEME": "x"},
+                r"outbox.E001 OUTBOX has 'SCHEME': 'x', and takes SCHEMA \(str\), LANES \(int\), DATABASE \(str\)",
+            ),
+            ({"SCHEMA": 5}, "outbox.E001 OUTBOX has 'SCHEMA': 5, and takes"),
             ({"SCHEMA": "pg_outbox"}, "outbox.E001 OUTBOX: .*Postgres's own"),
-            ({"LANES": True}, r"outbox.E001 OUTBOX\['LANES'\] must be int, not bool"),
+            ({"LANES": True}, "outbox.E001 OUTBOX has 'LANES': True, and takes"),
             ({"LANES": 257}, "outbox.E001 OUTBOX: lanes must be 1 to 256, not 257"),
             ({"DATABASE": "other"}, r"outbox.E002 .*'other': DATABASES has no such alias; choose from default"),
         ):
@@ -121,6 +125,12 @@ class Settings(TestCase):
                 found = self.problems(given)
                 self.assertEqual(len(found), 1 if wanted else 0, found)
                 self.assertRegex("".join(found), f"^({wanted})")
+
+    def test_other_databases_and_drivers(self) -> None:
+        with mock.patch.object(connections["default"], "vendor", "sqlite"):
+            self.assertRegex("".join(self.problems({})), r"outbox\.E002 .*the outbox lives in Postgres")
+        with mock.patch("django.db.backends.postgresql.psycopg_any.is_psycopg3", False):
+            self.assertRegex("".join(self.problems({})), r"outbox\.E002 .*the driver must be psycopg 3")
 
 
 def nodes(plan: Any) -> list[Any]:
@@ -163,6 +173,7 @@ class Admin(TestCase):
         self.assertEqual(answer.status_code, 200)
         ours = [query["sql"] for query in queries if '"outbox".' in query["sql"]]
         self.assertLessEqual(len(ours), 5)
+        self.assertEqual([each for each in ours if "payload" in each and "/change/" not in path], [])
         for statement in ours:
             with connection.cursor() as cursor:
                 cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}")
