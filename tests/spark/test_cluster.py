@@ -1,4 +1,6 @@
-"""The same job on a Spark standalone cluster: spark-submit, executors killed, and two attempts at once."""
+"""The same job on a Spark standalone cluster: spark-submit, executors killed, and two attempts at once. And the format
+"outbox" there, as its executors die.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,13 @@ import psycopg
 import pyspark
 import pytest
 from bench import Bench, expected, ided, order
+from sink_stream import SinkStream, stream
 from spark_cluster import Cluster
 from support import wait_until
 
 from spark_jobs.cli import submitted as submitted_file
+
+__all__ = ["stream"]
 
 pytestmark = pytest.mark.spark
 
@@ -255,3 +260,39 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
     repeats = 20 * len(orders) // 19 + 40 * len(orders) // 19
     assert sum(bench.positions().values()) == total + repeats
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(total,)]
+
+
+DRIVER = """
+import sys
+from pyspark.sql import SparkSession
+import sink_jobs
+
+source, checkpoint, url, master = sys.argv[1:]
+builder = SparkSession.builder.master(master).config("spark.executor.memory", "512m").config("spark.ui.enabled", False)
+# As conftest.py has it; the job above has Java made of its plans.
+builder = builder.config("spark.sql.codegen.wholeStage", False).config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
+spark = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
+spark.addArtifacts(sink_jobs.__file__, pyfile=True)
+spark.dataSource.register(sink_jobs.Troubled)
+rows = spark.readStream.schema("n long").csv(source).repartition(4)
+writing = rows.writeStream.format("troubled").option("job", "sink_jobs:plain").option("databaseUrl", url)
+query = writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+assert query.awaitTermination(240)
+"""
+
+
+def test_executors_that_die_with_the_format_outbox(cluster, stream: SinkStream):
+    """One of them, when its task has staged its rows. Tasks that die earlier: test_outbox_sink.py."""
+    stream.trouble("executor dies after")
+    stream.add(1000)
+    support = Path(__file__).parents[1] / "support"
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(support), str(support.parents[1])]),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    arguments = [str(stream.source), str(stream.checkpoint), stream.url, cluster.url]
+    subprocess.run([sys.executable, "-c", DRIVER, *arguments], env=env, timeout=300, check=True)
+    assert stream.sink("SELECT * FROM trouble") == []
+    assert stream.seen() == list(range(1000))
+    assert stream.left() == []

@@ -299,8 +299,8 @@ def failing(error: str) -> Any:
 
 @pytest.mark.parametrize(("atomic", "driver_records"), [("partition", 2_000), ("batch", 0)])
 def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
-    """400 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
-    bench.produce(({"n": 100 + number, "pad": "x" * 50_000}, None, 0) for number in range(400))
+    """280 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
+    bench.produce(({"n": 100 + number, "pad": "x" * 50_000}, None, 0) for number in range(280))
     job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP, atomic=atomic)
     with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
         sizes = []
@@ -308,15 +308,15 @@ def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
             sizes.append(runner.totals.read - sum(sizes))
     assert sizes[0] == 200
     assert max(sizes[1:]) <= 40
-    assert sum(sizes) == 400
-    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(400, 400)]
+    assert sum(sizes) == 280
+    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(280, 280)]
 
 
 @pytest.mark.parametrize(("way", "driver_records"), [("plain", 0), ("plain", 2_000), ("transform", 0)])
 def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver_records):
     """One partition, whose large messages do not decode or are of another type, between small ones that are applied."""
     sent = []
-    for number in range(400):
+    for number in range(320):
         large = number % 4 != 0
         value = b"not json" + b"x" * 50_000 if large else {"n": 100 + number}
         kind = b"Other" if large and number % 2 else b"Wanted"
@@ -329,7 +329,7 @@ def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver
         schema="n int",
         types=("Wanted",),
         setup=SETUP,
-        max_dead=400,
+        max_dead=320,
         transform=None if way == "plain" else lambda rows: rows.filter("n >= 0"),
     )
     with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
@@ -346,8 +346,8 @@ def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver
     assert ranges[0] == 200
     # Of four messages three have 50,000 bytes, so that 53 of them have 2 MB.
     assert max(ranges[1:]) <= 56
-    assert sum(ranges) == 400
-    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(100, 100)]
+    assert sum(ranges) == 320
+    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(80, 80)]
 
 
 @pytest.mark.parametrize("driver_records", [0, 2_000])

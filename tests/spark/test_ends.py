@@ -1,15 +1,13 @@
-"""How a consumer ends without its servers, and ``outbox consume`` when its JVM dies. At signals: test_operating.py."""
+"""How a consumer ends without its servers. At signals: test_operating.py; without its JVM: test_offsets_only.py."""
 
 from __future__ import annotations
 
 import threading
 from urllib.parse import urlsplit
 
-import psycopg
 import pytest
 from bench import expected
 from proxy import TcpProxy
-from support import wait_until
 
 from outbox.consumer.errors import ConsumerUnavailable
 from spark_jobs.driver.options import Options
@@ -69,20 +67,3 @@ def test_a_question_that_nobody_answers_is_a_part_of_the_patience(bench, silent)
             runner.once(threading.Event())
     # The first question took all of it: there was no other one.
     assert "waiting for a server" not in reports
-
-
-def test_a_jvm_that_dies_under_the_tasks_of_a_round(bench, consumer):
-    """Under a driver that needs it for nothing now: test_process.py."""
-    bench.run(bench.job.setup)
-    bench.orders(names(10), range(1, 5))
-    with psycopg.connect(bench.database.url) as connection:
-        connection.execute("LOCK TABLE order_totals IN SHARE MODE")
-        # One core: a worker less to start, and one task is enough.
-        consumer.start("--continuous", "--master", "local[1,4]", OUTBOX_CONSUMER__DRIVER_RECORDS="0")
-        consumer.until(lambda: bench.waits_for_a_lock("outbox consumer order-totals"), "a task to wait")
-        consumer.jvm().kill()
-        consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
-    wait_until(bench.has_no_session, 60, "its sessions to be gone")
-    assert (sum(bench.positions().values()), bench.totals()) == (0, {})
-    bench.once()
-    assert bench.totals() == expected(names(10), 4)

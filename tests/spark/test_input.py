@@ -154,11 +154,10 @@ def test_a_running_session_has_what_the_consumer_counts_on(spark):
     assert "kafka" in spark.conf.get("spark.sql.sources.useV1SourceList").split(",")
 
 
-@pytest.mark.parametrize("way", ["partition", "direct"])
-def test_without_the_proof_a_part_is_committed_as_the_whole(bench, topics, monkeypatch, way):
+def test_without_the_proof_a_part_is_committed_as_the_whole(bench, topics, monkeypatch):
     """The mutation "commit at the iterator's end", on Spark as it is."""
     given_by(monkeypatch, unchecked())
-    totals = bench.once(job(bench, topics["bad"], way, lambda rows: rows))
+    totals = bench.once(job(bench, topics["bad"], "direct", lambda rows: rows))
     assert totals.dead == 0
     with pytest.raises(AssertionError):
         check(bench, dead=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from bench import Bench, ided, produce
+from bench import Bench, Consumer, ided, produce
 from faults import by_map, fault_at, reading
 from support import wait_until
 
@@ -88,8 +88,12 @@ def once_each(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
 
 
-def test_a_killed_driver_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path):
-    """A task outlives it in the transaction whose effect is done, and whose COMMIT waits for us."""
+def test_a_jvm_that_dies_under_the_tasks_of_a_round(bench: Bench, topic, tmp_path: Path):
+    """A task outlives it, and the driver with it, in the transaction whose effect is done and whose COMMIT waits.
+
+    Under a driver that needs its JVM for nothing now: test_process.py. Drivers that are killed: test_chain.py, where
+    nothing comes twice either, nor is a repeat known by its id.
+    """
     bench.topic = topic
     (tmp_path / "jobs.py").write_text(
         f"""
@@ -106,20 +110,25 @@ job = ConsumerJob(
 """
     )
     most = 5_000
+    before = FAULT // most * most
+    # One core: a worker less to start, and one task is enough.
+    consumer = Consumer(bench, tmp_path, "--continuous", "--master", "local[1,4]", job="jobs:job")
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' "
+    waits += "AND application_name = 'outbox consumer killed'"
     with psycopg.connect(bench.database.url, autocommit=True) as holding:
         holding.execute("SELECT pg_advisory_lock(42)")
-        process = bench.consume(tmp_path, "--continuous", "--max-records", str(most), job="jobs:job")
-        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' "
-        waits += "AND application_name = 'outbox consumer killed'"
+        consumer.start("--max-records", str(most))
         try:
-            wait_until(lambda: process.poll() is not None or bench.rows(waits) == [(1,)], PATIENCE, "the transaction")
-            assert process.poll() is None, (tmp_path / "consume.log").read_text()[-3000:]
+            consumer.until(lambda: bench.rows(waits) == [(1,)], "the transaction", PATIENCE)
+            consumer.jvm().kill()
+            consumer.ended(1, "outbox: Spark's JVM has ended; nothing is lost, run the job again")
         finally:
-            process.kill()
-            process.wait()
+            consumer.kill()
         # Of the range in question nothing is there yet, and of those before it all.
-        assert bench.rows("SELECT count(*) FROM seen") == [(FAULT // most * most,)]
-    # Another driver goes on where it was, whether the task that outlived this one has committed or not.
+        assert bench.rows("SELECT count(*) FROM seen") == [(before,)]
+    wait_until(bench.has_no_session, PATIENCE, "its sessions to be gone")
+    assert (bench.positions(), bench.rows("SELECT count(*) FROM seen")) == ({0: before}, [(before,)])
+    # Another driver goes on where it was.
     job = ConsumerJob("killed", [topic], SQL, schema="n int", setup=SETUP, strategy=OffsetsOnly())
     bench.once(job, max_records=most, patience=PATIENCE)
     once_each(bench)

@@ -9,8 +9,13 @@ import psycopg
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import StructType
 from sink_stream import SinkStream, stream
 from stream_to_sink import Stream
+
+from outbox.consumer.errors import JobError
+from outbox.errors import ConfigurationError
+from spark_jobs import OutboxSinkSource
 
 __all__ = ["stream"]
 
@@ -32,11 +37,11 @@ def test_batches_are_applied_and_counted(stream: SinkStream):
     assert stream.left() == []
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_task_that_dies_before_or_after_its_copy(stream: SinkStream, when: str):
+def test_a_task_that_dies_before_and_after_its_copy(stream: SinkStream):
     """After it its rows are staged twice."""
     stream.add()
-    stream.trouble(f"task dies {when}")
+    for when in ("before", "after"):
+        stream.trouble(f"task dies {when}")
     stream.run()
     assert stream.seen() == [0, 1, 2]
     assert stream.sink("SELECT * FROM trouble") == []
@@ -60,39 +65,44 @@ def test_rows_of_an_upstream_that_fails_in_the_middle(stream: SinkStream):
     assert stream.left() == []
 
 
-@pytest.mark.parametrize(
-    "what",
-    ["commit dies before", "commit dies within", "commit dies after", "effect fails", "commit fails after"],
-)
-def test_a_commit_that_dies_and_a_restart(stream: SinkStream, what: str):
+def test_a_commit_that_dies_and_a_restart(stream: SinkStream):
+    """One query, which goes on where each of them has ended it."""
     stream.add()
     stream.run()
+
+    def ended(what: str, there: int) -> None:
+        stream.trouble(what)
+        with pytest.raises(StreamingQueryException):
+            stream.run()
+        assert stream.sink("SELECT * FROM trouble") == []
+        assert stream.seen() == list(range(there))
+
     stream.add()
-    stream.trouble(what)
-    with pytest.raises(StreamingQueryException):
-        stream.run()
-    assert stream.seen() == list(range(6 if what.endswith("after") else 3))
+    ended("commit dies before", 3)
+    ended("commit dies within", 3)
+    ended("effect fails", 3)
+    ended("commit dies after", 6)
     stream.add()
     stream.run()
     assert stream.seen() == list(range(9))
-    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    stream.add()
+    ended("commit fails after", 12)
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(15))
+    assert stream.checkpoints() == [("numbers", 4, 15, 0)]
     assert stream.left() == []
 
 
-def test_a_batch_that_is_there_is_not_applied_again(stream: SinkStream):
+def test_a_session_that_the_server_ends_and_a_commit_that_runs_twice(stream: SinkStream):
+    """The first is another try; what is there then is not applied again."""
     stream.add()
-    stream.trouble("commit runs twice")
+    for what in ("session ends", "commit runs twice"):
+        stream.trouble(what)
     stream.run()
     assert stream.sink("SELECT * FROM trouble") == []
     assert stream.seen() == [0, 1, 2]
-
-
-def test_a_session_that_the_server_ends_is_another_try(stream: SinkStream):
-    stream.add()
-    stream.trouble("session ends")
-    stream.run()
-    assert stream.sink("SELECT * FROM trouble") == []
-    assert stream.seen() == [0, 1, 2]
+    assert stream.checkpoints() == [("numbers", 0, 3, 0)]
 
 
 def test_staged_rows_that_are_lost(stream: SinkStream):
@@ -220,15 +230,27 @@ def test_types_and_a_users_session_settings(stream: SinkStream):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        ({"keepDays": "many"}, "option keepDays: must be a number, not 'many'"),
+        ({"fromBeginning": "yes"}, "option fromBeginning: must be true or false, not 'yes'"),
+        ({"job": "sink_jobs:moving"}, "transform: apply it to the stream"),
+        ({"job": "sink_jobs:none_such"}, "there is no 'none_such' in sink_jobs"),
+    ],
+)
+def test_options_that_can_not_work(options: dict[str, str], why: str):
+    """What a query says of them: below."""
+    given = {"job": "sink_jobs:plain", "checkpointLocation": "/tmp", "databaseUrl": "postgresql://"} | options
+    with pytest.raises((JobError, ConfigurationError), match=why):
+        OutboxSinkSource(given).streamWriter(StructType().add("n", "long"), overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
         ({"jobs": "x"}, "JobError: option jobs: the format outbox has job, checkpointLocation"),
-        ({"keepDays": "many"}, "JobError: option keepDays: must be a number, not 'many'"),
-        ({"fromBeginning": "yes"}, "JobError: option fromBeginning: must be true or false, not 'yes'"),
-        ({"job": "moving"}, "JobError: transform: apply it to the stream"),
-        ({"job": "none_such"}, "ConfigurationError: .*there is no 'none_such' in sink_jobs"),
         ({"fromBeginning": "true"}, "JobError: from_beginning: .*no column message_id"),
     ],
 )
-def test_options_that_can_not_work(stream: SinkStream, options: dict[str, str], why: str):
+def test_a_query_with_such_options(stream: SinkStream, options: dict[str, str], why: str):
     stream.add()
     with pytest.raises(StreamingQueryException, match=why):
         stream.run(**options)

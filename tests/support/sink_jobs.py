@@ -46,9 +46,8 @@ def die(what: str) -> None:
 def _troubled(cursor: psycopg.Cursor[Any]) -> None:
     info = cursor.connection.info
     url = psycopg.conninfo.make_conninfo(info.dsn, password=info.password)
-    for what in ("commit dies within", "driver dies within"):
-        if comes(url, what):
-            die(what)
+    if comes(url, "commit dies within"):
+        die("commit dies within")
     if comes(url, "effect fails"):
         raise Planned
     if comes(url, "session ends"):
@@ -96,14 +95,14 @@ class Troubled(OutboxSinkSource):
 
 class TroubledWriter(OutboxWriter):
     def write(self, iterator: Any) -> Any:
-        self._come("task dies before", "executor dies before")
+        self._come("task dies before")
         staged = super().write(iterator)
         self._come("task dies after", "executor dies after")
         return staged
 
     def commit(self, messages: Any, batchId: int) -> None:  # noqa: N803
         url = self.plan.url
-        self._come("commit dies before", "driver dies before")
+        self._come("commit dies before")
         if comes(url, "rows are lost"):
             with psycopg.connect(url) as connection:
                 table = sql.Identifier(self.plan.schema, messages[0].table)
