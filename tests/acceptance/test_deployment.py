@@ -115,7 +115,7 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
         assert look_up(url, applied)[0][1] == 0
         # A process for each look: not before they are.
         for name in ("relay", "consumer"):
-            wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy")
+            wait_until(lambda name=name: here.healthy(name), 120, f"{name} to be healthy", longest=0.5)
         owners = "SELECT usename FROM pg_stat_activity WHERE application_name LIKE 'outbox%' AND usename = 'postgres'"
         assert look_up(url, owners) == []
         link = wait_until(lambda: re.search(r"http://127\.0\.0\.1:\d+/\S*", log["page"].read_text()), 60, "the link")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ class Container:
         return kept | self.environment | home
 
     def run(self) -> str:
-        """Run a command of Python that ends by itself; forked, as imports take longest. Returns what it prints."""
+        """Run a command that ends by itself; as ``running``, forked: imports take longest. Returns what it prints."""
         done = NURSERY.run(self._words[1:], self._environment, cwd=self.folder)
         assert done.returncode == 0, (self.name, done.stdout, done.stderr)
         return done.stdout
@@ -52,15 +52,13 @@ class Container:
     def running(self, grace: float = 120) -> Iterator[Path]:
         """Run it until the block ends, then stop it as an engine does; it has ``grace`` seconds. Yields its log."""
         log = self.folder / f"{self.name}.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(self._words, env=self._environment, stdout=file, stderr=file, cwd=self.folder)
+        process = NURSERY.fork(self._words[1:], self._environment, self.folder, log)
         try:
             yield log
-            assert process.poll() is None, log.read_text()
+            assert process.running, log.read_text()
         finally:
-            process.terminate()
-            try:
-                status = process.wait(grace)
-            finally:
-                process.kill()
-        assert status in {0, -15}, (self.name, status, log.read_text())
+            process.signal(signal.SIGTERM)
+            process.wait(grace)
+            status = process.exit_code
+            process.signal(signal.SIGKILL)
+        assert status in {0, -signal.SIGTERM}, (self.name, status, log.read_text())

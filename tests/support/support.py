@@ -66,15 +66,18 @@ def wait_until(
     """
     seconds *= patience()
     deadline = time.monotonic() + seconds
-    # At once at first. What takes long may take 50 ms more: each look costs processor time, here and in Postgres.
+    # At once at first. What takes long may take 50 ms more: each look costs processor time, here and in Postgres. Where
+    # a look itself takes long, two thirds of the time are pauses.
     pause = 0.005
     while True:
+        began = time.monotonic()
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"{what}: not within {seconds:g} s")
-        time.sleep(pause)
+        time.sleep(max(pause, min(2 * (now - began), 0.5)))
         pause = min(longest, 1.5 * pause)
 
 

@@ -25,16 +25,14 @@ from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
 from outbox.consumer import connections
-from outbox.consumer.tables import consumer_tables
 from outbox.external.caller import Caller
-from outbox.tables import outbox_tables
 from outbox.testing.fixtures import token
 from outbox.urls import sqlalchemy_url
 from relay.audit.findings import Scope
 from relay.audit.follow import Follower
 from relay.cli.app import app
 from relay.config import load
-from relay.operations.roles import COLUMNS, EVENT_COLUMNS, RoleKind
+from relay.operations.roles import RoleKind
 
 __all__ = ["order", "provider"]
 
@@ -443,36 +441,6 @@ def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_gran
     # The whole schema is another matter.
     roles.admin.execute(sql.SQL("REVOKE USAGE ON SCHEMA outbox FROM {}").format(sql.Identifier(str(role))))
     assert "permission denied for schema outbox" in look("status")["unseen"]["the outbox"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "table", "left_out"),
-    [
-        (RoleKind.WRITER, "events", {"id", "lane", "created_at", "from_relay"}),
-        (RoleKind.WRITER, "scheduled", {"id", "scheduled_at"}),
-        *((kind, "audit", {"id", "at", "who"}) for kind in AUDITORS),
-        *(
-            (RoleKind.MONITOR, table, {"payload", "payload_bytes", "headers"})
-            for table in ("events", "dead_letters", "published")
-        ),
-        (RoleKind.CONSUMER_MONITOR, "dead_letters", {"message_key", "message_value", "message_headers"}),
-        (RoleKind.CONSUMER_MONITOR, "reservations", {"order_key", "request", "response"}),
-        (
-            RoleKind.EXTERNAL,
-            "reservations",
-            {
-                *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "order_key"),
-                "request",
-                "reserved_at",
-            },
-        ),
-    ],
-)
-def test_the_columns_of_a_kind_are_all_but_these(kind, table, left_out):
-    tables = (consumer_tables if kind.of_sink else outbox_tables)(sa.MetaData())
-    [columns] = [columns for _, name, columns in COLUMNS[kind] if name == table]
-    assert set(getattr(tables, table).columns.keys()) - set(columns) == left_out
-    assert set(EVENT_COLUMNS) >= {"payload", "headers"}
 
 
 def test_a_migrator_needs_no_superuser_and_takes_over_what_is_there(roles, outbox_postgres_server):
