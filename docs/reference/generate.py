@@ -231,7 +231,8 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tup
         name, text = record
         # Of types only numbers, dates and choices; the text says whether an option is repeatable.
         name = re.sub(r" <(str|list\[\w+\])>$", "", name).replace(" range>", ">")
-        text = _markdown(text)
+        # That a number is not negative needs no words.
+        text = re.sub(r"; x>=[01](?:\.0)?(?=\])| \[x>=[01](?:\.0)?\]", "", _markdown(text))
         if not name.startswith("--"):  # Usage shows it.
             text = text.removesuffix(_REQUIRED).replace("; required]", "]")
         yield name, _DATABASE if text.endswith(f"; {_DATABASE}") else text

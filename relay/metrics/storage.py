@@ -102,8 +102,7 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     tables = sorted(found.tables.items())
     yield by_table(
         "bytes",
-        "Size of a table of the outbox or of the consumers, with its indexes and partitions; the default partition is "
-        "a table of its own.",
+        "Size of a table with its indexes and partitions; the default partition is a table of its own.",
         [(name, table.bytes) for name, table in tables],
     )
     yield by_table("rows", "Rows, by the server's statistics.", [(name, table.rows) for name, table in tables])
