@@ -232,7 +232,8 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[tup
         name, text = record
         # Of types only numbers, dates and choices; the text says whether an option is repeatable.
         name = re.sub(r" <(str|list\[\w+\])>$", "", name).replace(" range>", ">")
-        text = _markdown(text)
+        # That a number is not negative needs no words.
+        text = re.sub(r"; x>=[01](?:\.0)?(?=\])| \[x>=[01](?:\.0)?\]", "", _markdown(text))
         if not name.startswith("--"):  # Usage shows it.
             text = text.removesuffix(_REQUIRED).replace("; required]", "]")
         yield name, _DATABASE if text.endswith(f"; {_DATABASE}") else text
@@ -279,7 +280,7 @@ def metrics_page() -> str:
         "### Storage\n\nShown by the same relay, of both schemas, read once a minute.\n\n"
         + _metrics(storage_metrics(Storage(Disk(0, 0, 0), {}))),
         "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
-        "`OUTBOX_RELAY__SINK_URL`; not of kafka-to-kafka, which keeps its offsets in Kafka.\n\n"
+        "`OUTBOX_RELAY__SINK_URL`; kafka-to-kafka keeps its offsets in Kafka.\n\n"
         + _metrics(group_metrics(GroupLags({}, {}, {}, {}))),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"

@@ -87,8 +87,8 @@ class RelaySettings(Section):
     batch_size: int = Field(2000, ge=1, le=50_000)
     """Events of one lane in a turn. A turn of several lanes has up to four times as many, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
-    """How long a relay that hangs, or whose host is gone, keeps its lanes. Others take those of a killed one within
-    about two seconds, except behind a pooler and with at-most-once."""
+    """How long a relay that hangs, or whose host is gone, keeps its lanes. [A killed
+    one](../operations/relay.md#what-happens-when) loses them sooner."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
     """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
@@ -242,8 +242,8 @@ class Settings(BaseSettings):
     )
 
     database_url: str | None = Field(None, repr=False)
-    """``postgresql://user@host:port/database``. In a password write ``/`` as ``%2F``, ``@`` as ``%40``, ``%`` as
-    ``%25``."""
+    """``postgresql://user@host:port/database``. [Escape](../operations/secrets.md#from-files) ``/``, ``@`` and ``%`` in
+    a password."""
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
     """The schema of the consumers' tables in the sink's database."""
     kafka: Options = Field(default_factory=dict, repr=False)

@@ -24,8 +24,7 @@ def web(
 ) -> None:
     """Serve a page that shows the pipeline and lets an operator retry, discard, pause and resume.
 
-    On a loopback address, anyone with the printed link may use the page. Any other address needs a
-    proxy that authenticates its users; see docs/operations/page.md.
+    Other addresses than loopback need a proxy that authenticates its users; see docs/operations/page.md.
     """
     try:
         from relay.page.server import PageServer

@@ -67,13 +67,11 @@ class Reason(StrEnum):
     LANE_LOCKED = "lane_locked"
     """Another session has the lane's row locked."""
     LEASE_EXPIRED = "lease_expired"
-    """The lease has expired and can't be renewed, perhaps because its row is locked; no other relay has taken the
-    lane."""
+    """The lease has expired and can't be renewed, perhaps because its row is locked."""
     TURN_UNFINISHED = "turn_unfinished"
     """A turn does not end."""
     HANGING = "hanging_transaction"
-    """Readers wait, not a lane: a transaction hangs in a topic of events or in the state topic, and hides the records
-    behind it: ``outbox relay reconcile``."""
+    """Readers wait, not a lane: a transaction hangs, and hides the records behind it: ``outbox relay reconcile``."""
     OTHER = "other"
     """See the log."""
 

@@ -30,8 +30,8 @@ def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expecte
     if state.counted and ages is not None and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
-            "Age of the event that has waited longest, except in paused lanes; 0 without any, absent while counting "
-            "takes too long.",
+            "Age of the oldest waiting event, except in paused lanes; 0 without any, absent while counting takes too "
+            "long.",
             state.oldest_seconds or 0.0,
         )
         yield topic_ages(ages)
@@ -69,8 +69,8 @@ def _audit_metrics(verified: Sequence[Verified]) -> Iterator[Metric]:
     shown = verified[:MOST_TOPICS]
     yield gauges(
         "audit_verified_until_timestamp_seconds",
-        "The topic's events that were written before are verified: they are on Kafka, and every group has applied "
-        "them, but for the differences that are counted. Only with `outbox audit --follow`.",
+        "Until when `outbox audit --follow` has verified the topic's events: on Kafka, and applied by every group, "
+        "except for the counted differences.",
         ["topic"],
         (([one.topic], one.verified_until.timestamp()) for one in shown),
     )

@@ -74,8 +74,7 @@ def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     tables = sorted(found.tables.items())
     yield gauges(
         "table_bytes",
-        "Size of a table of the outbox or of the consumers, with its indexes and partitions; the default partition is "
-        "a table of its own.",
+        "Size of a table with its indexes and partitions; the default partition is a table of its own.",
         labels,
         ((name, table.bytes) for name, table in tables),
     )

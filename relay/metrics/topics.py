@@ -62,8 +62,8 @@ class _Walk:
 def topic_ages(ages: Mapping[str, float]) -> GaugeMetricFamily:
     return gauges(
         "backlog_topic_oldest_age_seconds",
-        "Age of the topic's event that has waited longest, except in paused lanes. Of topics that have waiting events "
-        f'and are not paused, the {MOST_TOPICS} with the oldest ones. Events without a route have the topic "".',
+        "Age of the topic's oldest waiting event, except in paused lanes, of the "
+        f'{MOST_TOPICS} unpaused topics with the oldest ones. Events without a route have the topic "".',
         ["topic"],
         (([topic], age) for topic, age in ages.items()),
     )
