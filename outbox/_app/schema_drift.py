@@ -22,7 +22,7 @@ from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
 _CATALOG: Final = sa.text("""
 WITH rel AS (
     SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.reloptions, c.relpartbound, c.relrowsecurity,
-           c.relforcerowsecurity
+           c.relforcerowsecurity, c.relowner
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
      WHERE n.nspname = :schema AND c.relkind IN ('r', 'p') AND c.relname = ANY(:tables))
 SELECT relname, 'table', '', concat_ws(' ',
@@ -43,6 +43,14 @@ SELECT relname, 'row security', '', concat_ws(' ', CASE WHEN relrowsecurity THEN
 UNION ALL
 SELECT rel.relname, 'policy', p.polname, 'may hide rows'
   FROM rel JOIN pg_policy p ON p.polrelid = rel.oid WHERE NOT p.polpermissive AND p.polcmd <> 'a'
+UNION ALL
+SELECT rel.relname, 'policy', p.polname, 'keeps ' || min(r.rolname) || ' from inserting, which may delete'
+  FROM rel JOIN pg_policy p ON p.polrelid = rel.oid AND NOT p.polpermissive AND p.polcmd = 'a'
+  JOIN pg_roles r ON NOT r.rolsuper AND NOT r.rolbypassrls AND NOT pg_has_role(r.oid, rel.relowner, 'USAGE')
+                 AND rel.relname = 'events' AND has_table_privilege(r.oid, rel.oid, 'DELETE')
+ WHERE EXISTS (SELECT FROM unnest(p.polroles) AS hit
+                WHERE CASE hit WHEN 0 THEN true ELSE pg_has_role(r.oid, hit, 'USAGE') END)
+ GROUP BY rel.relname, p.polname
 UNION ALL
 SELECT rel.relname, 'trigger', t.tgname, concat_ws(' ', pg_get_triggerdef(t.oid),
            CASE t.tgenabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)

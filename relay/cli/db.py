@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from outbox._clients.backoff import doubled, jittered
 from outbox.errors import ConfigurationError, TablesInUse
 from relay.config import Settings, SourceKind, load
+from relay.operations.limited_writers import limits
 from relay.operations.roles import USUAL, RoleKind, grants
 
 if TYPE_CHECKING:
@@ -283,14 +285,15 @@ def roles(
             _schema_of(settings, schema, consumer=False),
             settings.consumer_schema,
             wal=settings.source is SourceKind.WAL if wal is None else wal,
-            aggregate_types=_limits(aggregate_type or ()),
         )
     )
+    limited = list(limits(chosen, _schema_of(settings, schema, consumer=False), _limits(aggregate_type or ())))
     # Whoever executes them has a search path of its own.
-    for statement in ("SET search_path = pg_catalog", *statements, "RESET search_path"):
+    for statement in ("SET search_path = pg_catalog", *limited, *statements, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
-        _repeated(lambda: db.grant(settings.require_database(), statements))
+        for part in (*([one] for one in limited), statements):
+            _repeated(partial(db.grant, settings.require_database(), part))
         typer.echo("-- granted")
 
 
@@ -362,7 +365,7 @@ def _repeated(change: Callable[[], Result]) -> Result:
         try:
             return change()
         except TablesInUse as error:
-            typer.echo(f"outbox: {error} (try {earlier + 1} of {_TRIES})", err=True)
+            say(f"outbox: {error} (try {earlier + 1} of {_TRIES})", err=True)
             time.sleep(jittered(doubled(earlier, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)))
     return change()
 

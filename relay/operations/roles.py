@@ -191,7 +191,7 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
 
 # Blocks of code run as a superuser, or as the tables' owner, with whatever search path the session has: names are
 # qualified, and operators have exactly the types of pg_catalog's. See outbox/_clients/search_path.py.
-_TAG: Final = "$outbox$"
+TAG: Final = "$outbox$"
 
 # CREATE on the database is for the first revision, `outbox db check` (its scratch schema) and `outbox cdc setup`. The
 # owner of a table's indexes and identity sequence changes with the table's.
@@ -210,73 +210,20 @@ BEGIN
 END {tag}"""
 
 
-# Row security shows a role only what a permissive policy allows; a restrictive one takes from that. The permissive one
-# for all comes first, so that no statement of these hides a row.
-# https://www.postgresql.org/docs/current/ddl-rowsecurity.html
-_OPEN: Final = """DO {tag}
-BEGIN
-    IF NOT EXISTS (SELECT FROM pg_catalog.pg_policy
-                    WHERE polrelid = {table_name}::regclass AND polname = {open_name}) THEN
-        CREATE POLICY {open} ON {table} USING (true) WITH CHECK (true);
-    END IF;
-END {tag}"""
-_LIMIT: Final = (
-    "DROP POLICY IF EXISTS {role} ON {table}",
-    "CREATE POLICY {role} ON {table} AS RESTRICTIVE FOR INSERT TO {role} WITH CHECK (aggregate_type IN ({types}))",
-    "ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
-)
-_OPEN_POLICY: Final = "rights decide"
-_LIMITED: Final = ("events", "scheduled", "idempotency_keys")
-
-
-def grants(
-    roles: Sequence[tuple[RoleKind, str]],
-    schema: str,
-    consumer_schema: str,
-    *,
-    wal: bool,
-    aggregate_types: Mapping[str, Sequence[str]] | None = None,
-) -> Iterator[str]:
+def grants(roles: Sequence[tuple[RoleKind, str]], schema: str, consumer_schema: str, *, wal: bool) -> Iterator[str]:
     """Yield the statements for existing roles, each of a kind.
 
-    ``wal`` is for a relay with source=wal. ``aggregate_types`` limits writers: by the role's name the only aggregate
-    types of which it may insert events. Raises ConfigurationError for an invalid name, and for a limited role that is
-    not a writer alone: a relay inserts events of every type.
+    ``wal`` is for a relay with source=wal. Raises ConfigurationError for an invalid name.
     """
-    limits = aggregate_types or {}
     for kind, role in roles:
         yield from _of(kind, role, consumer_schema if kind.of_sink else schema, wal=wal)
-    for role, types in limits.items():
-        kinds = {kind for kind, name in roles if name == role}
-        if RoleKind.WRITER not in kinds or not kinds <= {RoleKind.WRITER, RoleKind.CANCELLER}:
-            raise ConfigurationError(
-                f"aggregate types limit a writer: name writer={role} as well, and no kind but canceller besides"
-            )
-        yield from _limit(role, types, schema)
-
-
-def _limit(role: str, types: Sequence[str], schema: str) -> Iterator[str]:
-    """Let a writer insert events of these aggregate types and no others, by row security."""
-    if role == _OPEN_POLICY:
-        raise ConfigurationError(f"a role that is called {role!r} can't be limited: a policy has this name")
-    for name in _LIMITED:
-        table = sql.Identifier(schema, name)
-        parts = {
-            "tag": sql.SQL(_TAG),
-            "table": table,
-            "table_name": sql.Literal(table.as_string()),
-            "open": sql.Identifier(_OPEN_POLICY),
-            "open_name": sql.Literal(_OPEN_POLICY),
-            "role": sql.Identifier(role),
-            "types": sql.SQL(", ").join(map(sql.Literal, types)),
-        }
-        for text in (_OPEN, *_LIMIT):
-            yield sql.SQL(text).format(**parts).as_string()
 
 
 def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
-    if not role or "\0" in role or _TAG in role or len(role.encode()) > 63:
+    if not role or "\0" in role or TAG in role or len(role.encode()) > 63:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
+    if role == "public":
+        raise ConfigurationError("public means every role; name one role")
     names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
 
     def grant(text: LiteralString, **more: sql.Composable) -> str:
@@ -285,7 +232,7 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if kind in _OWNERS:
         yield grant("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}")
         literals = {f"{name}_name": sql.Literal(value.as_string()) for name, value in names.items()}
-        yield grant(_OWN, tag=sql.SQL(_TAG), **literals)
+        yield grant(_OWN, tag=sql.SQL(TAG), **literals)
         return
     yield grant("GRANT USAGE ON SCHEMA {schema} TO {role}")
     for rights, tables in TABLES.get(kind, ()):

@@ -16,7 +16,9 @@ from support import order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox._app import schema_drift
+from relay.cli import db as commands
 from relay.cli.app import app
 from relay.polling.queries import Queries
 
@@ -147,13 +149,56 @@ def test_the_check_knows_what_hides_no_row(roles):
     assert schema_drift.check(roles.url) == ["outbox.events: row security is not expected: enabled"]
 
 
+def test_the_check_names_a_relay_that_is_hit(roles):
+    roles.limit("Order")
+    limited, relay = (sql.Identifier(roles.names[name]) for name in ("limited", "relay"))
+    roles.admin.execute(sql.SQL("GRANT {} TO {}").format(limited, relay))
+    [difference] = schema_drift.check(roles.url)
+    assert difference.startswith(f"outbox.events: policy {roles.names['limited']} is not expected")
+    assert difference.endswith(f"keeps {roles.names['relay']} from inserting, which may delete")
+
+
+def test_given_again_it_waits_for_no_lock_unless_the_types_differ(roles, monkeypatch):
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "50ms")
+    monkeypatch.setattr(commands, "_TRIES", 1)
+    roles.limit("Order", "it's")
+    with roles.connect("other") as writer:
+        Outbox().add(writer, Event("Invoice", "1", "T"))
+        roles.limit("Order", "it's")
+        with pytest.raises(AssertionError, match="lock timeout"):
+            roles.limit("Order")
+
+
+def test_a_role_that_row_security_does_not_bind_is_refused(roles):
+    limited, other = (sql.Identifier(roles.names[name]) for name in ("limited", "other"))
+    for change, shown in (
+        (sql.SQL("ALTER ROLE {} BYPASSRLS"), "has BYPASSRLS"),
+        (sql.SQL("ALTER ROLE {} NOBYPASSRLS SUPERUSER"), "a superuser"),
+        (sql.SQL("ALTER ROLE {} NOSUPERUSER; GRANT pg_write_all_data TO {}"), "as a member of pg_write_all_data"),
+    ):
+        roles.admin.execute(change.format(limited, limited))
+        with pytest.raises(AssertionError, match=shown):
+            roles.limit("Order")
+    roles.admin.execute(sql.SQL("REVOKE pg_write_all_data FROM {}").format(limited))
+    roles.limit("Order")
+    # Another role of that name is not given what the first one had, nor is the first one freed.
+    name = roles.names["limited"]
+    roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(limited, sql.Identifier(name + "x")))
+    roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(other, limited))
+    with pytest.raises(AssertionError, match="belongs to another role"):
+        roles.run("db", "roles", f"writer={name}", "--aggregate-type", f"{name}=Order", "--apply")
+    roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(limited, other))
+    roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(sql.Identifier(name + "x"), limited))
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
         (["writer=a", "--aggregate-type", "a"], "must be ROLE=TYPE"),
         (["writer=a", "--aggregate-type", "a="], "must be ROLE=TYPE"),
         (["writer=a", "--aggregate-type", "b=Order"], "name writer=b as well"),
-        (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "and no kind but canceller besides"),
+        (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "no other kind of the outbox's schema but canceller"),
+        (["writer=public", "--aggregate-type", "public=Order"], "public means every role"),
         (["writer=rights decide", "--aggregate-type", "rights decide=Order"], "can't be limited"),
     ],
 )
