@@ -67,7 +67,7 @@ def limits(
     """Yield a statement for each table and limited writer, to be executed one by one, before the role gets rights.
 
     ``aggregate_types`` has by the role's name the only aggregate types of which it may insert events. Raises
-    ConfigurationError for a role that is not a writer, or is a relay or an operator besides: these insert others' events.
+    ConfigurationError for a role that is not a writer, or is a relay or an operator too: these insert every type.
     """
     for role, types in aggregate_types.items():
         kinds = {kind for kind, name in roles if name == role and not kind.of_sink}
