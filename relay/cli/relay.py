@@ -82,15 +82,19 @@ def run(
 def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
     """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
 
+    # Without a standard error there is nowhere to show the threads, but the end comes all the same.
+    shown = sys.stderr if sys.stderr is not None else open(os.devnull, "w")  # noqa: SIM115  until the process ends
+
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if abandon.is_set():
             return
+        again = stop.is_set()
+        stop.set()
+        if again:
+            abandon.set()
         # Ends it even if the main thread hangs in a statement that no server answers: batches in flight are then as
         # after a kill, which loses nothing. Where each thread stands is the only trace of what hung.
-        faulthandler.dump_traceback_later(5.0 if stop.is_set() else seconds, exit=True)
-        if stop.is_set():
-            abandon.set()
-        stop.set()
+        faulthandler.dump_traceback_later(5.0 if again else seconds, exit=True, file=shown)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)

@@ -463,12 +463,11 @@ class Reconciler:
                 found = [f"{part.topic} partition {part.partition} at {part.stable}" for part in hanging]
                 self._note("reconcile", reason, {"hanging": found})
 
-    def _audit_found(self, found: Mapping[int, int], reason: str) -> None:
-        """Record what will be settled: the number for each lane, and the event ids."""
+    def _audit_found(self, found: Collection[int], reason: str) -> None:
+        """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
-            for lane, count in sorted(found.items()):
-                details = {"lane": lane, "settled": count}
-                self._note_settled("reconcile settles", reason, self._rows.found_ids(lane), details)
+            for lane in sorted(found):
+                self._note_settled("reconcile settles", reason, self._rows.found_ids(lane), {"lane": lane})
 
     def _note_settled(self, what: str, reason: str, ids: Sequence[str], details: Mapping[str, object]) -> None:
         """Record the ids of events that will be settled, in parts.
@@ -476,7 +475,8 @@ class Reconciler:
         All of them: without an archive, nothing else shows ``outbox recover`` that they are no loss.
         """
         for start in range(0, len(ids), _AUDIT_IDS):
-            self._note(what, reason, {**details, "event_ids_on_kafka": ids[start : start + _AUDIT_IDS]})
+            part = ids[start : start + _AUDIT_IDS]
+            self._note(what, reason, {**details, "settled": len(part), "event_ids_on_kafka": part})
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
         note(self._connection, self._names, what, reason, details)

@@ -154,6 +154,7 @@ class Sampler:
                 self._begun += 1
             try:
                 before = self._reader.read(before)
+                self._take(before)
             except Exception as error:
                 # A page that shows old figures as new ones would be worse than one that says so.
                 why = str(error)
@@ -162,7 +163,7 @@ class Sampler:
                     why = f"{type(error).__name__}; see the log"
                 self._reader.close()
                 before = Overview(None, (), {"the pipeline": why}, None)
-            self._take(before)
+                self._take(before)
             with self._lock:
                 watched = time.monotonic() < self._interest_until
                 seconds = self._refresh if watched else _IDLE_SECONDS
