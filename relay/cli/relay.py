@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,9 +82,8 @@ def run(
 
 def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
     """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
-
     # Without a standard error there is nowhere to show the threads, but the end comes all the same.
-    shown = sys.stderr if sys.stderr is not None else open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    shown = sys.stderr if sys.stderr is not None else Path(os.devnull).open("w")  # noqa: SIM115  until the process ends
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if abandon.is_set():
