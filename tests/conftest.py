@@ -215,7 +215,7 @@ def group(nodeid: str) -> str:
     if path.name == "test_protocol_model.py":
         return nodeid
     if path.parent == Path("tests/spark"):
-        return "spark, to i" if path.name < "test_j" else "spark, from j"
+        return "spark, to op" if path.name < "test_ou" else "spark, from ou"
     for shared in ("secured", "planted"):
         if path.name.startswith(f"test_{shared}_"):
             return shared

@@ -227,8 +227,9 @@ def test_a_range_that_fails_does_not_hold_up_the_others(bench):
     assert bench.rows("SELECT part, n FROM seen ORDER BY part") == [(0, 1), (1, 1)]
 
 
-def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
-    """How often is runner._LOOK_SECONDS: once a second."""
+def test_an_idle_driver_asks_one_question_and_opens_nothing(bench, monkeypatch):
+    """How often is runner._LOOK_SECONDS: once a second, and more often here."""
+    monkeypatch.setattr("spark_jobs.driver.runner._LOOK_SECONDS", 0.2)
     job = ConsumerJob("idle", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True)
     stop = threading.Event()
     with Counting(bench.database.url) as counting:

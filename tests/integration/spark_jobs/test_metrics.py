@@ -161,8 +161,10 @@ def test_a_port_that_is_taken(served):
         serve(f"127.0.0.1:{port}", CollectorRegistry(), "OUTBOX_CONSUMER__METRICS_ADDRESS")
 
 
-def test_the_outbox_is_a_label_if_a_consumer_knows_it(outbox_postgres, outbox_kafka):
+def test_the_outbox_is_a_label_if_a_consumer_knows_it(outbox_postgres, outbox_kafka, monkeypatch):
     """Groups of two outboxes may have the same name. Without OUTBOX_NAME it may read the topics of any outbox."""
+    # That of a topic that does not exist is waited for.
+    monkeypatch.setattr(consumer_metrics, "_PATIENCE", 0.5)
     for given in ({"name": "orders"}, {}):
         (port,) = free_ports(1)
         settings = load(
