@@ -254,7 +254,8 @@ def _nursery() -> Iterator[Nursery]:
 @pytest.fixture(scope="session")
 def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
     """The fixture of the test kit, but the broker tells its controller every two seconds that it lives, not four times
-    a second, which is a third of an idle broker's processor time. Nothing kills this one.
+    a second, which is a third of an idle broker's processor time. Nothing kills this one. Sessions of consumers may be
+    as short as a second.
     """
     from outbox.sandbox.kafka import KafkaCluster
     from outbox.testing.fixtures import ExternalKafka
@@ -262,7 +263,11 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
     if servers := os.environ.get("OUTBOX_TEST_KAFKA"):
         yield ExternalKafka(servers)
         return
-    settings = {"broker.heartbeat.interval.ms": "2000", "broker.session.timeout.ms": "18000"}
+    settings = {
+        "broker.heartbeat.interval.ms": "2000",
+        "broker.session.timeout.ms": "18000",
+        "group.min.session.timeout.ms": "1000",
+    }
     with KafkaCluster(settings=settings) as cluster:
         yield cluster
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -17,6 +18,7 @@ BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
 
 _BUSY_AGAIN_SECONDS: Final = 10.0
+_CONNECT_SECONDS: Final = 0.5
 
 _FORBIDDEN: Final = frozenset(
     {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
@@ -68,6 +70,9 @@ class Fencing:
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
     """Call init_transactions; give up after ``busy_seconds`` if only the id's last transaction delays it."""
+    # A client that is not connected yet looks for the coordinator again only half a second later.
+    with suppress(KafkaException):
+        producer.list_topics(timeout=_CONNECT_SECONDS)
     try:
         producer.init_transactions(busy_seconds)
     except KafkaException as error:

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException
 from outbox.errors import OperationRefused
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import text_of, unavailable_on_kafka_error
-from relay.kafka.fencing import ShortLivedProducer
+from relay.kafka.fencing import ShortLivedProducer, initialize
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
@@ -200,7 +200,7 @@ def abort_hanging(
 def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
     producer = ShortLivedProducer(options, transactional_id)
     try:
-        producer.init_transactions(_SECONDS)
+        initialize(producer, _SECONDS, _SECONDS)
         producer.begin_transaction()
         for found in hanging:
             # Abort markers go only to partitions that the transaction has written to.

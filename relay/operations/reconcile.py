@@ -45,7 +45,7 @@ from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.database import Connector, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
-from relay.kafka.fencing import ShortLivedProducer, fence
+from relay.kafka.fencing import ShortLivedProducer, fence, initialize
 from relay.kafka.offsets import Undecided
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import own_ids
@@ -422,7 +422,7 @@ class Reconciler:
         # One of the ids that the next holder fences.
         producer = ShortLivedProducer(self._producer, own_ids(self._own)[0])
         try:
-            producer.init_transactions(_KAFKA_SECONDS)
+            initialize(producer, _KAFKA_SECONDS, _KAFKA_SECONDS)
         except KafkaException as error:
             raise Unavailable(f"Kafka, beginning as {self._own!r}: {text_of(producer.explained(error))}") from error
         return producer

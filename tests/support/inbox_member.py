@@ -13,16 +13,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import psycopg
-from inbox_support import FAST, apply
 
 from outbox.consumer.groups import GroupStore
-from outbox.inbox import Consumer
+from outbox.inbox import Consumer, KafkaMessage
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._at_most_once import AtMostOnceApplier
 
@@ -34,6 +30,18 @@ POINTS = {
     "handled": (AtMostOnceApplier, "_call"),
     "applied": (AtMostOnceApplier, "_count"),
 }
+
+INSERT = "INSERT INTO effects (topic, part, at, key, n, member) VALUES (%s, %s, %s, %s, %s, %s)"
+# Waits for nothing, and gives up nothing while a slow machine stalls.
+FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000}
+
+
+def apply(connection: psycopg.Connection[Any], message: KafkaMessage, member: str = "") -> None:
+    """The effect of a message: a row that nothing keeps from being written twice."""
+    key, value = message.key(), message.value()
+    assert value is not None
+    row = message.topic(), message.partition(), message.offset(), key.decode() if key else None, json.loads(value)["n"]
+    connection.execute(INSERT, (*row, member))
 
 
 class Sleepy(psycopg.Connection[Any]):

@@ -6,8 +6,7 @@ import contextlib
 import datetime as dt
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,28 +17,20 @@ from uuid import UUID
 import psutil
 import psycopg
 from confluent_kafka import Producer
+from inbox_member import FAST, apply
+from nursery import NURSERY
 from psycopg.rows import dict_row
 from support import look_up, wait_until
 from uuid_utils.compat import uuid7
 
 from outbox.consumer.stalled import StalledPartition
-from outbox.inbox import Consumer, KafkaMessage
+from outbox.inbox import Consumer
+from outbox.sandbox._process import patience
 
 SCRIPT = Path(__file__).with_name("inbox_member.py")
 SCHEMA = """
 CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, topic text, part integer, at bigint, key text, n integer,
                       member text)"""
-INSERT = "INSERT INTO effects (topic, part, at, key, n, member) VALUES (%s, %s, %s, %s, %s, %s)"
-# Waits for nothing, and gives up nothing while a slow machine stalls.
-FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000}
-
-
-def apply(connection: psycopg.Connection[Any], message: KafkaMessage, member: str = "") -> None:
-    """The effect of a message: a row that nothing keeps from being written twice."""
-    key, value = message.key(), message.value()
-    assert value is not None
-    row = message.topic(), message.partition(), message.offset(), key.decode() if key else None, json.loads(value)["n"]
-    connection.execute(INSERT, (*row, member))
 
 
 class Log:
@@ -178,29 +169,24 @@ class Process:
 
     def __init__(self, log: Path, given: dict[str, Any]) -> None:
         self.log = log
-        root = str(Path(__file__).parents[2])
-        with log.open("ab") as file:
-            self._child = subprocess.Popen(
-                [sys.executable, str(SCRIPT), json.dumps(given)],
-                stdout=file,
-                stderr=file,
-                env={**os.environ, "PYTHONPATH": root},
-            )
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        self._child = NURSERY.fork([str(SCRIPT), json.dumps(given)], environment, log.parent, log)
 
     @property
     def asleep(self) -> bool:
         return psutil.Process(self._child.pid).status() == psutil.STATUS_STOPPED
 
     def signal(self, number: int) -> None:
-        self._child.send_signal(number)
+        self._child.signal(number)
 
     def wait(self) -> int:
-        return self._child.wait(60)
+        assert self._child.wait(60 * patience()), self.text()
+        assert self._child.exit_code is not None
+        return self._child.exit_code
 
     def text(self) -> str:
         return self.log.read_text()
 
     def end(self) -> None:
-        if self._child.poll() is None:
-            self._child.kill()
-            self._child.wait(30)
+        self._child.signal(signal.SIGKILL)
+        assert self._child.wait(30 * patience())

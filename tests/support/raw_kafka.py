@@ -40,11 +40,11 @@ class HangingTransaction:
         self._address = (host, int(port))
         self._sequences: dict[tuple[str, int], int] = {}
 
-    def write(self, topic: str, partition: int, records: Sequence[Record]) -> None:
-        """Append records to a partition whose leader is this broker."""
+    def write(self, topic: str, partition: int, records: Sequence[Record], milliseconds: int | None = None) -> None:
+        """Append records to a partition whose leader is this broker; of this time, and not of now."""
         sequence = self._sequences.get((topic, partition), 0)
         self._sequences[topic, partition] = sequence + len(records)
-        batch = _batch(records, _TRANSACTIONAL, self._producer, self._epoch, sequence)
+        batch = _batch(records, _TRANSACTIONAL, self._producer, self._epoch, sequence, milliseconds)
         body = _text(self._id) + _partition_of(topic, partition, batch)
         _produce(self._address, topic, body)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -176,11 +177,13 @@ class Hanging(Outbox):
 
     def hang(self, state: bool = True) -> None:
         transaction = HangingTransaction(self.kafka.bootstrap_servers, self.id)
+        # What others write within two seconds may belong to it: by the time of a real one, a lease has run out since.
+        before = int(time.time() * 1000) - 10_000
         for topic in self.topics:
             records = [(key.encode(), b"{}", {"ce_id": event_id}) for _, event_id, of, key in self.batch if of == topic]
-            transaction.write(topic, 1, records)
+            transaction.write(topic, 1, records, before)
         if state:
-            transaction.write(self.state.name, 0, [(b"marker", self.marker(2, self.batch).encode(), {})])
+            transaction.write(self.state.name, 0, [(b"marker", self.marker(2, self.batch).encode(), {})], before)
 
     def undecided(self) -> set[tuple[str, int]]:
         offsets = Offsets({"bootstrap.servers": self.kafka.bootstrap_servers})
