@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -102,7 +102,7 @@ class RelaySettings(Section):
     """Where to serve metrics and ``/readyz``. With ``--workers``, the other workers use the next ports."""
     expected_relays: int = Field(1, ge=1, le=10_000)
     """Relays that should run, standbys included. With fewer, ``OutboxRelaysMissing`` fires."""
-    sink_url: str | None = Field(None, repr=False)
+    sink_url: Annotated[str | None, AfterValidator(lambda url: _libpq(url or None))] = Field(None, repr=False)
     """The consumers' database, if it is another one. A relay with ``metrics_address`` shows the lag of its groups, and
     needs the rights of ``consumer-monitor`` there. The default of each ``--sink-url``."""
     archive_days: int = Field(0, ge=0, le=3650)
@@ -112,11 +112,6 @@ class RelaySettings(Section):
     see what Kafka never got or refused."""
     idempotency_days: int = Field(30, ge=1, le=3650)
     """How long keys of ``Outbox(unique_keys=True)`` are remembered."""
-
-    @field_validator("sink_url")
-    @classmethod
-    def _libpq(cls, value: str | None) -> str | None:
-        return _libpq(value or None)
 
 
 class WalSettings(Section):
@@ -143,6 +138,13 @@ class RouteSettings(Section):
     """Overrides ``failures.on_failure``."""
     dead_letter_topic: str | None = None
     """Overrides ``failures.dead_letter_topic``."""
+
+
+def _with_topics(routes: object) -> object:
+    """Return routes as tables, also those that are only a topic."""
+    if not isinstance(routes, dict):
+        return routes
+    return {name: {"topic": route} if isinstance(route, str) else route for name, route in routes.items()}
 
 
 class FailureSettings(Section):
@@ -241,7 +243,7 @@ class Settings(BaseSettings):
         env_nested_delimiter="__", extra="forbid", nested_model_default_partial_update=True
     )
 
-    database_url: str | None = Field(None, repr=False)
+    database_url: Annotated[str | None, AfterValidator(_libpq)] = Field(None, repr=False)
     """``postgresql://user@host:port/database``. [Escape](../operations/secrets.md#from-files) ``/``, ``@`` and ``%`` in
     a password."""
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
@@ -271,7 +273,7 @@ class Settings(BaseSettings):
     """Replication factor of topics that the relay creates; -1: the broker's default."""
     topic_template: str = DEFAULT_TEMPLATE
     """Without routes: the topic of an aggregate type, in lower case."""
-    routes: dict[str, RouteSettings] | None = None
+    routes: Annotated[dict[str, RouteSettings] | None, BeforeValidator(_with_topics)] = None
     """Aggregate type to topic, or to a [table](#routes). If given, no other aggregate type is published."""
     name: str = Field(
         "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
@@ -295,18 +297,6 @@ class Settings(BaseSettings):
     def given_name(self) -> str | None:
         """Return the name if it was set. A consumer may read the topics of any outbox: the default means none there."""
         return self.name if "name" in self.model_fields_set else None
-
-    @field_validator("database_url")
-    @classmethod
-    def _libpq(cls, value: str | None) -> str | None:
-        return _libpq(value)
-
-    @field_validator("routes", mode="before")
-    @classmethod
-    def _topics(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        return {name: {"topic": route} if isinstance(route, str) else route for name, route in value.items()}
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final
 from uuid import UUID
 
@@ -96,13 +95,6 @@ class MessageFailed(Exception):
         return found
 
 
-class Outcome(Enum):
-    """The outcome of a transaction in which no message is at fault."""
-
-    COMMITTED = "committed"
-    WAIT = "not before the partition is due"
-
-
 class Applier:
     """Runs the transactions of a member's partitions.
 
@@ -139,23 +131,22 @@ class Applier:
             nonlocal handled
             handled = self._apply(connection, part, batch)
 
-        match self._attempt(part, part.strikes, step, self._wait):
-            case Outcome.COMMITTED:
-                part.moved(batch[-1].offset() + 1)
-                if handled:
-                    part.deaths = 0
-                    self._observe(part, handled)
+        try:
+            committed = self._attempt(part, part.strikes, step, self._wait)
+        except MessageFailed as failed:
+            return self._failed(part, failed)
+        except psycopg.Error as error:
+            # COMMIT failed (a deferred constraint or trigger), which names no message: try each alone.
+            if len(batch) > 1:
+                part.alone_until = batch[-1].offset()
                 return True
-            case Outcome.WAIT:
-                return False
-            case MessageFailed() as failed:
-                return self._failed(part, failed)
-            case error:
-                # COMMIT failed (a deferred constraint or trigger), which names no message: try each alone.
-                if len(batch) > 1:
-                    part.alone_until = batch[-1].offset()
-                    return True
-                return self._failed(part, MessageFailed.by(batch[0], error))
+            return self._failed(part, MessageFailed.by(batch[0], error))
+        if committed:
+            part.moved(batch[-1].offset() + 1)
+            if handled:
+                part.deaths = 0
+                self._observe(part, handled)
+        return committed
 
     def _observe(self, part: Assigned, handled: Sequence[KafkaMessage]) -> None:
         """Count how long messages took that have just been committed."""
@@ -177,11 +168,8 @@ class Applier:
             self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
-        match self._attempt(part, Strikes(), step, self._wait):
-            case Outcome.COMMITTED:
-                part.moved(end)
-            case Exception() as error:
-                raise error
+        if self._attempt(part, Strikes(), step, self._wait):
+            part.moved(end)
 
     def retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
@@ -193,19 +181,18 @@ class Applier:
             if found is not None:
                 self._apply_letter(connection, part, found)
 
-        match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
-            case Outcome.COMMITTED:
-                part.letter_strikes.count = 0
-                return found is not None
-            case Outcome.WAIT:
-                return False
-            case MessageFailed() as failed:
-                return self._letter_failed(part, failed)
-            case error:
-                if found is None:
-                    raise error
-                # It failed at COMMIT.
-                return self._letter_failed(part, MessageFailed.by(found, error))
+        try:
+            committed = self._attempt(part, part.letter_strikes, step, self._wait_with_letters)
+        except MessageFailed as failed:
+            return self._letter_failed(part, failed)
+        except psycopg.Error as error:
+            if found is None:
+                raise
+            # It failed at COMMIT.
+            return self._letter_failed(part, MessageFailed.by(found, error))
+        if committed:
+            part.letter_strikes.count = 0
+        return committed and found is not None
 
     def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
         """Record an error that no message has caused, and that keeps these partitions from moving."""
@@ -228,10 +215,11 @@ class Applier:
         strikes: Strikes,
         step: Callable[[psycopg.Connection[Any]], None],
         wait: Callable[[Assigned, BaseException], None],
-    ) -> Outcome | MessageFailed | psycopg.Error:
+    ) -> bool:
         """Run a transaction that holds a partition's claim.
 
-        Returns a failure that is a message's fault, or an error of Postgres that names no message.
+        Returns whether it was committed; if not, there is another attempt when the partition is due, or claimed again.
+        Raises MessageFailed for what is a message's fault, and psycopg.Error where that names no message.
         """
         assert part.position is not None
         confirmed = False
@@ -244,23 +232,23 @@ class Applier:
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
             part.lose(time.monotonic() + self._reclaim_seconds)
-            return Outcome.WAIT
+            return False
         except OffsetMoved:
             # An earlier COMMIT has succeeded, and its answer was lost. A claim reads what it has written: the position,
             # and the keys of dead letters.
             part.lose(0.0)
-            return Outcome.WAIT
+            return False
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
         except psycopg.Error as error:
             found = cause = error
         else:
-            return Outcome.COMMITTED
+            return True
         # Counts a strike: an interruption that keeps coming is taken for the message's fault.
         if not confirmed or (self._session.passes(cause) and not strikes.strike(cause)):
             wait(part, cause or found)
-            return Outcome.WAIT
-        return found
+            return False
+        raise found
 
     def _apply(
         self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]
@@ -379,21 +367,20 @@ class Applier:
                 dead=1,
             )
 
-        match self._attempt(part, part.strikes, step, self._wait):
-            case Outcome.COMMITTED:
-                part.deaths += 1
-                if (key := message.key()) is not None:
-                    part.dead_keys.add(key)
-                part.moved(message.offset() + 1)
-                return True
-            case Outcome.WAIT:
-                return False
-            case error:
-                if part.strikes.strike(error):
-                    text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
-                    raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
-                self._wait(part, error)
-                return False
+        try:
+            committed = self._attempt(part, part.strikes, step, self._wait)
+        except psycopg.Error as error:
+            if part.strikes.strike(error):
+                text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
+                raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
+            self._wait(part, error)
+            return False
+        if committed:
+            part.deaths += 1
+            if (key := message.key()) is not None:
+                part.dead_keys.add(key)
+            part.moved(message.offset() + 1)
+        return committed
 
     def _letter_failed(self, part: Assigned, failed: MessageFailed) -> bool:
         assert isinstance(failed.message, RetriedMessage)
@@ -402,14 +389,10 @@ class Applier:
         def step(connection: psycopg.Connection[Any]) -> None:
             self._letters.failed_again(connection, number, failed.why)
 
-        match self._attempt(part, part.letter_strikes, step, self._wait_with_letters):
-            case Outcome.COMMITTED:
-                part.letter_strikes.count = 0
-                return True
-            case Outcome.WAIT:
-                return False
-            case error:
-                raise error
+        committed = self._attempt(part, part.letter_strikes, step, self._wait_with_letters)
+        if committed:
+            part.letter_strikes.count = 0
+        return committed
 
     def _wait(self, part: Assigned, error: BaseException) -> None:
         self.postpone(part, error, f"applying {part.name}")

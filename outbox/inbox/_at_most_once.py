@@ -39,7 +39,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NoReturn, assert_never
+from typing import Any, Final, NoReturn
 from uuid import UUID
 
 import psycopg
@@ -49,7 +49,7 @@ from outbox.consumer.errors import shown
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import ClaimedOffset
 from outbox.consumer.statements import IMMEDIATE, cursor
-from outbox.inbox._applier import Applier, MessageFailed, Outcome
+from outbox.inbox._applier import Applier, MessageFailed
 from outbox.inbox._assigned import Assigned, Strikes
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox.errors import HandlerFailed
@@ -82,16 +82,13 @@ class AtMostOnceApplier(Applier):
             pending = self._give_up(connection, part, batch, failures)
 
         # No message is at fault, however often it is interrupted: none was looked at.
-        match self._attempt(part, Strikes(), give_up, self._wait):
-            case Outcome.COMMITTED:
-                part.moved(batch[-1].offset() + 1)
-            case Outcome.WAIT:
+        try:
+            if not self._attempt(part, Strikes(), give_up, self._wait):
                 return False
-            case psycopg.errors.LockNotAvailable() | psycopg.errors.QueryCanceled() as error:
-                self._wait(part, error)
-                return False
-            case error:
-                raise error
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+            self._wait(part, error)
+            return False
+        part.moved(batch[-1].offset() + 1)
         if not pending:
             self._count(part, batch, pending, failures)
             return True
@@ -126,27 +123,24 @@ class AtMostOnceApplier(Applier):
             self._wait(part, error)
 
         try:
-            outcome = self._attempt(part, Strikes(), apply, wait)
+            committed = self._attempt(part, Strikes(), apply, wait)
         except _TransactionEnded as ended:
             self._stop_behind(part, pending, ended.failed, found)
-        match outcome:
-            case Outcome.COMMITTED:
-                self._observe(part, [message for message in pending if message.offset() not in failures])
-                self._count(part, batch, pending, failures)
-                return True
-            case Outcome.WAIT:
-                # The claim records what was not confirmed.
-                part.lose(part.due)
-                if interruptions and called:
-                    self._count_lost(part, claim, batch, called[-1], interruptions[-1])
-                return False
-            case Exception() as error:
-                _logger.error("%s offsets %d to %d can't be committed: %s", part.name, first, batch[-1].offset(), error)
-                part.lose(0.0)
-                self._count_lost(part, claim, batch, (called or batch)[-1], error)
-                return True
-            case other:
-                assert_never(other)
+        except (MessageFailed, psycopg.Error) as error:
+            name = f"{part.name} offsets {first} to {batch[-1].offset()}"
+            _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
+            part.lose(0.0)
+            self._count_lost(part, claim, batch, (called or batch)[-1], error)
+            return True
+        if committed:
+            self._observe(part, [message for message in pending if message.offset() not in failures])
+            self._count(part, batch, pending, failures)
+            return True
+        # The claim records what was not confirmed.
+        part.lose(part.due)
+        if interruptions and called:
+            self._count_lost(part, claim, batch, called[-1], interruptions[-1])
+        return False
 
     def _give_up(
         self,

@@ -20,7 +20,7 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import AT_MOST_ONCE, ClaimedOffset, Loss, Range, RejectedRecord
 from outbox.consumer.stalled import Watch
-from outbox.inbox._applier import Applier, Settings
+from outbox.inbox._applier import Applier, MessageFailed, Settings
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._at_most_once import AtMostOnceApplier
 from outbox.inbox._session import Session
@@ -172,19 +172,20 @@ class OnInbox:
         part.fetched = batch[0].at
         for message in batch:
             part.add(message)
-        failed = self.applier._attempt(
-            part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._wait
-        )
+        try:
+            self.applier._attempt(
+                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._wait
+            )
+        except MessageFailed as failed:
+            part.position = before
+            part.queue.clear()
+            raise RejectedRecords([failed.why]) from failed
         if part.position is None:
             part.position = before
             if part.due == 0.0:
                 # Claimed again at once, because an earlier transaction has moved the position.
                 return None
             raise Fenced("another claim")
-        if isinstance(failed, Exception):
-            part.position = before
-            part.queue.clear()
-            raise RejectedRecords([failed.why])
         part.moved(end)
         return self.handled
 
