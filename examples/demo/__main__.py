@@ -19,10 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -151,7 +150,7 @@ class _Kill:
 
     child: Child
     share: float
-    figure: Callable[[Figures], int]
+    figure: Literal["applied", "published"]
 
 
 @contextmanager
@@ -189,51 +188,38 @@ def prepare(servers: Servers, course: Course, lines: Lines) -> Iterator[Demo]:
         yield Demo(course, lines, ledger, shop, relay, spark, environment)
 
 
+@dataclass
 class Demo:
     """One run of the shop, the relay and the Spark job. ``close_shop`` may be called from any thread."""
 
-    def __init__(
-        self,
-        course: Course,
-        lines: Lines,
-        ledger: Ledger,
-        shop: Child,
-        relay: Child,
-        spark: Child,
-        environment: Mapping[str, str],
-    ) -> None:
-        self._events = course.events
-        self._lines = lines
-        self._ledger = ledger
-        self._shop = shop
-        self._relay = relay
-        self._spark = spark
-        self.environment = environment
+    course: Course
+    lines: Lines
+    ledger: Ledger
+    shop: Child
+    relay: Child
+    spark: Child
+    environment: Mapping[str, str]
+
+    def __post_init__(self) -> None:
         self._closing = threading.Event()
-        self._kills: Sequence[_Kill] = (
-            (
-                _Kill(spark, KILL_SPARK_AT, attrgetter("applied")),
-                _Kill(relay, KILL_RELAY_AT, attrgetter("published")),
-            )
-            if course.kill
-            else ()
-        )
+        killed = _Kill(self.spark, KILL_SPARK_AT, "applied"), _Kill(self.relay, KILL_RELAY_AT, "published")
+        self._kills: Sequence[_Kill] = killed if self.course.kill else ()
 
     def run(self) -> Reconciliation:
         """Run until the shop is closed and all events are applied. Return the comparison."""
         # Spark first: it takes the longest to start.
-        for child in (self._spark, self._relay):
+        for child in (self.spark, self.relay):
             child.start()
-        self._lines.say("starting Spark and the relay; the shop opens when both are ready")
+        self.lines.say("starting Spark and the relay; the shop opens when both are ready")
         self._watch(lambda _: self._all_ready)
-        self._shop.start()
+        self.shop.start()
         self._watch(lambda figures: figures.committed > 0)
-        self._lines.say("the shop is open")
+        self.lines.say("the shop is open")
         self._watch(self._is_over)
-        self._lines.say("every event is applied; ending the processes")
-        for child in (self._relay, self._spark):
+        self.lines.say("every event is applied; ending the processes")
+        for child in (self.relay, self.spark):
             child.finish(30.0)
-        return self._ledger.reconcile()
+        return self.ledger.reconcile()
 
     def close_shop(self) -> None:
         """Let the shop commit no more events, so that ``run`` returns. A signal handler may call it."""
@@ -241,21 +227,21 @@ class Demo:
 
     @property
     def _all_ready(self) -> bool:
-        return self._relay.ready and self._spark.ready
+        return self.relay.ready and self.spark.ready
 
     def _watch(self, done: Callable[[Figures], bool]) -> None:
         """Read the figures, and restart killed processes, until ``done``.
 
         Raises DemoFailed when a process fails by itself, or when nothing moves.
         """
-        children = (self._shop, self._relay, self._spark)
+        children = (self.shop, self.relay, self.spark)
         moved_at, last = time.monotonic(), None
         while True:
-            figures = self._ledger.look()
-            self._lines.update(figures)
+            figures = self.ledger.look()
+            self.lines.update(figures)
             for child in children:
                 if line := child.restart_if_due():
-                    self._lines.say(line)
+                    self.lines.say(line)
             if done(figures):
                 return
             moving = (figures.committed, figures.published, figures.applied, figures.unread)
@@ -273,20 +259,20 @@ class Demo:
         """
         if self._closing.is_set():
             self._closing.clear()
-            self._lines.say("closing the shop")
+            self.lines.say("closing the shop")
             self._kills = ()
-            self._shop.stop()
+            self.shop.stop()
         # The shop may close early: no more events will follow then.
-        expected = self._events if self._shop.running else figures.committed
-        due = [kill for kill in self._kills if kill.figure(figures) >= kill.share * expected]
+        expected = self.course.events if self.shop.running else figures.committed
+        due = [kill for kill in self._kills if getattr(figures, kill.figure) >= kill.share * expected]
         self._kills = [kill for kill in self._kills if kill not in due]
         for kill in due:
             kill.child.crash()
-            self._lines.say(f"kill -9 {kill.child.name}")
-        if self._shop.running or self._kills or not self._all_ready:
+            self.lines.say(f"kill -9 {kill.child.name}")
+        if self.shop.running or self._kills or not self._all_ready:
             return False
         # It may have committed since the figures were read.
-        figures = self._ledger.look()
+        figures = self.ledger.look()
         return figures.backlog == 0 and figures.unread == 0 and figures.applied >= figures.committed
 
 

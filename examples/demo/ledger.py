@@ -52,13 +52,8 @@ class Reconciliation:
     @property
     def clean(self) -> bool:
         """Return whether every committed event was applied exactly once, in order, and nothing else was."""
-        return (
-            self.committed == self.applied
-            and self.published >= self.committed
-            and not (
-                self.lost or self.applied_twice or self.out_of_order or self.differing_orders or self.phantom_orders
-            )
-        )
+        wrong = self.lost, self.applied_twice, self.out_of_order, self.differing_orders, self.phantom_orders
+        return self.committed == self.applied and self.published >= self.committed and not any(wrong)
 
     def line(self) -> str:
         """Return the result as one readable line."""

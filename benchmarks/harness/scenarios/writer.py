@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 
 from benchmarks.harness.load import SMALL, pad
+from benchmarks.harness.publishers import Way
 from benchmarks.harness.results import Metric, Results, Run, Target, at_least, beside
 from benchmarks.harness.scenarios.base import Scenario
 from benchmarks.harness.servers import Servers, Site
@@ -19,11 +19,8 @@ _TURN = 50
 Write = Callable[[psycopg.Connection[Any], int], object]
 
 
-@dataclass(frozen=True)
-class All:
-    """One run measures all: they take turns of 50 transactions, so that a slow disk is slow for each."""
-
-    name: str = "one client"
+ONE_CLIENT: Final = Way("one client")
+"""One run measures all: they take turns of 50 transactions, so that a slow disk is slow for each."""
 
 
 class Writers(Scenario):
@@ -46,10 +43,10 @@ class Writers(Scenario):
     )
 
     @property
-    def ways(self) -> Sequence[All]:
-        return (All(),)
+    def ways(self) -> Sequence[Way]:
+        return (ONE_CLIENT,)
 
-    def run(self, servers: Servers, way: All, run: Run) -> None:
+    def run(self, servers: Servers, way: Way, run: Run) -> None:
         with servers.site(self.name) as site:
             writes = _writes(site)
             seconds = dict.fromkeys(writes, 0.0)
@@ -77,7 +74,7 @@ class Writers(Scenario):
                 run.figures[f"{name}_cpu"] = cpu[name] / (turns * _TURN) * 1e6
 
     def targets(self, results: Results) -> list[Target]:
-        without, event, bare = (results.by_round(All().name, name) for name in ("without", "event", "bare"))
+        without, event, bare = (results.by_round(ONE_CLIENT.name, name) for name in ("without", "event", "bare"))
         return [
             at_least("one event: of the rate without", [event[number] / without[number] for number in event], 0.85),
             beside("a bare INSERT: of the rate without", [bare[number] / without[number] for number in bare]),
