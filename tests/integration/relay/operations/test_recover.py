@@ -108,6 +108,8 @@ def test_each_table_is_compared(restored):
 
 def test_records_of_any_program_break_nothing(restored):
     """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
+    # Of other tests on this broker, whose records have such times too.
+    others = restored.recover("--dry-run")["records"]
     restored.put("events", event_id := new_id())
     topic = restored.kafka.create_topic(f"{restored.kafka.name('made-up')}-events", config=TOPIC)
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
@@ -118,7 +120,7 @@ def test_records_of_any_program_break_nothing(restored):
     producer.produce(topic, b"{}", headers=[("ce_id", new_id())], timestamp=micros)
     assert producer.flush(60) == 0
     found = restored.recover("--dry-run", status=1)
-    assert (found["records"], found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
+    assert (found["records"] - others, found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
 
 
 def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):
