@@ -28,8 +28,8 @@ STATUS = re.compile(r'"producerId":(\d+),"producerEpoch":(\d+),.*"transactionSta
 def dump(kafka: KafkaCluster, partition: str, *options: str) -> str:
     """Return what ``kafka-dump-log.sh`` says about a partition, whose broker runs."""
     (file,) = kafka.data_dir.glob(f"broker-*/data/{partition}/*.log")
-    runtime = kafka._runtime()
-    command = [runtime.java, "-cp", runtime.class_path, "kafka.tools.DumpLogSegments", *options, "--files", file]
+    java, class_path = kafka._runtime()
+    command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", *options, "--files", file]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout
 
