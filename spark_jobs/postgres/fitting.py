@@ -40,12 +40,8 @@ def copy_fitting(
                 with cursor.connection.transaction():
                     copy_rows(cursor, table, columns, [part])
                 continue
-            except Unfit as error:
-                why, state = str(error), None
-            except psycopg.Error as error:
-                if passing(error) or not by_data(error):
-                    raise
-                why, state = _explained(error), error.sqlstate
+            except (Unfit, psycopg.Error) as error:
+                why, state = _reason(error)
             half = part.num_rows // 2
             if half:
                 parts += [part.slice(half), part.slice(0, half)]
@@ -62,7 +58,12 @@ def copy_fitting(
                 raise RejectedRecords(found)
 
 
-def _explained(error: psycopg.Error) -> str:
-    """Return the error's text, with the column that COPY names in the context."""
+def _reason(error: Unfit | psycopg.Error) -> tuple[str, str | None]:
+    """Return why a row does not fit, and the SQLSTATE. Raises any error that is not about rows."""
+    if isinstance(error, Unfit):
+        return str(error), error.sqlstate
+    if passing(error) or not by_data(error):
+        raise error
+    # COPY names the column in the context.
     _, named, column = (error.diag.context or "").partition("column ")
-    return f"column {column.partition(':')[0]}: {shown(error)}" if named else shown(error)
+    return f"column {column.partition(':')[0]}: {shown(error)}" if named else shown(error), error.sqlstate

@@ -74,6 +74,31 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
             copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], [], max_dead=0)
 
 
+@pytest.mark.parametrize("digits", [18, 38])
+def test_what_can_not_be_encoded_is_found_with_its_column_and_state(sink: Sink, digits: int) -> None:
+    """Numbers of more than 18 digits are sent as CSV, together with the whole row."""
+    place = {
+        "message_topic": ["t"] * 2,
+        "message_part": pa.array([0] * 2, pa.int32()),
+        "message_offset": pa.array(range(2), pa.int64()),
+    }
+    number = pa.array([1, 2], pa.decimal128(digits))
+    # The day after the last one of the year 9999.
+    at = pa.array([0, 2_932_897], pa.date32())
+    name = pa.array([event_id(1), "no UUID"])
+    for column, kind, values, state in (("at", "date", at, "22008"), ("name", "uuid", name, "22P02")):
+        columns = {"number": f"numeric({digits})", column: kind}
+        found: list[RejectedRecord] = []
+        with psycopg.connect(sink.url) as connection:
+            cursor = connection.cursor()
+            cursor.execute(f"CREATE TEMPORARY TABLE noted (number numeric, {column} {kind})".encode())
+            batch = pa.RecordBatch.from_pydict({**place, "number": number, column: values})
+            copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=1)
+        (record,) = found
+        assert (record.place[2], record.sqlstate) == (1, state)
+        assert record.error.startswith(f"column {column}")
+
+
 STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
 
 
