@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, event_id, numbered
+from consumer_group import COLUMNS, TOPIC_ID, event_id, numbered
 from counting import Counting
 from psycopg import sql
-from task_sink import WAYS, Sink, sink
+from task_sink import EFFECT, WAYS, Sink, sink
 
-from outbox.consumer.model import META_PLACE, RejectedRecord
+from outbox.consumer.model import META_PLACE, Range, RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
@@ -48,6 +51,33 @@ def test_a_shorter_range_that_was_committed_meanwhile_is_no_take_over(sink: Sink
     sink.apply([(event_id(1), 1)])
     assert sink.apply([(event_id(1), 1), (event_id(2), 2)])["outcome"] == "moved"
     assert sink.numbers() == [1]
+
+
+@pytest.mark.parametrize("way", ["batch", "direct"])
+def test_ranges_that_can_not_be_applied_together_keep_the_session(
+    sink: Sink, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """A moved offset and a repeat are no errors, and the ranges are tried one by one right after that."""
+    decoder: Any = SimpleNamespace(copyable=lambda parts: parts, note_size=lambda *_: None)
+    straight = sink.straight() if way == "direct" else None
+    with Counting(sink.url) as proxy, caplog.at_level(logging.INFO):
+        one = replace(sink, url=proxy.url).plan(0, 0, 1, COLUMNS, EFFECT, decoder=decoder, direct=straight)
+        plan = replace(one, ranges={("t", part): Range(TOPIC_ID, 0, 1) for part in (0, 1)})
+
+        def together(first: int) -> bool:
+            read = {("t", part): in_memory([numbered([first + part], part=part)]) for part in (0, 1)}
+            return task.run_together(plan, read) is not None
+
+        assert together(1)
+        # The offsets have moved.
+        assert not together(3)
+        sink.run("UPDATE consumer.offsets SET next_offset = 0")
+        # Number 2 is a repeat.
+        assert not together(2)
+        assert together(3)
+        assert (proxy.opened, proxy.terminated) == (1, 0)
+    assert caplog.messages == []
+    assert sink.run("SELECT n FROM numbers ORDER BY n") == [(1,), (2,), (3,), (4,)]
 
 
 def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None:
