@@ -22,7 +22,7 @@ def ids_of(texts: pa.Array) -> Ids:
     """Return the ids of a batch. Raises Unfit for a text that is not a UUID in the form 8-4-4-4-12."""
     ids, wrong = identity.parsed(texts)
     if wrong.any():
-        raise Unfit("an id that is no UUID")
+        raise Unfit("an id that is no UUID", "22P02")
     return ids
 
 

@@ -103,7 +103,7 @@ class OutboxSinkSource(DataSource):
         job, where, _ = _requested(self.options)
         columns, form = stream_columns(schema)
         group = job.group
-        plan = staging.StagePlan(where.url, where.schema, staging.new_name(group), group, columns)
+        plan = staging.StagePlan(where.url, where.schema, staging.new_name(group, staging.SHARED), group, columns)
         return OutboxWriter(dict(self.options), plan, form, where.patience, credentials.chosen())
 
 
@@ -192,7 +192,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         if lost:
             raise lost[0]
         # Those of attempts that died, too: no other task of the group can be waited for now.
-        staging.drop_all(group.store)
+        staging.drop_shared(group.store)
 
     def _create_table(self, session: str) -> None:
         def create() -> None:

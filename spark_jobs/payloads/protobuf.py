@@ -207,6 +207,8 @@ def _struct(
         inner, convert = _field(field, within(path, field.name), (*inside, descriptor.full_name), policy)
         kinds.append((field.name, inner))
         converts.append((field.name, convert))
+    if not kinds:
+        raise JobError(f"message: {descriptor.full_name} has no fields")
     strict = policy.unknown == "dead-letter"
 
     def whole(message: Any) -> dict[str, Any]:

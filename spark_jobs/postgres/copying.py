@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
@@ -43,7 +44,11 @@ Encoder = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
 
 
 class Unfit(Exception):
-    """A value that can't be encoded as its column's type."""
+    """A value that can't be encoded as its column's type. ``sqlstate`` is what Postgres would give for it."""
+
+    def __init__(self, why: str, sqlstate: str) -> None:
+        super().__init__(why)
+        self.sqlstate = sqlstate
 
 
 def copy_rows(
@@ -91,11 +96,20 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
 
     for index, field in enumerate(batch.schema):
         if pa.types.is_timestamp(field.type) or pa.types.is_date32(field.type):
-            _require_within(batch.column(index))
+            with _naming(field.name):
+                _require_within(batch.column(index))
         if pa.types.is_binary(field.type):
             texts = [None if value is None else "\\x" + value.hex() for value in batch.column(index).to_pylist()]
             batch = batch.set_column(index, field.name, pa.array(texts, pa.string()))
     return batch
+
+
+@contextmanager
+def _naming(column: str) -> Iterator[None]:
+    try:
+        yield
+    except Unfit as error:
+        raise Unfit(f"column {column} holds {error}", error.sqlstate) from error
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -118,10 +132,8 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[st
     pieces: list[pa.Array | np.ndarray[Any, Any]] = [_repeated(len(fixed) + len(texts), ">i2", rows)]
     for name, encode in fixed.items():
         column = batch.column(name)
-        try:
+        with _naming(name):
             encoded = encode(column)
-        except Unfit as error:
-            raise Unfit(f"column {name} holds {error}") from error
         if not column.null_count:
             pieces += [_repeated(encoded.shape[1], ">i4", rows), encoded]
             continue
@@ -231,7 +243,7 @@ def _require_within(column: pa.Array) -> None:
     values = column.cast(pa.int32() if dates else pa.int64())
     first, last = (_FIRST // _A_DAY, _LAST // _A_DAY) if dates else (_FIRST, _LAST)
     if pc.or_(pc.less(values, first), pc.greater(values, last)).true_count:
-        raise Unfit("a time or date beyond the years 1 to 9999")
+        raise Unfit("a time or date beyond the years 1 to 9999", "22008")
 
 
 def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
@@ -250,7 +262,7 @@ def _uuids(column: pa.Array) -> np.ndarray[Any, Any]:
     for row in np.flatnonzero(wrong & column.is_valid().to_numpy(zero_copy_only=False)):
         text = column[int(row)].as_py()
         if not _UNUSUAL_UUID.fullmatch(text):
-            raise Unfit("a text that is no UUID")
+            raise Unfit("a text that is no UUID", "22P02")
         ids[row] = np.frombuffer(UUID(text).bytes, np.uint8)
     found: np.ndarray[Any, Any] = ids
     return found

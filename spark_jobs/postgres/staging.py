@@ -34,6 +34,10 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 if TYPE_CHECKING:
     import pyarrow as pa
 
+SHARED: Final = "staged_shared"
+"""The kind of a table that the first of a batch's tasks creates."""
+
+_OF_DRIVERS: Final = "staged"
 _OWN: Final = {STAGED_BY: "text", STAGED_AT: "bigint"}
 # Each table belongs to one round: what holds a lock on it is an abandoned task, or reads all tables, as pg_dump does.
 _PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
@@ -123,14 +127,16 @@ def drop(store: PostgresGroupStore, table: sql.Identifier) -> bool:
     return True
 
 
-def new_name(group: str) -> str:
-    return f"staged_{_digest(group)}_{uuid.uuid4().hex[:12]}"
+def new_name(group: str, kind: str = _OF_DRIVERS) -> str:
+    return f"{kind}_{_digest(group)}_{uuid.uuid4().hex[:12]}"
 
 
-def _left(store: PostgresGroupStore, connection: psycopg.Connection[Any]) -> list[sql.Identifier]:
-    """Return all staging tables that a group has."""
+def _left(
+    store: PostgresGroupStore, connection: psycopg.Connection[Any], kind: str = _OF_DRIVERS
+) -> list[sql.Identifier]:
+    """Return all staging tables of a kind that a group has."""
     schema = sql.Identifier(store.schema).as_string(connection)
-    values = {"schema": schema, "like": f"staged\\_{_digest(store.group)}\\_%"}
+    values = {"schema": schema, "like": f"{kind}_{_digest(store.group)}_%".replace("_", r"\_")}
     return [sql.Identifier(store.schema, name) for (name,) in connection.execute(_LEFT, values)]
 
 
@@ -141,11 +147,14 @@ def create_shared(connection: psycopg.Connection[Any], plan: StagePlan) -> None:
     connection.execute(plan.creating(sql.SQL("IF NOT EXISTS")))
 
 
-def drop_all(store: PostgresGroupStore) -> None:
-    """Drop all staging tables of a group. What can't be dropped now is left to the next call."""
+def drop_shared(store: PostgresGroupStore) -> None:
+    """Drop all SHARED tables of a group. What can't be dropped now is left to the next call.
+
+    Not those that drivers have created: one that is newer than the caller may need them.
+    """
     tables: list[sql.Identifier] = []
     with suppress(psycopg.Error, ConsumerUnavailable), store.transaction() as connection:
-        tables = _left(store, connection)
+        tables = _left(store, connection, SHARED)
     for table in tables:
         drop(store, table)
 

@@ -24,7 +24,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -304,9 +304,13 @@ def run_together(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) 
         with stopping(where), plan.sink.transaction(where, _All(read.values()), most=0, here=True) as into:
             fresh = -1
             if into.fence_all(spans):
-                fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
+                # A direct copy ends with this error at a repeat.
+                with suppress(FallbackToBatch):
+                    fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
             if fresh != sum(feed.rows for feed in feeds.values()):
-                raise FallbackToBatch("an offset has moved, or there is a repeat")
+                # An error would close the driver's session, and these two are expected: a moved offset, a repeat.
+                into.rollback()
+                return None
             with into.at_once():
                 for partition, feed in feeds.items():
                     into.move(_moved(plan, partition, feed, feed.rows, read[partition]))

@@ -16,6 +16,8 @@ from stream_to_sink import Stream
 from outbox.consumer.errors import JobError
 from outbox.errors import ConfigurationError
 from spark_jobs import OutboxSinkSource
+from spark_jobs.postgres.group_store import PostgresGroupStore
+from spark_jobs.postgres.staging import StagingTables
 
 __all__ = ["stream"]
 
@@ -35,6 +37,16 @@ def test_batches_are_applied_and_counted(stream: SinkStream):
     # A run takes the group over once, in its first batch.
     assert stream.sink("SELECT generation FROM consumer.groups") == [(2,)]
     assert stream.left() == []
+
+
+def test_what_a_driver_of_the_group_has_staged_is_left_to_it(stream: SinkStream):
+    """It may be newer: it may have taken the group over just after the batch's COMMIT."""
+    store = PostgresGroupStore(stream.url, "consumer", "numbers", "test")
+    plan = StagingTables(store).create({"n": "bigint"}, 1, check=False)
+    stream.add()
+    stream.run()
+    assert stream.seen() == [0, 1, 2]
+    assert stream.left() == [(plan.table,)]
 
 
 def test_a_task_that_dies_before_and_after_its_copy(stream: SinkStream):

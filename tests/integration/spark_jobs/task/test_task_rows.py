@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, event_id
+from consumer_group import COLUMNS, TOPIC_ID, event_id, numbered
+from counting import Counting
 from psycopg import sql
-from task_sink import WAYS, Sink, sink
+from task_sink import EFFECT, WAYS, Sink, sink
 
-from outbox.consumer.model import META_PLACE, RejectedRecord
+from outbox.consumer.model import META_PLACE, Range, RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
@@ -49,6 +53,33 @@ def test_a_shorter_range_that_was_committed_meanwhile_is_no_take_over(sink: Sink
     assert sink.numbers() == [1]
 
 
+@pytest.mark.parametrize("way", ["batch", "direct"])
+def test_ranges_that_can_not_be_applied_together_keep_the_session(
+    sink: Sink, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    """A moved offset and a repeat are no errors, and the ranges are tried one by one right after that."""
+    decoder: Any = SimpleNamespace(copyable=lambda parts: parts, note_size=lambda *_: None)
+    straight = sink.straight() if way == "direct" else None
+    with Counting(sink.url) as proxy, caplog.at_level(logging.INFO):
+        one = replace(sink, url=proxy.url).plan(0, 0, 1, COLUMNS, EFFECT, decoder=decoder, direct=straight)
+        plan = replace(one, ranges={("t", part): Range(TOPIC_ID, 0, 1) for part in (0, 1)})
+
+        def together(first: int) -> bool:
+            read = {("t", part): in_memory([numbered([first + part], part=part)]) for part in (0, 1)}
+            return task.run_together(plan, read) is not None
+
+        assert together(1)
+        # The offsets have moved.
+        assert not together(3)
+        sink.run("UPDATE consumer.offsets SET next_offset = 0")
+        # Number 2 is a repeat.
+        assert not together(2)
+        assert together(3)
+        assert (proxy.opened, proxy.terminated) == (1, 0)
+    assert caplog.messages == []
+    assert sink.run("SELECT n FROM numbers ORDER BY n") == [(1,), (2,), (3,), (4,)]
+
+
 def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None:
     batch = pa.RecordBatch.from_pydict(
         {
@@ -66,12 +97,59 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
         cursor = connection.cursor()
         cursor.execute("CREATE TEMPORARY TABLE noted (message_note text, message_offset bigint)")
         copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=2)
-        assert cursor.execute("SELECT message_offset FROM noted").fetchall() == [(0,)]
+        assert cursor.execute("SELECT message_offset FROM noted").fetchall() == []
         assert sorted(record.place[2] for record in found) == [1, 2]
         assert all(record.error.startswith("column message_note: ") for record in found)
         # Where they are more than may be put aside, one more is enough.
         with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
             copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], [], max_dead=0)
+
+
+@pytest.mark.parametrize("digits", [18, 38])
+def test_what_can_not_be_encoded_is_found_with_its_column_and_state(sink: Sink, digits: int) -> None:
+    """Numbers of more than 18 digits are sent as CSV, together with the whole row."""
+    place = {
+        "message_topic": ["t"] * 2,
+        "message_part": pa.array([0] * 2, pa.int32()),
+        "message_offset": pa.array(range(2), pa.int64()),
+    }
+    number = pa.array([1, 2], pa.decimal128(digits))
+    # The day after the last one of the year 9999.
+    at = pa.array([0, 2_932_897], pa.date32())
+    name = pa.array([event_id(1), "no UUID"])
+    for column, kind, values, state in (("at", "date", at, "22008"), ("name", "uuid", name, "22P02")):
+        columns = {"number": f"numeric({digits})", column: kind}
+        found: list[RejectedRecord] = []
+        with psycopg.connect(sink.url) as connection:
+            cursor = connection.cursor()
+            cursor.execute(f"CREATE TEMPORARY TABLE noted (number numeric, {column} {kind})".encode())
+            batch = pa.RecordBatch.from_pydict({**place, "number": number, column: values})
+            copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=1)
+        (record,) = found
+        assert (record.place[2], record.sqlstate) == (1, state)
+        assert record.error.startswith(f"column {column}")
+
+
+def test_how_many_savepoints_a_copy_keeps(sink: Sink) -> None:
+    """A session with more than 64 makes every other one slower. Those that are rolled back do not count."""
+    columns = {"n": "integer", "message_offset": "bigint"}
+    batches = [numbered([number], start=number) for number in range(100)]
+    copying = {"columns": columns, "max_dead": 2}
+
+    def kept(given: list[pa.RecordBatch]) -> tuple[int, list[tuple[int, int]], list[int]]:
+        found: list[RejectedRecord] = []
+        with Counting(sink.url) as proxy, psycopg.connect(proxy.url) as connection:
+            cursor = connection.cursor()
+            cursor.execute("CREATE TEMPORARY TABLE noted (n int CHECK (n >= 0), message_offset bigint)")
+            copy_fitting(cursor, sql.Identifier("noted"), batches=given, found=found, **copying)
+            there = cursor.execute("SELECT count(*), count(DISTINCT xmin::text) FROM noted").fetchall()
+        released = [one for one in proxy.statements if one.startswith(b"RELEASE")]
+        undone = [one for one in proxy.statements if one.startswith(b"ROLLBACK TO")]
+        return len(released) - len(undone), there, [record.place[2] for record in found]
+
+    assert kept(batches) == (1, [(100, 1)], [])
+    batches[70] = numbered([1, -1, 2], start=70)
+    assert kept(batches) == (0, [(0, 0)], [71])
 
 
 STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}

@@ -15,7 +15,7 @@ import schema_registry
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.serde import SchemaId
 from decoding_support import ID, order, read
-from google.protobuf import descriptor_pb2, timestamp_pb2
+from google.protobuf import descriptor_pb2, empty_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
@@ -232,6 +232,8 @@ def test_protobuf_times_enums_and_unknown_fields():
             moment(value)
     with pytest.raises(JobError, match="holds itself"):
         Protobuf(descriptor=descriptor_pb2.DescriptorProto).task_plan()
+    with pytest.raises(JobError, match=r"message: google\.protobuf\.Empty has no fields"):
+        Protobuf(descriptor=empty_pb2.Empty).task_plan()
 
 
 # The registry, over real HTTP.
