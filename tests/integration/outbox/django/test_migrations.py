@@ -68,6 +68,12 @@ def test_only_on_the_chosen_alias_in_its_schema_and_as_its_role(empty):
         connection.execute(f"DROP ROLE {role}")
 
 
+@pytest.mark.parametrize("alias", ["default", "events"])
+def test_dumpdata_leaves_the_tables_out_and_loaddata_writes_none(empty, tmp_path, alias):
+    project = Project({"DATABASE": alias}, default=empty(), events=empty())
+    project.call("migrating.dumped_and_loaded", str(tmp_path), alias)
+
+
 def test_each_revision_is_a_migration(empty, tmp_path):
     shutil.copytree(ROOT / "migrations", tmp_path / "ours", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ours" / "versions" / "0002_later.py").write_text(LATER)
