@@ -13,6 +13,7 @@ from django.db import connection, connections, transaction
 from outbox import Event, SchemaError, TargetError
 from outbox._app import migrate, schema_drift
 from outbox.django import outbox
+from outbox.django.apps import check_tables
 from outbox.errors import OperationRefused
 
 
@@ -152,3 +153,13 @@ def step_by_step(folder: str, url: str) -> None:
     command("migrate", "outbox", "0001")
     assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_2"
     command("migrate", "outbox")
+    # Both are recorded.
+    assert check_tables(["default"]) == []
+    for revision in ("outbox_1", "base"):
+        migrate.downgrade(url, revision=revision)
+        [warning] = check_tables(["default"])
+        assert f"the tables are at revision {revision}; but 0002_later is recorded as applied" in warning.msg
+    migrate.upgrade(url)
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_3'")
+    assert check_tables(["default"]) == []
