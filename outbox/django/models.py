@@ -105,6 +105,8 @@ class WaitingEvent(_Event):
     class Meta(_Event.Meta):
         db_table = _table("events")
         ordering = ("lane", "id")
+        # Of all events, wherever they wait: outbox.view_contents.
+        permissions = (("view_contents", "Can view payloads and headers of events"),)
 
 
 class ScheduledEvent(_Event):

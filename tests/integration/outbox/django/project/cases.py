@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from asgiref.sync import async_to_sync, sync_to_async
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Permission, User
 from django.db import IntegrityError, connection, connections, transaction
 from django.db.models import Model
 from django.db.transaction import TransactionManagementError
@@ -286,6 +286,32 @@ class Admin(TestCase):
             page = self.page(f"waitingevent/{WaitingEvent.objects.get(event_id=event_id).pk}/change/")
             self.assertIn(shown, page)
             self.assertIn("&quot;tenant&quot;: &quot;t1&quot;", page)
+
+    def test_contents_are_for_users_who_may_see_them(self) -> None:
+        user = User.objects.create_user("bob", is_staff=True)
+        seen = Permission.objects.filter(content_type__app_label="outbox").exclude(codename="view_contents")
+        user.user_permissions.set(seen)
+        self.client.force_login(user)
+        outbox.add(Event("Order", "secret", "T", {"price": 1.10}, headers={"tenant": "t1"}))
+        paths = [
+            f"/admin/outbox/{model._meta.model_name}/{model.objects.order_by('-id')[0].pk}/change/"
+            for model in (WaitingEvent, ScheduledEvent, DeadLetter)
+        ]
+        for path in paths:
+            with self.subTest(path), CaptureQueriesContext(connection) as queries:
+                page = self.client.get(path).content.decode()
+                self.assertIn("field-event_id", page)
+                self.assertEqual(
+                    re.findall("<pre>|price|tenant|field-(?:contents|header_lines|payload|headers)", page), []
+                )
+                self.assertEqual([each for each in queries if re.search("payload|headers", each["sql"])], [])
+        for lookup in ("payload__contains=price", "headers__contains=tenant", "event_type=T"):
+            self.assertEqual(self.client.get(f"/admin/outbox/waitingevent/?{lookup}").status_code, 400)
+        user.user_permissions.add(Permission.objects.get(codename="view_contents"))
+        for path in paths:
+            with self.subTest(path):
+                self.assertIn("&quot;price&quot;", self.client.get(path).content.decode())
+        self.assertIn("&quot;tenant&quot;: &quot;t1&quot;", self.client.get(paths[0]).content.decode())
 
     def test_nothing_can_be_changed(self) -> None:
         pk = WaitingEvent.objects.all()[:1].get().pk
