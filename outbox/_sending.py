@@ -112,6 +112,7 @@ class Sender:
     what                lives in Postgres.
     unbound             what would follow without a transaction.
     explained           explains the driver's errors.
+    flushes             rows that a session has are sent first: triggers and foreign keys see the order of the code.
     """
 
     taker: str
@@ -119,6 +120,7 @@ class Sender:
     what: str
     unbound: str
     explained: AbstractContextManager[None] = field(default_factory=nullcontext)
+    flushes: bool = True
 
     def to(self, target: Any) -> Callable[[Batch], Rows]:
         """Return what sends a batch to this target. Raises TargetError."""
@@ -142,8 +144,8 @@ class Sender:
     def _to_session(self, session: Session, batch: Batch) -> Rows:
         from sqlalchemy.exc import UnboundExecutionError
 
-        # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
-        session.flush()
+        if self.flushes:
+            session.flush()
         try:
             connection = session.connection()
         except UnboundExecutionError as error:

@@ -331,22 +331,21 @@ class GroupStore:
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
         """Record what Kafka lost, each once until an operator accepts it."""
-        cursor(connection).executemany(
-            statement(self._schema, _RECORD),
-            [
-                {
-                    "grp": self.name,
-                    "topic": loss.topic,
-                    "topic_id": loss.topic_id,
-                    "part": loss.part,
-                    "first": loss.first_offset,
-                    "end": loss.end_offset,
-                    "kind": loss.kind,
-                    "detail": loss.detail,
-                }
-                for loss in found
-            ],
-        )
+        rows = [
+            {
+                "grp": self.name,
+                "topic": loss.topic,
+                "topic_id": loss.topic_id,
+                "part": loss.part,
+                "first": loss.first_offset,
+                "end": loss.end_offset,
+                "kind": loss.kind,
+                "detail": loss.detail,
+            }
+            for loss in found
+        ]
+        if rows:  # without, executemany() asks the server for nothing
+            cursor(connection).executemany(statement(self._schema, _RECORD), rows)
 
     def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Record a normal end, unless another member has claimed partitions since."""

@@ -1,8 +1,8 @@
 """The admin's lists of waiting and scheduled events, failures, dead letters and lanes. All is read-only.
 
-No page counts or sorts a table: each list is in the order of an index and ends after its first rows, and payloads are
-read for one event at a time. A search uses an index, except for an event's id among waiting events and failures, which
-have none on it: Postgres reads the table, as for `outbox trace`.
+No page counts or sorts a table: each list is in the order of an index and ends after its first rows. Payloads are read
+for one event at a time, and for users who may see them. A search uses an index, except for an event's id among waiting
+events and failures, which have none on it: Postgres reads the table, as for `outbox trace`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ class _ReadOnly(admin.ModelAdmin):
 
     has_change_permission = has_delete_permission = has_add_permission
 
+    def lookup_allowed(self, lookup: str, _value: object, request: Any = None) -> bool:
+        # Others would read whole tables, and say of a payload whether it has a text.
+        return lookup == _LaneFilter.parameter_name
+
 
 class _OfEvents(_ReadOnly):
     """A table that has events by their ids."""
@@ -63,11 +67,11 @@ class _OfEvents(_ReadOnly):
         return queryset.none()
 
     def get_object(self, request: Any, object_id: str, _from_field: str | None = None) -> Any:
-        return self.one(self.get_queryset(request)).filter(pk=object_id).first() if object_id.isdecimal() else None
+        return self.one(request).filter(pk=object_id).first() if object_id.isdecimal() else None
 
-    def one(self, queryset: QuerySet) -> QuerySet:
+    def one(self, request: Any) -> QuerySet:
         """Return the queryset from which one row is read."""
-        return queryset
+        return self.get_queryset(request)
 
 
 class _LaneFilter(admin.SimpleListFilter):
@@ -98,12 +102,12 @@ class _InLanes(_OfEvents):
         lane = RawSQL(f"SELECT {lane_expression(Lane.objects.count())} FROM {names}", (kind, key))
         return queryset.filter(lane=lane, aggregate_type=kind, aggregate_id=key)
 
-    def one(self, queryset: QuerySet) -> QuerySet:
-        return super().one(queryset).filter(lane__in=Lane.objects.values("lane"))
+    def one(self, request: Any) -> QuerySet:
+        return super().one(request).filter(lane__in=Lane.objects.values("lane"))
 
 
 class _WithContents(_OfEvents):
-    """A table that has whole events."""
+    """A table that has whole events. Their contents are read and shown with the permission outbox.view_contents."""
 
     exclude = ("payload", "payload_bytes", "headers")
     readonly_fields = ("contents", "header_lines")
@@ -111,13 +115,19 @@ class _WithContents(_OfEvents):
     def get_queryset(self, request: Any) -> QuerySet:
         return super().get_queryset(request).defer(*self.exclude)
 
-    def one(self, queryset: QuerySet) -> QuerySet:
+    def get_readonly_fields(self, request: Any, _event: Any = None) -> tuple[str, ...]:
+        return self.readonly_fields if request.user.has_perm("outbox.view_contents") else ()
+
+    def one(self, request: Any) -> QuerySet:
+        found = super().one(request)
+        if not self.get_readonly_fields(request):
+            return found
         # The server prints every digit of a number.
         shown = {
             f"{name}_shown": Func(name, function="jsonb_pretty", output_field=TextField())
             for name in ("payload", "headers")
         }
-        return super().one(queryset).defer(None).annotate(**shown)
+        return found.defer(None).annotate(**shown)
 
     @admin.display(description="payload")
     def contents(self, event: Any) -> str:

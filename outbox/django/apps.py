@@ -1,15 +1,17 @@
-"""The app, and Django's system check of its setting."""
+"""The app, and Django's system checks of its setting and tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from django.apps import AppConfig
 from django.core import checks
 from django.db import connections
+from django.db.migrations.recorder import MigrationRecorder
 
 from outbox.django.conf import Options, options, problems
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, SchemaError
 from outbox.event import DEFAULT_SCHEMA
 
 
@@ -22,6 +24,7 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         checks.register(check_settings)
+        checks.register(check_tables, checks.Tags.database)
 
 
 def check_settings(**_: Any) -> list[checks.Error]:
@@ -36,6 +39,38 @@ def check_settings(**_: Any) -> list[checks.Error]:
     if wrong := _database(given.database):
         errors.append(checks.Error(f"OUTBOX['DATABASE'] is {given.database!r}: {wrong}", id="outbox.E002"))
     return errors
+
+
+def check_tables(databases: Sequence[str] | None = None, **_: Any) -> list[checks.CheckMessage]:
+    """Return a warning if the tables are not where `migrate` is recorded to have put them.
+
+    It has nothing to do then. No error: this would keep `migrate` from what the hint says.
+    """
+    given = options()
+    alias = given.database
+    if alias not in (databases or ()) or check_settings():
+        return []
+    applied = sorted(
+        name for app, name in MigrationRecorder(connections[alias]).applied_migrations() if app == "outbox"
+    )
+    if not applied:
+        return []
+    from outbox.django.operations import behind
+
+    try:
+        problem = behind(alias, given.schema, len(applied))
+    except SchemaError as error:
+        problem = str(error)
+    if problem is None:
+        return []
+    return [
+        checks.Warning(
+            f"Schema {given.schema!r} in the database {alias!r}: {problem}; but {applied[-1]} is recorded as applied.",
+            hint="OUTBOX named another database or schema then, or the tables were dropped. Run `outbox db upgrade`, "
+            f"or `migrate outbox zero --fake --database={alias}`, and then `migrate outbox --database={alias}`.",
+            id="outbox.W001",
+        )
+    ]
 
 
 def _check_values(given: Options) -> None:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from django.db import models
+from django.db.models.signals import pre_delete, pre_save
 
 from outbox.django.conf import options
+from outbox.errors import OperationRefused
 
 
 def _table(name: str) -> str:
@@ -18,11 +20,37 @@ def _table(name: str) -> str:
     return f'"{schema}"."{name}"'
 
 
-class _Manager(models.Manager):
+def _refuse(sender: type[models.Model], **_: Any) -> NoReturn:
+    raise OperationRefused(
+        f"the model {sender.__name__} only reads, and nothing was written: write events with outbox.django.outbox, act "
+        "on them with the command `outbox`, and leave the model out of fixtures"
+    )
+
+
+class _QuerySet(models.QuerySet):
+    """Refuses what writes without a signal; ``create`` and the like save a row, which sends one."""
+
+    def delete(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse(self.model)
+
+    update = bulk_create = bulk_update = delete
+
+
+class _Manager(models.Manager.from_queryset(_QuerySet)):  # type: ignore[misc]
     """Reads from the database that has the tables."""
 
     def get_queryset(self) -> Any:
         return super().get_queryset().using(options().database)
+
+
+class _UndumpedManager(_Manager):
+    """What goes through the models of a project with it, naming a database, finds no rows: dumpdata, with --all too.
+
+    A dump would write lanes back that relays have taken since, and events that are published.
+    """
+
+    def using(self, _alias: str | None) -> Any:
+        return self.none()
 
 
 class Time(models.DateTimeField):
@@ -35,11 +63,19 @@ class Time(models.DateTimeField):
 
 class _Table(models.Model):
     objects = _Manager()
+    undumped = _UndumpedManager()
 
     class Meta:
         abstract = True
         managed = False
+        base_manager_name = default_manager_name = "undumped"
         default_permissions = ("view",)
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        # loaddata calls no method of ours. Not for all senders: Django deletes faster where no receiver is.
+        for signal in (pre_save, pre_delete):
+            signal.connect(_refuse, sender=cls)
 
 
 class _Event(_Table):
@@ -69,6 +105,8 @@ class WaitingEvent(_Event):
     class Meta(_Event.Meta):
         db_table = _table("events")
         ordering = ("lane", "id")
+        # Of all events, wherever they wait: outbox.view_contents.
+        permissions = (("view_contents", "Can view payloads and headers of events"),)
 
 
 class ScheduledEvent(_Event):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+import sqlalchemy as sa
 from django.apps import apps
 from django.db import connections
 from django.db.migrations.operations import CreateModel
@@ -83,6 +84,22 @@ def _own(alias: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
         yield connect
     finally:
         own.close()
+
+
+def behind(alias: str, schema: str, applied: int) -> str | None:
+    """Return what is wrong with the tables if so many migrations were applied; None if nothing is. Raises SchemaError.
+
+    Tables without a version table are those of other migrations, and a revision that is unknown here is a later one.
+    """
+    known = ["base", *migrate.revisions()]
+    with _own(alias) as connect, migrate.connected(connect) as connection:
+        there = migrate.current(connection, schema)
+        if there is None:
+            return None if sa.inspect(connection).has_table("events", schema=schema) else "there are no tables"
+    if not set(there) <= set(known):
+        return None
+    at = max(map(known.index, there), default=0)
+    return None if at >= min(applied, len(known) - 1) else f"the tables are at revision {known[at]}"
 
 
 def models() -> list[CreateModel]:

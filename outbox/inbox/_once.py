@@ -35,7 +35,10 @@ from outbox.inbox.ids import message_id
 if TYPE_CHECKING:
     from outbox._targets import AsyncTarget, SyncTarget
 
-_SENDER: Final = Sender("once", "once_async", "the inbox", "the message's id would be committed apart from its effect")
+# Never flushes: of a repeat, the caller drops the rows that the session has.
+_SENDER: Final = Sender(
+    "once", "once_async", "the inbox", "the message's id would be committed apart from its effect", flushes=False
+)
 _OWNER: Final = "outbox.inbox.once"
 
 # Says whether the id's day is over. Only then may its ids have been forgotten, and what the consumer has forgotten is
@@ -60,7 +63,8 @@ def once(
 ) -> bool:
     """Return whether a message is new to a consumer: True, apply it; False, it was applied before.
 
-    target    in whose transaction the message is applied: a SQLAlchemy Session or Connection, or a psycopg one.
+    target    in whose transaction the message is applied: a SQLAlchemy Session or Connection, or a psycopg one. A
+              session is not flushed.
     message   see ``message_id``.
     consumer  whose effect it is. Each consumer applies each event once.
     key       see ``message_id``: with "idempotency-key", events with the same key are applied once.

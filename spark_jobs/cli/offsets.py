@@ -227,7 +227,7 @@ def _show(group: Group) -> None:
         console.print(printable(found), markup=False, highlight=False)
     if (more := (group.open_losses or 0) - len(group.losses)) > 0:
         console.print(f"and {more:,} losses more; consumer.losses has all", markup=False, highlight=False)
-    for topic in sorted({loss["topic"] for loss in group.losses}):
+    for topic in group.lost_topics:
         command = f"outbox offsets reset {group.group} --topic {topic} --to loss --reason …"
         console.print(printable(f"accept: {command}"), markup=False, highlight=False)
 

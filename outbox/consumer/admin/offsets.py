@@ -53,9 +53,10 @@ SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
 # Those of one group come first by kind: what halts it is not behind 100,000 messages that were given up.
 # A consumer that was killed has not recorded what it had given up: the next claim does.
+# Behind the first ones, each topic has a row.
 _LOSSES: Final = """
 SELECT * FROM (
-    SELECT *, row_number() OVER (PARTITION BY grp ORDER BY kind = 'given-up', topic, part, id) AS place,
+    SELECT *, row_number() OVER by_kind AS place, lag(topic) OVER by_kind IS DISTINCT FROM topic AS of_topic,
            count(*) OVER (PARTITION BY grp) AS of_group
       FROM (SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
              WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
@@ -65,9 +66,11 @@ SELECT * FROM (
                           'confirmed yet', topic, part, unconfirmed_from, unconfirmed_end - 1)
               FROM {offsets}
              WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
-               AND (%(grp)s::text IS NULL OR grp = %(grp)s)) AS open) AS numbered
- WHERE place <= %(most)s ORDER BY grp, place"""
+               AND (%(grp)s::text IS NULL OR grp = %(grp)s)) AS open
+    WINDOW by_kind AS (PARTITION BY grp ORDER BY kind = 'given-up', topic, part, id)) AS numbered
+ WHERE place <= %(most)s OR of_topic ORDER BY grp, place"""
 
+_PLACE: Final = frozenset({"grp", "place", "of_topic", "of_group"})
 _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
 _RAISE: Final = """
 UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
@@ -119,7 +122,7 @@ class PartitionOffsets:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, its partitions, and its open losses: how many, and the first of them.
+    """A group, its partitions, and its open losses: how many, the first of them, and the topics of all.
 
     open_losses   None if they were not read.
     """
@@ -132,6 +135,7 @@ class Group:
     positions: Sequence[PartitionOffsets]
     open_losses: int | None
     losses: Sequence[Mapping[str, Any]]
+    lost_topics: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +243,7 @@ class Offsets:
         """
         with clear_errors("reading the offsets"), self._connection.transaction():
             groups, positions = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS))
-            # One more than none: a row says how many there are.
-            lost = [] if losses is None else self._rows(_LOSSES, grp=group, most=max(losses, 1))
+            lost = [] if losses is None else self._rows(_LOSSES, grp=group, most=losses)
         if group is not None and not groups:
             self._no_such_group(group)
         counts = {loss["grp"]: loss["of_group"] for loss in lost}
@@ -266,10 +269,11 @@ class Offsets:
                 ),
                 open_losses=None if losses is None else counts.get(row["grp"], 0),
                 losses=[
-                    {name: value for name, value in loss.items() if name not in {"grp", "place", "of_group"}}
-                    for loss in lost[: 0 if losses == 0 else None]
-                    if loss["grp"] == row["grp"]
+                    {name: value for name, value in loss.items() if name not in _PLACE}
+                    for loss in lost
+                    if loss["grp"] == row["grp"] and loss["place"] <= (losses or 0)
                 ],
+                lost_topics=sorted({loss["topic"] for loss in lost if loss["grp"] == row["grp"]}),
             )
             for row in groups
         ], away

@@ -10,8 +10,10 @@ from typing import Any
 import psycopg
 from consumer_group import event_id
 from group_sides import BAD, BEGIN, TOPIC, TOPIC_ID, Message, Side, bench, messages, side
+from writer_targets import round_trips
 
 from outbox.consumer.errors import Fenced
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.model import Loss, LossKind
 
 __all__ = ["bench", "side"]
@@ -158,3 +160,10 @@ def test_a_loss_is_recorded_once_grows_and_is_open_until_it_is_accepted(bench, s
     side.record([loss(5, 12)])
     assert open_losses() == [(0, "retention", 5, 12, "5 to 12")]
     assert bench.run("SELECT count(*) FROM consumer.losses") == [(4,)]
+
+
+def test_no_loss_costs_no_round_trip(outbox_postgres, tmp_path):
+    with outbox_postgres.connect() as connection:
+        store = GroupStore("consumer", "billing")
+        connection.execute("SELECT 1")
+        assert round_trips(connection, tmp_path / "trace", lambda: store.record_losses(connection, [])) == 0

@@ -68,6 +68,41 @@ def test_only_on_the_chosen_alias_in_its_schema_and_as_its_role(empty):
         connection.execute(f"DROP ROLE {role}")
 
 
+def test_tables_that_are_not_where_migrate_is_recorded_are_named(empty):
+    project = Project(default=empty(), events=empty())
+
+    def checked(alias: str, *, warns: bool) -> str:
+        status = 1 if warns else 0
+        said = project.manage("check", f"--database={alias}", "--fail-level=WARNING", status=status)
+        assert ("outbox.W001" in said) is warns
+        return said
+
+    checked("default", warns=False)
+    for alias in project.urls:
+        assert "outbox.W001" not in project.manage("migrate", f"--database={alias}")
+        checked(alias, warns=False)
+    project.outbox = {"DATABASE": "events"}
+    said = project.manage("migrate", "--database=events")
+    assert "Schema 'outbox' in the database 'events': there are no tables; but 0001_outbox is recorded" in said
+    # As the hint says.
+    project.manage("migrate", "outbox", "zero", "--fake", "--database=events")
+    project.manage("migrate", "outbox", "--database=events")
+    checked("events", warns=False)
+    project.outbox = {"SCHEMA": "other"}
+    assert "Schema 'other' in the database 'default'" in checked("default", warns=True)
+    migrate.upgrade(project.urls["default"], "other")
+    checked("default", warns=False)
+    with psycopg.connect(project.urls["default"]) as connection:
+        connection.execute("DROP TABLE other.alembic_version")  # as if the project's own migrations had made them
+    checked("default", warns=False)
+
+
+@pytest.mark.parametrize("alias", ["default", "events"])
+def test_dumpdata_leaves_the_tables_out_and_loaddata_writes_none(empty, tmp_path, alias):
+    project = Project({"DATABASE": alias}, default=empty(), events=empty())
+    project.call("migrating.dumped_and_loaded", str(tmp_path), alias)
+
+
 def test_each_revision_is_a_migration(empty, tmp_path):
     shutil.copytree(ROOT / "migrations", tmp_path / "ours", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ours" / "versions" / "0002_later.py").write_text(LATER)

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import async_scoped_session, create_async_engine
 from support import stop_clock, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
-from writer_targets import Undo, each_driver, on_target, opened, round_trips, waits_for_a_lock
+from writer_targets import Order, Undo, each_driver, on_target, opened, round_trips, waits_for_a_lock
 
 from outbox import ConfigurationError, TargetError
 from outbox.consumer.ids import NO_TIME, day
@@ -95,6 +95,27 @@ async def test_a_rollback_makes_it_new_again(target, outbox_postgres):
     assert await is_new(target, id_) is True
     await target.commit()
     assert remembered(outbox_postgres) == [("billing", id_)]
+
+
+@pytest.mark.parametrize("autoflush", [True, False])
+@pytest.mark.parametrize("name", ["Session, psycopg", "AsyncSession, psycopg"])
+@on_target
+async def test_a_session_is_not_flushed(target, outbox_postgres, autoflush):
+    """Of a repeat, the caller drops what it has added before."""
+    target.given.autoflush = autoflush
+    with outbox_postgres.connect(autocommit=True) as connection:
+        connection.execute("CREATE TABLE orders (id text PRIMARY KEY)")
+    id_ = uuid7()
+    for wanted, key in ((True, "first"), (False, "repeated")):
+        row = Order(id=key)
+        target.given.add(row)
+        assert await is_new(target, id_) is wanted
+        assert row in target.given.new
+        if not wanted:
+            target.given.expunge(row)
+        await target.commit()
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT id FROM orders").fetchall() == [("first",)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -82,13 +84,30 @@ def test_a_hundred_thousand_messages_that_were_given_up_do_not_hide_what_halts_t
         driver.look()
     [group], _ = driver.offsets().show(GROUP)
     assert (group.open_losses, len(group.losses), group.losses[0]["kind"]) == (100_001, SHOWN_LOSSES, "retention")
-    assert "and 99,001 losses more" in driver.command("show", "--group", GROUP).stdout
+    shown = driver.command("show", "--group", GROUP).stdout
+    assert "and 99,001 losses more" in shown
+    # Their topics come behind all that is shown.
+    others = [f"{driver.topic}-{end}" for end in "zy"]
+    driver.rows(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+        "SELECT %s, topic, 'id', 0, 1, 2, 'given-up', 'why' FROM unnest(%s::text[]) AS topic",
+        GROUP,
+        others,
+        result=False,
+    )
+    shown = driver.command("show", "--group", GROUP).stdout
+    assert re.findall(r"--topic (\S+) --to loss", shown) == [driver.topic, *sorted(others)]
+    assert {loss["topic"] for loss in driver.offsets().show(GROUP)[0][0].losses} == {driver.topic}
+    [group], _ = driver.offsets().show(GROUP, losses=0)
+    assert (group.open_losses, group.losses, group.lost_topics) == (100_003, [], [driver.topic, *sorted(others)])
+    for topic in others:
+        driver.offsets().forget(GROUP, topic, "why")
     offsets = driver.offsets()
     [state], _, _ = status.look(offsets._connection, "consumer", offsets._kafka)
     assert state.losses == 100_001
     moved = driver.offsets().reset(GROUP, driver.topic, "loss", "counted")
     assert (len(moved.accepted), driver.positions()[0]) == (100_001, 7)
-    assert driver.audit()[0][2]["losses"] == 100_001
+    assert driver.audit()[-1][2]["losses"] == 100_001
     [group], _ = driver.offsets().show(GROUP)
     assert (group.open_losses, group.losses) == (0, [])
 

@@ -8,9 +8,10 @@ import re
 from typing import Any
 from unittest import mock
 
-from asgiref.sync import sync_to_async
-from django.contrib.auth.models import User
+from asgiref.sync import async_to_sync, sync_to_async
+from django.contrib.auth.models import Permission, User
 from django.db import IntegrityError, connection, connections, transaction
+from django.db.models import Model
 from django.db.transaction import TransactionManagementError
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.test.utils import CaptureQueriesContext
@@ -19,6 +20,7 @@ from outbox import Event, EventError, Outbox, TargetError
 from outbox.django import DjangoOutbox, outbox
 from outbox.django.apps import check_settings
 from outbox.django.models import DeadLetter, Failure, Lane, ScheduledEvent, WaitingEvent
+from outbox.errors import OperationRefused
 from outbox.testing import recorded_events
 
 ROWS = 25_000
@@ -78,7 +80,8 @@ class Writing(TestCase):
 
 class Committing(TransactionTestCase):
     def tearDown(self) -> None:
-        WaitingEvent.objects.all().delete()
+        with connection.cursor() as cursor:
+            cursor.execute("DELETE FROM outbox.events")
 
     def test_refused_outside_of_a_block(self) -> None:
         for _ in ("not connected", "connected"):
@@ -99,6 +102,51 @@ class Committing(TransactionTestCase):
         self.assertIsInstance(answers[1], ZeroDivisionError)
         found = [each.aggregate_id async for each in WaitingEvent.objects.all()]
         self.assertEqual(sorted(found), ["1", "3"])
+
+
+class Models(TestCase):
+    def test_they_refuse_every_write(self) -> None:
+        outbox.add(event())
+        lane, waiting = Lane.objects.get(lane=0), WaitingEvent.objects.get()
+        new = Lane(lane=9, epoch=9, source="wal")
+        before = list(Lane.objects.values()), list(WaitingEvent.objects.values())
+        rows = Lane.objects.all()
+        for name, write in {
+            "save": lane.save,
+            "save of some fields": lambda: lane.save(update_fields=["epoch"]),
+            "save a new one": new.save,
+            "raw": lambda: lane.save_base(raw=True),
+            "as loaddata": lambda: Model.save_base(lane, raw=True, using="default"),
+            "delete": waiting.delete,
+            "all": rows.delete,
+            "none": rows.none().delete,
+            "update": lambda: rows.update(epoch=9),
+            "of the manager": lambda: Lane.objects.update(epoch=9),
+            "of the default manager": lambda: Lane._default_manager.update(epoch=9),
+            "of the base manager": lambda: Lane._base_manager.all().delete(),
+            "create": lambda: Lane.objects.create(lane=9, epoch=9),
+            "bulk_create": lambda: Lane.objects.bulk_create([new]),
+            "bulk_update": lambda: Lane.objects.bulk_update([lane], ["epoch"]),
+            "get_or_create": lambda: Lane.objects.get_or_create(lane=9, defaults={"epoch": 9}),
+            "update_or_create": lambda: Lane.objects.update_or_create(lane=0, defaults={"epoch": 9}),
+            "asave": lambda: async_to_sync(lane.asave)(),
+            "adelete": lambda: async_to_sync(rows.adelete)(),
+            "aupdate": lambda: async_to_sync(rows.aupdate)(epoch=9),
+            "abulk_create": lambda: async_to_sync(rows.abulk_create)([new]),
+        }.items():
+            refused = self.assertRaisesRegex(OperationRefused, "only reads, and nothing was written")
+            with self.subTest(name), refused, transaction.atomic():
+                write()
+        self.assertEqual((list(Lane.objects.values()), list(WaitingEvent.objects.values())), before)
+
+    def test_reading_by_all_managers(self) -> None:
+        event_id = outbox.add(event())
+        for manager in (WaitingEvent.objects, WaitingEvent._default_manager, WaitingEvent._base_manager):
+            self.assertEqual(manager.get().event_id, event_id)
+        self.assertEqual(WaitingEvent.objects.using("default").get().event_id, event_id)
+        deferred = WaitingEvent.objects.defer("payload").get()
+        self.assertEqual(deferred.payload, '{"n": 1}')
+        deferred.refresh_from_db()
 
 
 class Settings(TestCase):
@@ -238,6 +286,32 @@ class Admin(TestCase):
             page = self.page(f"waitingevent/{WaitingEvent.objects.get(event_id=event_id).pk}/change/")
             self.assertIn(shown, page)
             self.assertIn("&quot;tenant&quot;: &quot;t1&quot;", page)
+
+    def test_contents_are_for_users_who_may_see_them(self) -> None:
+        user = User.objects.create_user("bob", is_staff=True)
+        seen = Permission.objects.filter(content_type__app_label="outbox").exclude(codename="view_contents")
+        user.user_permissions.set(seen)
+        self.client.force_login(user)
+        outbox.add(Event("Order", "secret", "T", {"price": 1.10}, headers={"tenant": "t1"}))
+        paths = [
+            f"/admin/outbox/{model._meta.model_name}/{model.objects.order_by('-id')[0].pk}/change/"
+            for model in (WaitingEvent, ScheduledEvent, DeadLetter)
+        ]
+        for path in paths:
+            with self.subTest(path), CaptureQueriesContext(connection) as queries:
+                page = self.client.get(path).content.decode()
+                self.assertIn("field-event_id", page)
+                self.assertEqual(
+                    re.findall("<pre>|price|tenant|field-(?:contents|header_lines|payload|headers)", page), []
+                )
+                self.assertEqual([each for each in queries if re.search("payload|headers", each["sql"])], [])
+        for lookup in ("payload__contains=price", "headers__contains=tenant", "event_type=T"):
+            self.assertEqual(self.client.get(f"/admin/outbox/waitingevent/?{lookup}").status_code, 400)
+        user.user_permissions.add(Permission.objects.get(codename="view_contents"))
+        for path in paths:
+            with self.subTest(path):
+                self.assertIn("&quot;price&quot;", self.client.get(path).content.decode())
+        self.assertIn("&quot;tenant&quot;: &quot;t1&quot;", self.client.get(paths[0]).content.decode())
 
     def test_nothing_can_be_changed(self) -> None:
         pk = WaitingEvent.objects.all()[:1].get().pk

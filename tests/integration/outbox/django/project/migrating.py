@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 from django.core.management import call_command
@@ -11,6 +13,8 @@ from django.db import connection, connections, transaction
 from outbox import Event, SchemaError, TargetError
 from outbox._app import migrate, schema_drift
 from outbox.django import outbox
+from outbox.django.apps import check_tables
+from outbox.errors import OperationRefused
 
 
 def command(*words: str, **options: Any) -> str:
@@ -93,10 +97,48 @@ def on_the_chosen_alias(schema: str, owner: str) -> None:
         raise AssertionError("an event was written outside of a transaction")
 
 
+def dumped_and_loaded(folder: str, alias: str) -> None:
+    """The project's rows go from one database to the other; the outbox's stay where they are."""
+    from django.contrib.auth.models import User
+
+    from outbox.django.models import Lane
+
+    for name in ("default", "events"):
+        command("migrate", database=name)
+    User.objects.create(username="ann")
+    with transaction.atomic(using=alias):
+        outbox.add(Event("Order", 1, "OrderPlaced"))
+    lanes = list(Lane.objects.values())
+    dump = f"{folder}/dump.json"
+    for options in ({}, {"use_base_manager": True}, {"use_natural_foreign_keys": True}):
+        command("dumpdata", output=dump, **options)
+        rows = json.loads(Path(dump).read_text())
+        assert {row["model"] for row in rows} == {"auth.user", "auth.permission", "contenttypes.contenttype"}
+    for name in ("default", "events"):
+        assert json.loads(command("dumpdata", "outbox", "outbox.lane", database=name)) == []
+    assert json.loads(command("dumpdata", "outbox.lane", primary_keys="0")) == []
+    with connections[alias].cursor() as cursor:
+        cursor.execute("UPDATE outbox.lanes SET epoch = epoch + 1, owner = 'a relay'")
+    taken = list(Lane.objects.values())
+    assert taken != lanes
+    for name in ("default", "events"):
+        command("loaddata", dump, database=name)
+        assert User.objects.using(name).get().username == "ann"
+    assert list(Lane.objects.values()) == taken
+    old = Path(folder, "old.json")
+    old.write_text(json.dumps([{"model": "outbox.lane", "pk": 0, "fields": {"epoch": 0, "source": "polling"}}]))
+    try:
+        command("loaddata", str(old), database=alias)
+    except OperationRefused as error:
+        assert "Lane only reads, and nothing was written" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a lane was loaded")
+    assert list(Lane.objects.values()) == taken
+    assert value("SELECT count(*) FROM outbox.events", alias) == 1
+
+
 def step_by_step(folder: str, url: str) -> None:
     """With a later revision than this version's, in ``folder``."""
-    from pathlib import Path
-
     migrate.folder = lambda: Path(folder)
     command("migrate", "outbox", "0001")
     assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_1"
@@ -111,3 +153,13 @@ def step_by_step(folder: str, url: str) -> None:
     command("migrate", "outbox", "0001")
     assert value("SELECT version_num FROM outbox.alembic_version") == "outbox_2"
     command("migrate", "outbox")
+    # Both are recorded.
+    assert check_tables(["default"]) == []
+    for revision in ("outbox_1", "base"):
+        migrate.downgrade(url, revision=revision)
+        [warning] = check_tables(["default"])
+        assert f"the tables are at revision {revision}; but 0002_later is recorded as applied" in warning.msg
+    migrate.upgrade(url)
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_3'")
+    assert check_tables(["default"]) == []
