@@ -300,8 +300,8 @@ MUTANTS: Final = (
         "events_before_rows",
         "a session sends rows and events in the order of the code",
         "outbox/_sending.py",
-        "        session.flush()\n",
-        "",
+        "            session.flush()\n",
+        "            pass\n",
         (f"{_WRITER}_targets.py", f"{_WRITER}_transactions.py"),
     ),
     Mutant(
