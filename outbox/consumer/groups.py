@@ -4,8 +4,8 @@ A generation that rises with every claim is the fencing token, and a position mo
 member of the inbox claims single partitions: its claim raises the group's generation, and stamps the claimed partitions
 alone with it. A Spark driver claims all of them.
 
-Every transaction that applies messages begins with ``fence`` and moves the position with ``move``: a member of the
-inbox, which gives ``move`` the ids, and a task of Spark, which has remembered them where its rows are.
+Every transaction that moves a position begins with ``fence`` or ``fence_all``, and ends in ``move``. The inbox gives
+``move`` the ids. A Spark task has stored them already, where its rows are.
 
 At-most-once there are two transactions: the first one moves the position and calls ``give_up``, the second one calls
 ``confirm`` and has the effect. What was given up and never confirmed is lost: the next claim records that.
@@ -147,7 +147,7 @@ class GroupStore:
     def __init__(self, schema: str, name: str, owner: str = "", *, idle_seconds: float | None = None) -> None:
         self.name = name
         self.clock = DatabaseClock()
-        """The sink's, read with each ``fence``."""
+        """The database's, read with each ``fence`` and ``fence_all``."""
         self._schema = schema
         self._owner = owner
         self._idle = None if idle_seconds is None else f"{int(idle_seconds * 1000)}ms"
@@ -159,7 +159,7 @@ class GroupStore:
         starts: Mapping[Partition, tuple[str, int]],
         strategy: str | None = None,
     ) -> dict[Partition, ClaimedOffset]:
-        """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
+        """Claim partitions, and return their positions. Earlier claims of these can't commit any more.
 
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
                 partition that was added to a known topic begins at 0.
@@ -247,7 +247,9 @@ class GroupStore:
         duplicates: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
-        """Move a partition's position behind ``fence``, and remember ids. Returns the new ones of these, and the day.
+        """Move a partition's position behind ``fence``, and remember ids.
+
+        Returns the new ones of these, and the database's day in UTC; without ids an empty set and NO_TIME.
 
         end           the next offset to apply; None: only the figures change, as when dead letters are retried.
         reached       there is no message between ``end`` and this offset: the position moves there.
@@ -310,7 +312,7 @@ class GroupStore:
 
         first  only the range that begins there: another one may be under way.
 
-        Returns how many ranges were lost. The rows must be locked: a transaction that confirms has ended, or fails.
+        Returns how many ranges were lost. Locks the rows: a transaction that confirms has ended by then, or fails.
         """
         topic, part = partition or (None, None)
         rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part, first=first).fetchall()
@@ -319,9 +321,10 @@ class GroupStore:
         return len(rows)
 
     def forgotten_before(self, connection: psycopg.Connection[Any], ids: Collection[UUID], today: dt.date) -> dt.date:
-        """Return the day before which the group has forgotten ids: NO_TIME if none of these ids is of such a day.
+        """Return the day before which the group has forgotten ids; NO_TIME if it has forgotten none.
 
-        To be called behind ``move``, which may have waited for the transaction that forgets.
+        Also if none of these ids is of a day that is over: then the database is not asked. To be called behind
+        ``move``, which may have waited for the transaction that forgets.
         """
         if not any(NO_TIME < day(one) < today for one in ids):
             return NO_TIME

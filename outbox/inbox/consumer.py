@@ -38,7 +38,7 @@ class Consumer:
     database    the URL of the database with the effects and the consumers' tables (`outbox db upgrade --consumer`), or
                 a function that opens a connection to it.
     topics      to consume. Their messages need the id that the relay writes, unless ``dedup`` is off.
-    group       of Kafka's consumer group, and of the rows in the consumers' tables.
+    group       the name of the consumer group, in Kafka and in the consumers' tables.
     kafka       librdkafka's options: ``bootstrap.servers``, credentials, ``session.timeout.ms`` …
     batch       at most this many messages of a partition are applied in one transaction. They must be applied within
                 ``max.poll.interval.ms``.
@@ -49,12 +49,12 @@ class Consumer:
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
                 applied twice by this consumer, but a message that Kafka has twice is applied twice.
     key         with "idempotency-key", events with the same idempotency key are applied once: see ``message_id``.
-    start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
+    start       where a group begins that is new to a topic: "earliest", Kafka's first message, or "latest", the end.
     delivery    "exactly-once": the position is committed with the effect. "at-most-once", where a late or second effect
-                is worse than none: it is committed before it. Nothing is retried: a message that fails, and a batch
-                that was interrupted, are recorded in ``consumer.losses``, and keys go on behind them. ``on_failure``,
-                ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a row, and
-                a lost batch as one of them.
+                is worse than none: the position is committed before the effect. Nothing is retried: a message that
+                fails, and a batch that was interrupted, are recorded in ``consumer.losses``, and keys go on behind
+                them. ``on_failure``, ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a
+                row, and a lost batch as one of them.
     idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
                 systems must be quicker, and a member that is suspended blocks the next one for so long.
     schema      of the consumers' tables.
@@ -145,7 +145,7 @@ class Consumer:
         yield from ApplyDelays(self).collect()
 
     def stop(self) -> None:
-        """End ``run`` after the current transaction, or the next one at its start. For threads and signal handlers."""
+        """End ``run`` after its current transaction; if it does not run, the next one at once. For any thread."""
         self._stopping.set()
 
     def run(self, handler: Handler) -> None:
@@ -155,7 +155,8 @@ class Consumer:
                   must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
 
         Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
-        raises, nothing was skipped that is not in ``consumer.losses``: run it again when the cause is gone.
+        raises, nothing was skipped that is neither a dead letter nor in ``consumer.losses``: run it again when the
+        cause is gone.
         """
         with self._signals():
             member = Member(self._settings, handler, self._stopping, self._watch, self._delays)

@@ -77,8 +77,9 @@ _SETTLE_SECONDS: Final = 10.0
 class WorkerLoop:
     """Publishes the lanes that it is given until it is stopped.
 
-    Source and publisher are created anew after every failure, the publisher after the source and before anything is
-    read: a transactional publisher fences its predecessor and makes the source settle what that one committed.
+    After a failure of the whole turn (``_back_off``) source and publisher are created anew, the publisher after the
+    source and before anything is read: a transactional publisher fences its predecessor and makes the source settle
+    what that one committed. A refused batch or a failed lane keeps the source, and the publisher if it is usable.
     Acknowledged events are settled before anything more is published: if settling never succeeds, a lane stands still
     instead of sending its batch again and again. ``stop`` ends the loop after the current turn; then all lanes are
     released.
@@ -113,7 +114,9 @@ class WorkerLoop:
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
         """Whether there has been a turn without a failure."""
+        # Whether retried events get a publish of their own in the next turn.
         self._retries_apart = True
+        # When the last publish returned.
         self._acknowledged_at = 0.0
 
     def run(self) -> None:
@@ -187,16 +190,16 @@ class WorkerLoop:
         settling = set(fetched.settling)
         retried = set(fetched.retried) if self._retries_apart else set()
         self._retries_apart = True
-        for again in (False, True):
+        for of_retried in (False, True):
             # Lanes may have failed or been lost in the first half.
             batches = {
                 number: batch
                 for number, batch in fetched.batches.items()
-                if (number in retried) is again and number in self._lanes and self._lanes[number].joined
+                if (number in retried) is of_retried and number in self._lanes and self._lanes[number].joined
             }
             if not batches:
                 continue
-            if again and len(batches) < len(fetched.batches) and not self._outlast_a_publish(batches):
+            if of_retried and len(batches) < len(fetched.batches) and not self._outlast_a_publish(batches):
                 # The next fetch renews the leases.
                 self._retries_apart = False
                 break
@@ -204,7 +207,7 @@ class WorkerLoop:
             sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
             self._acknowledged_at = time.monotonic()
             seconds += self._acknowledged_at - began
-            late = again and isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
+            late = of_retried and isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
             self._retries_apart = not late
             # A timeout of retried events alone does not halve the turns of the others.
             self._conclude(sent, source, batches, healthy, settling, narrow=not late)

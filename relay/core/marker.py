@@ -1,9 +1,9 @@
 """The marker: the last record of every exactly-once batch, and how a lane goes on from it. No I/O.
 
-A batch's events and its marker are one Kafka transaction, so the last committed marker of a lane tells exactly which
-events are on Kafka, whether or not Postgres has settled them. Postgres keeps the number of the last settled batch
-(``lanes.last_batch``), written before the next batch is sent. So a lane's ``last_batch`` is the marker's batch or the
-one before it; anything else is an error:
+A batch's events and its marker are in one Kafka transaction, with those of the turn's other lanes. So the last
+committed marker of a lane tells exactly which events are on Kafka, whether or not Postgres has settled them. Postgres
+keeps the number of the last settled batch (``lanes.last_batch``), written before the next batch is sent. So a lane's
+``last_batch`` is the marker's batch or the one before it; anything else is an error:
 
 | last_batch  | marker             | it means                                  | what follows                        |
 |-------------|--------------------|-------------------------------------------|-------------------------------------|

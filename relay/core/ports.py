@@ -78,8 +78,9 @@ class RecordMetadata(NamedTuple):
 class UnsettledBatch:
     """Events of a lane that Kafka has acknowledged and Postgres has not settled, in order.
 
-    ``records`` are their places on Kafka, if they were requested; ``batch`` is the number of their Kafka transaction,
-    if there was one. Columns, not an object for each event: a relay settles tens of thousands a second.
+    They are of one turn, or of two (``then``). ``records`` are their places on Kafka, if they were requested; ``batch``
+    is the lane's batch number, as in its marker; None if they were sent without a transaction. Columns, not an object
+    for each event: a relay settles tens of thousands a second.
     """
 
     rows: Sequence[Claim] = ()
@@ -295,8 +296,9 @@ class Source(Protocol):
     are settled. They are durable in Postgres, and the lane's lease was checked after they were read; or, if ``fetch``
     says so, both hold only after ``confirm``. ``settle`` takes results in fetch order; polling settles row by row, a
     WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
-    ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable or SchemaError;
-    after either the caller closes the source.
+    ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable, SchemaError
+    or StateLost; then the caller closes the source. After a SchemaError of ``settle`` or ``flush`` it may instead drop
+    and hold the lane, and settle in smaller parts.
     """
 
     store: TakeoverStore
@@ -347,7 +349,7 @@ class Source(Protocol):
 class Publisher(Protocol):
     """Publishes the events of a worker's lanes.
 
-    Contract: ``publish`` sends each lane's claims in order and waits until Kafka has acknowledged or failed each. If an
+    Contract: ``publish`` sends each lane's events in order and waits until Kafka has acknowledged or failed each. If an
     event is refused or fails, no later event of the same key is published; a refused one delays no other key.
     (At-most-once, where nothing is read again, the key goes on after a refused one.)
     """

@@ -86,7 +86,12 @@ _ABORT_SECONDS: Final = 2.0
 
 
 class _TransactionalProducer(BatchProducer):
-    """A producer with its transactional id that checks whether its commits were clean."""
+    """A producer with its transactional id, and what its publisher knows of it.
+
+    ends         how many EndTxns were sent to commit.
+    initialized  init_transactions has succeeded.
+    suspicious   a commit was not clean: see above.
+    """
 
     ends = 0
     initialized = False

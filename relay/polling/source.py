@@ -175,6 +175,7 @@ class PollingSource(Source):
                 held = self.settlement.lanes[lane]
                 if lane in failed:
                     held.pending = held.pending.then(published)
+                # A lane alone may have failed: the loop then settles again what is pending here.
                 elif not held.pending.covers(published):
                     held.pending = published
             if receipt.count:

@@ -146,7 +146,7 @@ class StreamSession:
         self._moved_at = time.monotonic()
 
     def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
-        if timeline != (self._timeline or timeline):
+        if self._timeline not in {None, timeline}:
             # After a failover a connection can still be open to the old server, whose data may be lost.
             self.error = Unavailable(f"the stream is one of timeline {self._timeline}, Postgres is on {timeline} now")
             self._stopping.set()
@@ -223,9 +223,10 @@ class StreamSession:
             self._start(slot, replication)
             self.running.set()
             self._stream(slot, replication)
-            self.error = Unavailable("the stream is closed")
+            # ``join`` may have closed it, with a reason.
+            self.error = self.error or Unavailable("the stream is closed")
         except Exception as error:  # noqa: BLE001  the lanes raise it, each in its own thread
-            self.error = error
+            self.error = self.error or error
         finally:
             self.running.clear()
             if replication is not None:
@@ -339,6 +340,7 @@ class StreamSession:
         if end is not None:
             # Of the ends that were read at once, the last is enough. It includes the events of the transaction behind
             # it, so it may be confirmed a little later than possible.
+            # All channels exist when the thread starts, so their order is fixed.
             counts = tuple(channel.put_count for channel in self._channels.values())
             if len(self._ends) >= _ENDS:
                 # One lane is far behind the others. Confirming only later ends loses nothing.

@@ -149,12 +149,12 @@ class StreamSource(Source):
         if not lanes:
             stop.wait(seconds)
             return False
-        # Events of paused lanes are dropped in the next turn.
         session = self._stream.session
         # Only a read shows what the table has.
         reads_table = any(not self._lanes[lane].streaming for lane in lanes)
         if reads_table:
             seconds = self._lanes.delays.before_read(seconds)
+        # Events of paused lanes are dropped in the next turn.
         arrived = session is None or session.wait([*lanes, *self._paused], seconds)
         return arrived or reads_table or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
 

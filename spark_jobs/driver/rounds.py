@@ -1,7 +1,8 @@
 """Apply the ranges of one round to the sink, and make dead letters of the messages that can't be applied.
 
-An attempt is one Spark action. It applies a range, or names the messages that can't be applied. The driver reads these
-again in full, and the next attempt at their ranges stores them in the transaction that moves the offsets.
+An attempt is one Spark action, or if there are few messages the tasks' work done in the driver. For each range, it
+applies it or names the messages that can't be applied. The driver reads these again in full, and the next attempt at
+their ranges stores them in the transaction that moves the offsets.
 
 What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 

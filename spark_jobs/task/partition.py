@@ -1,4 +1,7 @@
-"""Apply one Kafka partition in one Postgres transaction: fence, copy, dedup, move, apply, commit.
+"""Apply ranges of Kafka partitions in transactions of the sink: fence, copy, dedup, move, apply, commit.
+
+A range has a transaction, except in ``run_together`` and ``step_over``, which the driver calls: these have one for
+several. At-most-once a range has two, see postgres/at_most_once.py.
 
 Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
 must not do, they are committed with it.
@@ -173,7 +176,7 @@ class RangeStopped(Exception):
 
 @functools.cache
 def _keep_what_is_loaded(_pid: int) -> None:
-    """Keep modules out of garbage collections, once in a process.
+    """Keep modules out of garbage collections, once in a process: a forked worker inherits its parent's cache.
 
     Spark's worker collects after each task, and would look through everything that is imported each time: 80 ms of
     processor time, where the task of a small round takes 10.

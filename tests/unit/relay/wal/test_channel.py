@@ -214,3 +214,15 @@ def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatc
     channel = session._channels[0]
     channel.done(positions(channel.take(2)))
     assert session._has_room()
+
+
+def test_a_lane_of_another_timeline_ends_the_session_with_that_reason(monkeypatch):
+    session = session_of(1)
+    with pytest.raises(Unavailable, match="of timeline 1, Postgres is on 2"):
+        session.join(0, 0, 2)
+    # What its thread does then: the other lanes see why it was closed.
+    for step in ("_connect", "_replicate", "_start", "_stream"):
+        monkeypatch.setattr(session, step, lambda *_: None)
+    monkeypatch.setattr(stream, "Slot", lambda *_: None)
+    session._run()
+    assert "of timeline 1" in str(session.error)
