@@ -349,9 +349,11 @@ def drop_database(server_url: str, name: str) -> None:
     """Drop a database of the server of ``server_url`` if it exists, ending its connections and its slots."""
     statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
     with psycopg.connect(server_url, autocommit=True) as connection:
-        # FORCE does not drop the slots, and Postgres refuses to drop a database that has one.
-        connection.execute(
+        # FORCE does not drop the slots, and Postgres refuses to drop a database that has one. Its reader may have ended
+        # a moment ago.
+        for slots in (
+            "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE database = %s AND active",
             "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
-            (name,),
-        )
+        ):
+            connection.execute(slots, (name,))
         connection.execute(statement)

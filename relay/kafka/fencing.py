@@ -70,9 +70,10 @@ class Fencing:
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
     """Call init_transactions; give up after ``busy_seconds`` if only the id's last transaction delays it."""
-    # A client that is not connected yet looks for the coordinator again only half a second later.
+    # A client that is not connected yet looks for the coordinator again only half a second later. This request connects
+    # it. It names one topic: of all topics the answer is long, and would be taken for the partitions that there are.
     with suppress(KafkaException):
-        producer.list_topics(timeout=_CONNECT_SECONDS)
+        producer.list_topics("__transaction_state", timeout=_CONNECT_SECONDS)
     try:
         producer.init_transactions(busy_seconds)
     except KafkaException as error:

@@ -58,6 +58,12 @@ def test_databases_are_created_cloned_and_dropped_under_any_name(server: Postgre
     with psycopg.connect(clone):
         server.drop_database("clone")  # in spite of a connection
     server.drop_database("clone")  # and when it is not there
+    reader = psycopg.pq.PGconn.connect(f"{server.create_database('read')}?replication=database".encode())
+    reader.exec_(b"CREATE_REPLICATION_SLOT read_slot LOGICAL pgoutput")
+    reader.exec_(b"START_REPLICATION SLOT read_slot LOGICAL 0/0 (proto_version '1', publication_names 'none')")
+    assert value(server.url(), "SELECT active FROM pg_replication_slots") is True
+    server.drop_database("read")  # in spite of a slot that is read
+    reader.finish()
     with pytest.raises(psycopg.OperationalError, match="does not exist"):
         psycopg.connect(clone)
     assert value(url, "SELECT current_database()") == name

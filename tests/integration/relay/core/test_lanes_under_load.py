@@ -16,6 +16,8 @@ from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
 
+SETTLED = "SELECT count(*) = 0 FROM outbox.events WHERE id <= %s"
+
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_relay, delivery):
@@ -26,6 +28,8 @@ def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_re
         for lanes in (7, 2, 5):
             relays = [outbox_relay(**settings) for _ in range(2)]
             load.more(300)
+            [(last,)] = look_up(url, "SELECT max(id) FROM outbox.events")
+            wait_until(lambda last=last: look_up(url, SETTLED, last) == [(True,)], 60, "relays that publish")
             for relay in relays:
                 ends(relay)
             load.more(200)
