@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
 HELM := $(VENV)-helm/bin/helm
 # Two begin with Spark; acceptance tests, which the others begin with, wait for much of their time.
-TEST_PROCESSES ?= 6
+TEST_PROCESSES ?= 5
 PYTEST := -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 FAST := -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/unit tests/integration/spark_jobs/test_sink_contract.py
 # The other pysparks that are supported. Each has a lock of one line; what else it needs is in the common one.

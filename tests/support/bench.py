@@ -266,7 +266,10 @@ class Bench:
 # A thread of Spark's that gets the values of accumulators may print what ended it, before the driver has noticed that
 # the JVM is gone; to its last line, or to the end of the process.
 _OF_SPARK = re.compile(
-    r"-{40}\nException occurred during processing of request .*?\n(?=outbox: |-{40}\n|\Z)", re.DOTALL
+    r"-{40}\nException occurred during processing of request .*?\n(?=outbox: |-{40}\n|\Z)"
+    # py4j's, by the root logger: a command was under way when the JVM ended.
+    r"|ERROR:root:Exception while sending command\.\nTraceback .*?Py4JNetworkError: [^\n]*\n",
+    re.DOTALL,
 )
 
 
