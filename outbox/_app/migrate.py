@@ -9,11 +9,12 @@ then every writer has committed.
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 import sqlalchemy as sa
@@ -26,6 +27,7 @@ from alembic.util import CommandError
 from psycopg import sql as quoting
 
 import outbox
+from outbox._clients.backoff import doubled, jittered
 from outbox._clients.credentials import password_for
 from outbox._clients.errors import first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
@@ -38,6 +40,13 @@ _LOCK: Final = 0x6F7574626F780001
 
 _LOCK_TIMEOUT: Final = "5s"
 """For every other lock: a transaction that waits for a table blocks all that come after it."""
+
+_TRIES: Final = 6
+"""Of a change that meets such a transaction, with growing pauses between them."""
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 10.0
+
+Result = TypeVar("Result")
 
 _MAX_NAME: Final = 63
 """Bytes of an identifier. Postgres cuts off the rest, so two longer names could become the same."""
@@ -286,6 +295,21 @@ def grant(url: str, statements: Sequence[str]) -> None:
     with _transaction(url) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement.replace("%", "%%"))
+
+
+def repeated(note: Callable[[str], None], change: Callable[[], Result]) -> Result:
+    """Make a change of tables, and again while others' transactions keep these locked.
+
+    A try waits for a lock for a few seconds only, as everyone who comes after it waits too. ``note`` is given why it
+    is made again. Raises TablesInUse after the last try, and what ``change`` raises.
+    """
+    for earlier in range(_TRIES - 1):
+        try:
+            return change()
+        except TablesInUse as error:
+            note(f"{error} (try {earlier + 1} of {_TRIES})")
+            time.sleep(jittered(doubled(earlier, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)))
+    return change()
 
 
 def check_name(schema: str) -> None:

@@ -6,9 +6,10 @@ that is there already, because `outbox db upgrade` has run or another pod was fa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 import sqlalchemy as sa
@@ -21,6 +22,8 @@ from django.db.migrations.state import ModelState
 from outbox._app import migrate
 from outbox.django.conf import options
 from outbox.tables import DEFAULT_LANES
+
+_LOG: Final = logging.getLogger("outbox.django")
 
 
 class Revision(Operation):
@@ -47,7 +50,7 @@ class Revision(Operation):
             schema_editor.execute(script, params=None)
             return
         with _own(alias) as connect:
-            migrate.upgrade(connect, given.schema, given.lanes, self.revision)
+            migrate.repeated(_LOG.warning, lambda: migrate.upgrade(connect, given.schema, given.lanes, self.revision))
 
     def database_backwards(self, app_label: str, schema_editor: Any, from_state: Any, to_state: Any) -> None:
         given, alias = options(), schema_editor.connection.alias
@@ -57,7 +60,7 @@ class Revision(Operation):
             schema_editor.execute(f"-- outbox db downgrade {self._before()}", params=None)
             return
         with _own(alias) as connect:
-            migrate.downgrade(connect, given.schema, self._before())
+            migrate.repeated(_LOG.warning, lambda: migrate.downgrade(connect, given.schema, self._before()))
 
     def describe(self) -> str:
         return f"Upgrade the outbox's tables to {self.revision}"
@@ -77,6 +80,7 @@ def _own(alias: str) -> Iterator[Callable[[], psycopg.Connection[Any]]]:
     own.settings_dict["OPTIONS"].pop("pool", None)  # a later user of the connection would inherit them
 
     def connect() -> psycopg.Connection[Any]:
+        own.close()  # each try has a new one
         own.ensure_connection()
         return own.connection  # type: ignore[no-any-return]
 

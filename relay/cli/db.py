@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
-from outbox._clients.backoff import doubled, jittered
-from outbox.errors import ConfigurationError, TablesInUse
+from outbox.errors import ConfigurationError
 from relay.config import Settings, SourceKind, load
 from relay.operations.limited_writers import limits
 from relay.operations.roles import USUAL, RoleKind, grants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from relay.tasks.archive import PrunePlan
-
-Result = TypeVar("Result")
-
-_TRIES: Final = 6
-_FIRST_PAUSE_SECONDS: Final = 1.0
-_LONGEST_PAUSE_SECONDS: Final = 10.0
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -47,10 +39,10 @@ def upgrade(
     url, name = _target(database_url, schema, consumer)
     if consumer:
         _refuse_lanes(lanes)
-        done = _repeated(lambda: db.upgrade_consumer(url, name))
+        done = db.repeated(_say_why, lambda: db.upgrade_consumer(url, name))
     else:
         count = None if lanes is None else _number(lanes)
-        done = _repeated(lambda: db.upgrade(url, name, count))
+        done = db.repeated(_say_why, lambda: db.upgrade(url, name, count))
     typer.echo(f"schema {name}: {done}")
 
 
@@ -67,7 +59,7 @@ def downgrade(
 
     url, name = _target(database_url, schema, consumer)
     history = db.CONSUMER if consumer else db.OUTBOX
-    _repeated(lambda: db.downgrade(url, name, revision, history=history, drop_rows=drop_rows))
+    db.repeated(_say_why, lambda: db.downgrade(url, name, revision, history=history, drop_rows=drop_rows))
     typer.echo(f"schema {name} is at {revision}")
 
 
@@ -139,7 +131,7 @@ def lanes(
     wanted = _number(number)
     if db.has_markers(url, name):
         _require_consistent(database_url, schema)
-    _repeated(lambda: db.change_lanes(url, wanted, name))
+    db.repeated(_say_why, lambda: db.change_lanes(url, wanted, name))
     typer.echo(f"schema {name} has {wanted} lanes")
 
 
@@ -293,7 +285,7 @@ def roles(
         typer.echo(f"{statement};")
     if apply:
         for part in (*([one] for one in limited), statements):
-            _repeated(partial(db.grant, settings.require_database(), part))
+            db.repeated(_say_why, partial(db.grant, settings.require_database(), part))
         typer.echo("-- granted")
 
 
@@ -356,18 +348,8 @@ def _role(item: str) -> tuple[RoleKind, str]:
     return RoleKind(kind), name
 
 
-def _repeated(change: Callable[[], Result]) -> Result:
-    """Make a change of tables, and again while others' transactions keep these locked.
-
-    A try waits for a lock for a few seconds only, as everyone who comes after it waits too.
-    """
-    for earlier in range(_TRIES - 1):
-        try:
-            return change()
-        except TablesInUse as error:
-            say(f"outbox: {error} (try {earlier + 1} of {_TRIES})", err=True)
-            time.sleep(jittered(doubled(earlier, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS)))
-    return change()
+def _say_why(text: str) -> None:
+    say(f"outbox: {text}", err=True)
 
 
 def _limits(items: Sequence[str]) -> dict[str, list[str]]:

@@ -74,7 +74,7 @@ class Sampler:
         self._samples: deque[Sample] = deque()
         self._latest: Overview | None = None
         self._taken_at: dt.datetime | None = None
-        # The readings that have begun, that have ended, and that somebody waits for.
+        # The readings that have begun, that have ended, and the one that is waited for.
         self._begun = self._ended = self._wanted = 0
         self._interest_until = 0.0
         self._thread: threading.Thread | None = None

@@ -72,7 +72,7 @@ def groups(outbox_postgres, outbox_kafka, tmp_path, request):
         process.end()
 
 
-# Where each member dies in its third batch, or behind it, and its first message that nobody gets.
+# Where each member dies in its third batch, or behind it, and its first message that is lost.
 KILLS = [
     # Before the first COMMIT, and behind it.
     ("given-up", 3, None),

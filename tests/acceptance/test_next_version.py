@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from wal_support import to_wal
 
 from outbox._app import migrate as db
-from relay.cli import db as commands
 from relay.cli.app import app
 
 # A next revision as ours are to be: it only adds, what is added has a default, and a constraint is validated apart.
@@ -58,7 +57,7 @@ def test_relays_of_this_version_go_on_with_the_next_tables(
     outbox_postgres, outbox_kafka, outbox_relay, wal, order, next_version, monkeypatch, source, delivery
 ):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "300ms")
-    monkeypatch.setattr(commands, "_FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(db, "_FIRST_PAUSE_SECONDS", 0.1)
     url, (kind, topic) = outbox_postgres.url, order
     settings = {"delivery": delivery, "relay__archive_days": 1}
     if source == "wal":
@@ -89,7 +88,7 @@ def test_relays_of_this_version_go_on_with_the_next_tables(
 
 def test_tables_that_stay_locked_are_an_error_after_the_last_try(outbox_postgres, next_version, monkeypatch):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "10ms")
-    monkeypatch.setattr(commands, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(db, "_FIRST_PAUSE_SECONDS", 0.01)
     url = outbox_postgres.url
     with psycopg.connect(url) as report:
         report.execute("SELECT count(*) FROM outbox.events").fetchall()

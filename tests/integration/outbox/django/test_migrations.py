@@ -50,6 +50,11 @@ def test_from_zero_twice_and_back_beside_our_own_command(empty):
     project.call("migrating.from_zero_and_back", project.urls["default"])
 
 
+def test_a_table_that_is_locked_is_waited_for_as_by_our_own_command(empty):
+    project = Project(default=empty())
+    project.call("migrating.back_beside_a_report", project.urls["default"])
+
+
 def test_sqlmigrate_prints_what_db_sql_prints(empty):
     Project(default=empty()).call("migrating.as_sql")
 

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._app import schema_drift
-from relay.cli import db as commands
 from relay.cli.app import app
 from relay.polling.queries import Queries
 
@@ -160,7 +159,7 @@ def test_the_check_names_a_relay_that_is_hit(roles):
 
 def test_given_again_it_waits_for_no_lock_unless_the_types_differ(roles, monkeypatch):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "50ms")
-    monkeypatch.setattr(commands, "_TRIES", 1)
+    monkeypatch.setattr(db, "_TRIES", 1)
     roles.limit("Order", "it's")
     with roles.connect("other") as writer:
         Outbox().add(writer, Event("Invoice", "1", "T"))

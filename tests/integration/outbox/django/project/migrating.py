@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import psycopg
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 
@@ -67,6 +69,25 @@ def from_zero_and_back(url: str) -> None:
         assert value("SHOW search_path") == '"$user", public'
     assert applied()
     assert schema_drift.check(url) == []
+
+
+def back_beside_a_report(url: str) -> None:
+    """The tables are locked until the first try to drop them has failed."""
+    migrate._LOCK_TIMEOUT, migrate._FIRST_PAUSE_SECONDS = "50ms", 0.01
+    command("migrate", "outbox")
+    with psycopg.connect(url) as report:
+        report.execute("SELECT count(*) FROM outbox.events")
+        said: list[str] = []
+
+        class Ending(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+                report.rollback()
+
+        logging.getLogger("outbox.django").addHandler(Ending())
+        command("migrate", "outbox", "zero")
+    assert [text.rpartition("(")[2] for text in said] == ["try 1 of 6)"]
+    assert value("SELECT to_regclass('outbox.events') IS NULL")
 
 
 def as_sql() -> None:
