@@ -42,7 +42,7 @@ from outbox.consumer.model import ClaimedOffset, Loss, Partition
 from outbox.consumer.statements import cursor, execute, statement
 
 # Waits for claims by others, and keeps them in one order.
-_RAISE: Final = """
+_NEXT_GENERATION: Final = """
 INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
                                 strategy = excluded.strategy, atomic = excluded.atomic
@@ -164,7 +164,7 @@ class GroupStore:
         starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
                 partition that was added to a known topic begins at 0.
         """
-        generation = self._raise(connection, strategy, None)
+        generation = self._next_generation(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})
         known = {topic for (topic,) in self._run(connection, _KNOWN, topics=topics)}
         # All partitions of a new topic at once: another member would take the rest for added ones.
@@ -181,7 +181,7 @@ class GroupStore:
 
     def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
         """Claim all partitions that the group has, and return the claim's generation."""
-        generation = self._raise(connection, strategy, atomic)
+        generation = self._next_generation(connection, strategy, atomic)
         self._run(connection, CLAIM_ALL, generation=generation)
         self.lose(connection, generation)
         return generation
@@ -367,8 +367,8 @@ class GroupStore:
             now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
             raise Fenced(f"group {self.name} was taken over from generation {generation}: {now}. {advice}")
 
-    def _raise(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
-        row = self._run(connection, _RAISE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
+    def _next_generation(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
+        row = self._run(connection, _NEXT_GENERATION, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
         assert row is not None
         return int(row[0])
 

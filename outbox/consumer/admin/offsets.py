@@ -69,7 +69,7 @@ SELECT * FROM (
 
 _PLACE: Final = frozenset({"grp", "place", "of_topic", "of_group"})
 _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
-_RAISE: Final = """
+_NEXT_GENERATION: Final = """
 UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
  WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
 _STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
@@ -363,7 +363,7 @@ class Offsets:
         """Fence running consumers, behind a task's commit. Returns the group's row, and how many losses it recorded."""
         if new:
             self._rows(_NEW, **values)
-        raised = self._rows(_RAISE, **values)
+        raised = self._rows(_NEXT_GENERATION, **values)
         if not raised:
             self._no_such_group(str(values["grp"]))
         self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
