@@ -22,8 +22,12 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from outbox.errors import ConfigurationError
 from relay.core.ports import Unavailable
+
+log = structlog.get_logger("relay")
 
 VARIABLE: Final = "OUTBOX_FAILPOINTS"
 
@@ -87,4 +91,6 @@ def _reach(name: str) -> None:
         case "delay":
             time.sleep(action.seconds)
         case _:
+            # The loop may log another error of the same turn instead.
+            log.warning("failpoint reached", failpoint=name)
             raise Unavailable(f"failpoint {name}")

@@ -124,7 +124,7 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
     with Load(url, kind) as load:
         relay = outbox_relay(env=failing(points), **exactly_once)
         for point in EXACTLY_ONCE[1:]:
-            relay.wait_for_log(f"failpoint {point}", 60)
+            relay.wait_for_log(f'"failpoint": "{point}"', 60)
         load.drain()
         assert relay.running
     assert check(url, outbox_kafka.consume(topic)) == 0

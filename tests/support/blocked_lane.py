@@ -50,6 +50,7 @@ class Blocked:
         self.kept = KeptMarks()
         self.admin = database.connect(autocommit=True)
         self.killed: list[OneLane] = []
+        self.sources = 0
         self.gate = threading.Event()
         self.gate.set()
         self.lane = self.new_source()
@@ -65,7 +66,8 @@ class Blocked:
 
     def new_source(self) -> OneLane:
         """A source that takes over what the one before has left."""
-        connect = Connector(self.database.url, "test")
+        self.sources += 1
+        connect = Connector(self.database.url, f"source {self.sources}")
         opened = 0
 
         def connected() -> PinnedConnection:
@@ -78,15 +80,22 @@ class Blocked:
 
         return OneLane(PollingSource(connected, "outbox", _not_due(), kept=self.kept), self.lease)
 
+    def close_source(self) -> None:
+        """Close it, and wait until Postgres has ended its sessions: they add what they have read to the statistics."""
+        self.lane.source.close()
+        sessions = f"SELECT count(*) FROM pg_stat_activity WHERE application_name = 'source {self.sources}'"
+        wait_until(lambda: self.number(sessions) == 0, what="the end of the source's sessions")
+
     def replace_source(self, lease: Lease | None = None) -> None:
         """As the loop does after a failure."""
-        self.lane.source.close()
+        self.close_source()
         self.lease = lease or self.lease
         self.lane = self.new_source()
 
     def taken_over(self) -> None:
         """As by a fresh process, after this one was killed."""
         self.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+        self.lane.source.connection.execute("SELECT pg_stat_force_next_flush()")
         self.killed.append(self.lane)
         self.lease = taken(table(self.database, "another"))
         self.kept = KeptMarks()

@@ -31,7 +31,7 @@ def test_a_new_source_reads_on_from_the_marks(blocked):
 
 
 def test_a_new_source_notices_what_was_freed_meanwhile(blocked):
-    blocked.lane.source.close()
+    blocked.close_source()
     blocked.discard()
     blocked.lane = blocked.new_source()
     assert [claim.position for claim in blocked.lane.fetch(3)] == [blocked.first + 1 + number for number in range(3)]
@@ -67,7 +67,7 @@ def topics_left_out(blocked: Blocked) -> None:
 
 @pytest.mark.parametrize("change", [another_server, another_timeline, lost_wal, topics_left_out])
 def test_marks_are_not_kept_where_they_may_not_hold(blocked, change):
-    blocked.lane.source.close()
+    blocked.close_source()
     change(blocked)
     blocked.lane = blocked.new_source()
     assert blocked.rows_read(lambda: blocked.lane.fetch(10)) >= WAITING
@@ -78,7 +78,7 @@ def test_leaving_out_more_keeps_the_marks_and_leaving_out_less_does_not(blocked)
     for kinds in (less, more):
         blocked.lane.source.leave_out(kinds)
         assert blocked.rows_read(lambda: blocked.lane.fetch(10)) < 100
-    blocked.lane.source.close()
+    blocked.close_source()
     blocked.lane = blocked.new_source()
     # As the loop does: the publisher says it before anything is read.
     blocked.lane.source.leave_out(more)
