@@ -18,7 +18,7 @@ from takeover_support import LANES, Worker, place
 from outbox import Event, Outbox
 from relay.config import producer_options
 from relay.core.marker import StateLost
-from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Receipt, Sent
+from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Sent
 from relay.kafka.fencing import fence
 from relay.kafka.takeover import own_ids
 from relay.kafka.transactional import TransactionalPublisher
