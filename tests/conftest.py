@@ -44,6 +44,13 @@ BROKERS = {
     "mortal": {
         f"acceptance/test_{name}.py"
         for name in ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
+    }
+    | {
+        "integration/outbox/consumer/test_regrown_log.py",
+        "integration/outbox/consumer/test_unknown_offsets.py",
+        "integration/relay/kafka/test_publisher.py",
+        "integration/relay/settle/test_late_commits.py",
+        "integration/spark_jobs/task/test_reader_failures.py",
     },
     "unverified": {
         "acceptance/runbooks/test_kafka.py",

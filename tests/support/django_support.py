@@ -16,6 +16,21 @@ from outbox.sandbox._process import patience
 ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = ROOT / "tests" / "integration" / "outbox" / "django" / "project"
 
+EACH: Final = """
+import contextlib, io, json, sys
+from django.core.management import ManagementUtility
+found = []
+for words in json.loads(sys.argv[1]):
+    text, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            ManagementUtility(["manage.py", *words]).execute()
+        except SystemExit as ended:
+            status = ended.code or 0
+    found.append((status, text.getvalue()))
+print(json.dumps(found))
+"""
+
 
 class Project:
     """The project with these databases, by alias: the first is the default."""
@@ -53,6 +68,11 @@ class Project:
     def manage(self, *words: str, status: int = 0) -> str:
         """Run a command of manage.py."""
         return self.python("-m", "django", *words, status=status)
+
+    def manage_each(self, *commands: str) -> list[tuple[int, str]]:
+        """Run commands of manage.py one after the other in one process; return the status and the output of each."""
+        lines: list[list[Any]] = json.loads(self.python("-c", EACH, json.dumps([words.split() for words in commands])))
+        return [(status, text) for status, text in lines]
 
     def call(self, function: str, *values: str) -> str:
         """Call a function of one of the project's modules with texts."""

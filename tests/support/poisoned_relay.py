@@ -97,15 +97,15 @@ class _Counted(confluent_kafka.Producer):
 
 
 class Outboxed:
-    """An outbox with 256 lanes, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
+    """An outbox with 256 lanes or fewer, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
 
-    def __init__(self, url: str, kafka: Any) -> None:
+    def __init__(self, url: str, kafka: Any, lanes: int = LANES) -> None:
         self.url = url
         self.kafka = kafka
         self.fine, self.strict = kafka.name("Fine"), kafka.name("Strict")
         self.fine_topic = kafka.create_topic(f"{self.fine.lower()}-events", 3)
         self.strict_topic = kafka.create_topic(f"{self.strict.lower()}-events", 3, {"max.message.bytes": str(LIMIT)})
-        db.change_lanes(url, LANES)
+        db.change_lanes(url, lanes)
 
     def settings(self, delivery: str, *, source: str = "polling", on_failure: str = "skip", **more: Any) -> Any:
         name = self.kafka.name("outbox")

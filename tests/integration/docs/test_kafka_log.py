@@ -26,10 +26,10 @@ STATUS = re.compile(r'"producerId":(\d+),"producerEpoch":(\d+),.*"transactionSta
 
 
 def dump(kafka: KafkaCluster, partition: str, *options: str) -> str:
-    """Return what ``kafka-dump-log.sh`` says about a partition, whose broker runs."""
-    (file,) = kafka.data_dir.glob(f"broker-*/data/{partition}/*.log")
+    """Return what ``kafka-dump-log.sh`` says about a partition, or all that a pattern names. Their broker runs."""
+    files = ",".join(map(str, sorted(kafka.data_dir.glob(f"broker-*/data/{partition}/*.log"))))
     java, class_path = kafka._runtime()
-    command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", *options, "--files", file]
+    command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", *options, "--files", files]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout
 
@@ -48,13 +48,12 @@ def shown(text: str) -> list[str]:
 def statuses(kafka: KafkaCluster) -> dict[str, list[str]]:
     """Return the states that the coordinator wrote, by producer id, as the page shows them."""
     found: dict[str, list[str]] = {}
-    for folder in sorted(kafka.data_dir.glob("broker-*/data/__transaction_state-*")):
-        for producer_id, epoch, status in STATUS.findall(dump(kafka, folder.name, "--transaction-log-decoder")):
-            line = f"producerId: {producer_id} producerEpoch: {epoch} transactionStatus: {status}"
-            lines = found.setdefault(producer_id, [])
-            # Partitions are added to a transaction together or one after the other.
-            if line not in lines[-1:]:
-                lines.append(line)
+    for producer_id, epoch, status in STATUS.findall(dump(kafka, "__transaction_state-*", "--transaction-log-decoder")):
+        line = f"producerId: {producer_id} producerEpoch: {epoch} transactionStatus: {status}"
+        lines = found.setdefault(producer_id, [])
+        # Partitions are added to a transaction together or one after the other.
+        if line not in lines[-1:]:
+            lines.append(line)
     return found
 
 

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks.consuming import partitions, stage
+from benchmarks.consuming import stage
 from benchmarks.harness import report
-from benchmarks.harness.choice import choose
-from benchmarks.harness.costs import COSTS, Counters
-from benchmarks.harness.measure import Cpu
 from benchmarks.harness.results import Results, Run, at_least, at_most
 from benchmarks.harness.scenarios.base import Sizes
 from benchmarks.harness.scenarios.drains import DrainUsual
@@ -66,63 +61,6 @@ def test_the_rate_leaves_out_what_came_with_the_first_batch():
         _ = Appended(counted, 1_000, 1_000, with_first=4).rate
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a benchmark with arguments that it answers at once. Gives its exit status, and what it printed."""
-
-    def run(script: str, *arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        main = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / script))["main"]
-        try:
-            status = main()
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, "".join(capsys.readouterr())
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("script", "names"),
-    [
-        (
-            "relay.py",
-            ["latency: Latency at 600", "    ours, wal, exactly-once\n", "    bare loop, idempotent\n"],
-        ),
-        ("consume.py", ["throughput\n", "    debezium, upsert: ", "partitions\n", "    plain: "]),
-    ],
-)
-def test_the_list_has_the_names_of_the_ways(command, script, names):
-    status, shown = command(script, "--list")
-    assert (status, [name for name in names if name not in shown]) == (0, []), shown
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["relay.py", "--ways", "ours", "debezim"], "no way is called 'debezim'; --list prints"),
-        (["relay.py", "--only", "writer", "--ways", "ours"], "no way is called 'ours'"),
-        (["relay.py", "--set", "relay__batch_size"], "must be NAME=VALUE"),
-        (["consume.py", "--ways", "dedup", "debezim"], "no way is called 'debezim'; --list prints"),
-        (["consume.py", "--ways", "plain"], "no way is called 'plain'"),
-    ],
-)
-def test_what_would_measure_nothing_is_refused_before_servers_start(command, arguments, shown):
-    status, text = command(*arguments)
-    assert (status, shown in text) == (2, True), text
-
-
-def test_a_whole_name_chooses_one_way_and_a_part_all_that_contain_it():
-    named = [SimpleNamespace(name=name) for name in ("append", "append, tuned", "loop")]
-    for texts, names in (
-        (["append"], ["append"]),
-        (["appen"], ["append", "append, tuned"]),
-        (["tuned", "loop"], ["append, tuned", "loop"]),
-        ([], ["append", "append, tuned", "loop"]),
-    ):
-        assert [way.name for way in choose(named, texts)] == names
-
-
 def run(way: str, number: int, rate: float, error: str | None = None) -> Run:
     return Run("drain", way, number, {} if error else {"rate": rate}, error=error)
 
@@ -138,11 +76,6 @@ def test_the_best_is_chosen_in_each_round():
     results = Results(runs)
     assert results.best_debezium("rate") == {1: "Debezium b", 2: "Debezium a"}
     assert results.best_debezium("rate", least=True) == {1: "Debezium a", 2: "Debezium a"}
-
-
-def test_a_failed_round_has_no_ratio():
-    results = Results([run("ours", 1, 10), run("bare", 1, 0, "lost"), run("ours", 2, 10), run("bare", 2, 20)])
-    assert results.ratio("ours", "bare", "rate") == [0.5]
 
 
 def test_targets_go_by_the_median():
@@ -168,24 +101,6 @@ def test_the_report():
     assert "3 of 4 events are missing <b>" in text
     for shown in ("ours, polling, at-least-once", "(1,000–2,000)", "NOT reached"):
         assert shown in text
-
-
-def test_costs_are_those_of_an_event():
-    before = Counters(Cpu(1.0, 2.0, 3.0, 10.0), 1_000, 500, 70)
-    after = Counters(Cpu(1.5, 2.25, 4.0, 99.0), 5_000, 2_500, 1_070)
-    each = after.each_since(before, 1_000)
-    assert each == {"relay": 500, "postgres": 250, "broker": 1_000, "to_broker": 4, "on_its_disk": 2, "wal": 1}
-    assert list(each) == [metric.name for metric in COSTS]
-
-
-def test_memory_grows_from_the_second_quarter_to_the_last():
-    def spread(*medians: float) -> list[tuple[float, float, float]]:
-        return [(0, median, 0) for median in medians]
-
-    assert partitions.grown(spread(50, 100, 120, 150)) == 0.5
-    # Rounds that the driver applies itself start no workers.
-    assert partitions.grown(spread(0, 0, 0, 0)) == 0
-    assert partitions.grown(spread(0, 0, 80, 90)) == 0
 
 
 @pytest.mark.parametrize("events", [1, 4_999, 5_000, 12_345, 30_000])

@@ -47,14 +47,6 @@ def test_the_same_seed_gives_the_same_course(configuration):
     assert list(islice(transactions(0, configuration, 0), 9)) != list(islice(transactions(0, configuration, 1), 9))
 
 
-def test_a_course_shows_its_whole_plan():
-    course = course_of(3, CONFIGURATIONS[0])
-    shown = str(course)
-    assert shown.count("\n") >= len(course.faults)
-    assert f"{course.lanes} lanes" in shown
-    assert "promote" in shown
-
-
 def courses(configuration: Configuration) -> list[Course]:
     return [course_of(seed, configuration) for seed in range(1, 6)]
 
@@ -117,13 +109,6 @@ def test_keys_are_freed_after_a_calm_in_which_nothing_was_struck_and_none_was_fr
         moved += [act.at for act in course.acts if act.name in {"switch", "delivery", "pause", "drain", "retry"}]
         calm = [at for at in frees if not any(at - 12 < other < at for other in moved)]
         assert any(not any(at - BLOCKED_SECONDS < other < at for other in frees) for at in calm)
-
-
-def test_without_operators_nobody_acts_and_no_key_is_held():
-    configuration = Configuration(operators=False)
-    assert course_of(1, configuration).acts == ()
-    writes = [write for each in islice(transactions(1, configuration, 0), 300) for write in each.writes]
-    assert not any(write.key.startswith("h") and write.kind == STRICT for write in writes)
 
 
 def test_the_load_has_what_the_relay_must_bear():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,54 +18,52 @@ from outbox.testing.fixtures import Topics
 
 
 class Broker:
-    """A broker that loses its disk, and comes back with an older copy of a topic, as after an unclean election."""
+    """A broker that loses its disk, and comes back with an older copy of topics, as after an unclean election."""
 
     def __init__(self, server: KafkaCluster, folder: Path) -> None:
         self.server, self._copy = server, folder
 
-    def logs(self, topic: str) -> list[Path]:
-        return list(self.server.logs[0].parent.rglob(f"{topic}-[0-9]"))
+    def logs(self, topics: Sequence[str]) -> list[Path]:
+        return [log for topic in topics for log in self.server.logs[0].parent.rglob(f"{topic}-[0-9]")]
 
-    def copy(self, topic: str) -> None:
+    def copy(self, *topics: str) -> None:
         self.server.stop()
-        for log in self.logs(topic):
+        for log in self.logs(topics):
             shutil.copytree(log, self._copy / log.name)
         self.server.start()
 
-    def lose(self, topic: str) -> None:
+    def lose(self, *topics: str) -> None:
         self.server.stop()
-        for log in self.logs(topic):
+        for log in self.logs(topics):
             shutil.rmtree(log)
             shutil.copytree(self._copy / log.name, log)
         self.server.start()
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[KafkaCluster]:
-    """A broker that is stopped: each test has a topic of its own."""
-    with KafkaCluster() as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def broker(server, tmp_path) -> Broker:
-    return Broker(server, tmp_path)
+def broker(mortal_network, tmp_path) -> Broker:
+    return Broker(mortal_network[0], tmp_path)
 
 
 def test_a_log_that_was_cut_and_grew_again_halts_the_group_as_a_loss(outbox_postgres, broker):
-    """Partition 0 is read again from the cut; of 1, what the log has now before the group's offset is not read."""
-    with Topics(broker.server.bootstrap_servers) as topics:
-        driver = Driver(outbox_postgres, topics, 3)
+    """A driver: partition 0 is read again from the cut; of 1, what the log has now before its offset is not read.
+
+    A member of an inbox: behind what it read are transactions' markers, so its position is beyond the last message.
+    """
+    with Topics(broker.server.bootstrap_servers) as topics, Topics(broker.server.bootstrap_servers) as others:
+        driver, log = Driver(outbox_postgres, topics, 3), Log(outbox_postgres, others)
         driver.send(0, 50)
         driver.send(1, 10)
         driver.send(2, 3)
         assert driver.step() == {0: (0, 50), 1: (0, 10), 2: (0, 3)}
-        broker.copy(driver.topic)
+        member_reads(log, 21)
+        broker.copy(driver.topic, log.topic)
         # Another epoch alone is no loss.
         driver.send(0, 50)
         driver.send(1, 20)
         assert driver.step() == {0: (50, 100), 1: (10, 30)}
-        broker.lose(driver.topic)
+        member_reads(log, 42)
+        broker.lose(driver.topic, log.topic)
         driver.send(0, 80)
         driver.send(1, 40)
         driver.send(2, 5)
@@ -90,25 +88,19 @@ def test_a_log_that_was_cut_and_grew_again_halts_the_group_as_a_loss(outbox_post
         assert driver.losses()[0] == (0, "cut", 50, 100, True)
         driver.runner = driver.start()
         assert driver.step() == {0: (50, 130), 1: (30, 50), 2: (3, 8)}
-
-
-def test_a_member_of_an_inbox_halts_too(outbox_postgres, broker):
-    """Behind what was read are transactions' markers: the position is beyond the last message."""
-    with Topics(broker.server.bootstrap_servers) as topics:
-        log = Log(outbox_postgres, topics)
-        for number in range(2):
-            log.produce(["k"] * 20, transactional=True)
-            with log.consuming() as running:
-                running.wait(lambda end=21 * (number + 1): log.positions() == {0: end}, "the position")
-            if number == 0:
-                broker.copy(log.topic)
-        broker.lose(log.topic)
         log.produce(["k"] * 60, transactional=True)
         with log.consuming() as running:
             error = running.error()
         assert isinstance(error, PositionLost)
         assert "read up to 42, " in str(error)
         assert "only the part before 21: it was cut" in str(error)
-        losses = "SELECT kind, first_offset, end_offset, accepted_at FROM consumer.losses"
-        assert log.run(losses) == [("cut", 21, 42, None)]
+        losses = "SELECT kind, first_offset, end_offset, accepted_at FROM consumer.losses WHERE topic = %s"
+        assert log.run(losses, log.topic) == [("cut", 21, 42, None)]
         assert log.positions() == {0: 42}
+
+
+def member_reads(log: Log, end: int) -> None:
+    """Write a transaction of 20 messages, and have a member read it and its marker."""
+    log.produce(["k"] * 20, transactional=True)
+    with log.consuming() as running:
+        running.wait(lambda: log.positions() == {0: end}, "the position")

@@ -6,17 +6,17 @@ without markers.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 
 import pytest
-from confluent_kafka import KafkaException, Producer
-from kafka_proxy import LIST_OFFSETS, KafkaProxy, ProxiedKafka, edit_response
+from confluent_kafka import KafkaError, KafkaException, Producer
+from kafka_proxy import LIST_OFFSETS, METADATA, KafkaProxy, edit_response
 
 from outbox.consumer import kafka_admin
-from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.kafka import offsets
 from relay.kafka.offsets import Offsets, Partition
@@ -24,18 +24,10 @@ from relay.kafka.offsets import Offsets, Partition
 MESSAGES = 40
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    """A broker that clients reach through a proxy only."""
-    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port) as cluster:
-        proxy.lead_to(cluster.proxied_port)
-        yield cluster, proxy
-
-
 @pytest.fixture
-def place(network) -> Iterator[tuple[str, KafkaProxy]]:
+def place(mortal_network) -> Iterator[tuple[str, KafkaProxy]]:
     """A topic of two partitions with messages, and the proxy."""
-    cluster, proxy = network
+    cluster, proxy = mortal_network
     with Topics(cluster.bootstrap_servers) as topics:
         topic = topics.create_topic(topics.name("t"), 2)
         producer = Producer({"bootstrap.servers": cluster.bootstrap_servers})
@@ -93,3 +85,59 @@ def test_a_relay_asks_again_and_overlooks_no_marker(place, unanswered, monkeypat
     unanswered(1_000)
     with pytest.raises(KafkaException, match=f"no answer for {topic}-"):
         getattr(asking, which)(both)
+
+
+LEADER_MOVES = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.REPLICA_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+)
+
+
+def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(mortal_network):
+    cluster, proxy = mortal_network
+    topics = Topics(cluster.bootstrap_servers)
+    topic = topics.create_topic(topics.name("moving"))
+    view = KafkaAdmin({"bootstrap.servers": proxy.address})
+    expected = view.look([topic])
+
+    def refuse(code: int) -> None:
+        """Answer the next question for offsets with an error of the one partition."""
+
+        def edit(answer: bytes) -> bytes:
+            # After the topic's name: how many partitions, the partition's number, its error code.
+            at = answer.index(topic.encode()) + len(topic) + 1 + 4
+            return answer[:at] + struct.pack(">h", code) + answer[at + 2 :]
+
+        proxy.on(LIST_OFFSETS, edit_response(edit))
+
+    def leaderless(answer: bytes) -> bytes:
+        # After the topic's name: its id, whether it is internal, how many partitions, error code, number, leader.
+        at = answer.index(topic.encode()) + len(topic) + 16 + 1 + 1
+        here = struct.pack(">hii", KafkaError.LEADER_NOT_AVAILABLE, 0, -1)
+        return answer[:at] + here + answer[at + len(here) :]
+
+    wrong = {}
+    for code in LEADER_MOVES:
+        refuse(code)
+        try:
+            wrong[code] = view.look([topic]) != expected
+        except ConsumerUnavailable as error:
+            wrong[code] = str(error)
+    assert wrong == dict.fromkeys(LEADER_MOVES, False)
+    # And none of the topic's partitions has a leader: then nobody can even be asked.
+    proxy.on(METADATA, edit_response(leaderless))
+    assert view.look([topic]) == expected
+    assert proxy.fired[-1].api_key == METADATA
+    refuse(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    seen = proxy.seen(LIST_OFFSETS)
+    with pytest.raises(NotAuthorized, match="authorization"):
+        view.look([topic])
+    # Both ends, once.
+    proxy.wait_seen(LIST_OFFSETS, seen + 2)
+    assert proxy.seen(LIST_OFFSETS) == seen + 2

@@ -75,31 +75,28 @@ def test_only_on_the_chosen_alias_in_its_schema_and_as_its_role(empty):
 
 def test_tables_that_are_not_where_migrate_is_recorded_are_named(empty):
     project = Project(default=empty(), events=empty())
+    check, quiet = "check --fail-level=WARNING --database=", [(0, False)]
 
-    def checked(alias: str, *, warns: bool) -> str:
-        status = 1 if warns else 0
-        said = project.manage("check", f"--database={alias}", "--fail-level=WARNING", status=status)
-        assert ("outbox.W001" in said) is warns
-        return said
+    def warned(*commands: str) -> list[tuple[int, bool]]:
+        return [(status, "outbox.W001" in text) for status, text in project.manage_each(*commands)]
 
-    checked("default", warns=False)
-    for alias in project.urls:
-        assert "outbox.W001" not in project.manage("migrate", f"--database={alias}")
-        checked(alias, warns=False)
+    each = [f"{command}{alias}" for alias in project.urls for command in ("migrate --database=", check)]
+    assert warned(f"{check}default", *each) == 5 * quiet
     project.outbox = {"DATABASE": "events"}
-    said = project.manage("migrate", "--database=events")
+    [(status, said)] = project.manage_each("migrate --database=events")
+    assert status == 0
     assert "Schema 'outbox' in the database 'events': there are no tables; but 0001_outbox is recorded" in said
     # As the hint says.
-    project.manage("migrate", "outbox", "zero", "--fake", "--database=events")
-    project.manage("migrate", "outbox", "--database=events")
-    checked("events", warns=False)
+    hinted = ("migrate outbox zero --fake --database=events", "migrate outbox --database=events")
+    assert warned(*hinted, f"{check}events")[-1:] == quiet
     project.outbox = {"SCHEMA": "other"}
-    assert "Schema 'other' in the database 'default'" in checked("default", warns=True)
+    [(status, said)] = project.manage_each(f"{check}default")
+    assert (status, "outbox.W001" in said, "Schema 'other' in the database 'default'" in said) == (1, True, True)
     migrate.upgrade(project.urls["default"], "other")
-    checked("default", warns=False)
+    assert warned(f"{check}default") == quiet
     with psycopg.connect(project.urls["default"]) as connection:
         connection.execute("DROP TABLE other.alembic_version")  # as if the project's own migrations had made them
-    checked("default", warns=False)
+    assert warned(f"{check}default") == quiet
 
 
 @pytest.mark.parametrize("alias", ["default", "events"])

@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
 from inbox_log import _quick, end, keys, log, settings
-from inbox_support import Log, apply
+from inbox_support import apply
 from prometheus_client import CollectorRegistry
 from support import wait_until
 from typer.testing import CliRunner
@@ -19,7 +19,7 @@ from uuid_utils.compat import uuid7
 from outbox import ConfigurationError, Event, Outbox
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.progress import progress
-from outbox.inbox import Consumer, Reject, once
+from outbox.inbox import Consumer, Reject
 from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
@@ -58,23 +58,6 @@ def test_kafkas_tools_see_the_position_and_it_decides_nothing(log):
     with log.consuming() as running:
         running.wait(lambda: log.count() >= 25, "the effects")
     log.check()
-
-
-def test_a_repeat_has_no_effect_wherever_it_is(outbox_postgres, outbox_kafka):
-    log = Log(outbox_postgres, outbox_kafka, 2)
-    ids = log.produce(keys(40, 1), partition=0)
-    written = {key: list(numbers) for key, numbers in log.written.items()}
-    log.produce(["other"] * 10, ids=ids[:10], partition=1)
-    log.produce(["other"] * 5, ids=ids[-5:], partition=0)
-    with log.consuming(batch=16) as running:
-        running.wait(lambda: sum(log.positions().values()) >= 55, "all positions")
-        # With the same name, ``once`` knows what the consumer has applied.
-        with outbox_postgres.connect() as connection:
-            assert not once(connection, {"ce_id": str(ids[3])}, consumer=log.group)
-    applied = log.applied()
-    # Which of the two partitions had an id first is a matter of chance.
-    assert sorted(applied["k0"] + applied["other"]) == sorted(written["k0"])
-    assert log.run("SELECT sum(applied), sum(duplicates) FROM consumer.offsets") == [(40, 15)]
 
 
 def test_without_ids_only_the_positions_count(log):

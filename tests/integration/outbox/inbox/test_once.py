@@ -10,12 +10,11 @@ import json
 import threading
 import uuid
 
-import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
 from rows_and_roles import login_role
-from sqlalchemy.ext.asyncio import async_scoped_session, create_async_engine
+from sqlalchemy.ext.asyncio import async_scoped_session
 from support import stop_clock, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -25,7 +24,6 @@ from outbox import ConfigurationError, TargetError
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.retention import IdRetention
 from outbox.inbox import MessageTooOld, once, once_async
-from outbox.urls import sqlalchemy_url
 from relay.cli.app import app
 from relay.operations.roles import RoleKind, grants
 
@@ -166,17 +164,6 @@ def test_above_read_committed_a_twin_gets_the_drivers_error(outbox_postgres):
     assert once(second, message(id_), consumer="billing") is False
 
 
-def test_through_sqlalchemy_it_is_the_cause(outbox_postgres):
-    id_ = uuid7()
-    with outbox_postgres.engine(isolation_level="REPEATABLE READ").connect() as second:
-        second.execute(sa.text("SELECT 1"))
-        with outbox_postgres.connect() as first:
-            assert once(first, message(id_), consumer="billing")
-        with pytest.raises(sa.exc.OperationalError) as caught:
-            once(second, message(id_), consumer="billing")
-        assert isinstance(caught.value.orig, psycopg.errors.SerializationFailure)
-
-
 def test_autocommit_is_refused(outbox_postgres):
     with outbox_postgres.connect(autocommit=True) as connection:
         with pytest.raises(TargetError, match="the message's id would be committed apart from its effect"):
@@ -187,32 +174,6 @@ def test_autocommit_is_refused(outbox_postgres):
     with engine.connect() as connection, pytest.raises(TargetError, match="AUTOCOMMIT"):
         once(connection, message(uuid7()), consumer="billing")
     assert len(remembered(outbox_postgres)) == 1
-
-
-def test_autocommit_is_refused_in_asyncio(outbox_postgres):
-    async def scenario() -> None:
-        async with await psycopg.AsyncConnection.connect(outbox_postgres.url, autocommit=True) as connection:
-            with pytest.raises(TargetError, match="no transaction is open"):
-                await once_async(connection, message(uuid7()), consumer="billing")
-        engine = create_async_engine(sqlalchemy_url(outbox_postgres.url, "asyncpg"), isolation_level="AUTOCOMMIT")
-        async with engine.connect() as connection:
-            with pytest.raises(TargetError, match="AUTOCOMMIT"):
-                await once_async(connection, message(uuid7()), consumer="billing")
-        await engine.dispose()
-        raw = await asyncpg.connect(outbox_postgres.url)
-        with pytest.raises(TargetError, match="no transaction is open, so the message's id would be committed apart"):
-            await once_async(raw, message(uuid7()), consumer="billing")
-        await raw.close()
-
-    asyncio.run(scenario())
-    assert remembered(outbox_postgres) == []
-
-
-def test_autocommit_is_refused_in_a_pipeline(outbox_postgres):
-    with outbox_postgres.connect(autocommit=True) as connection, connection.pipeline():
-        connection.execute("SELECT 1")
-        with pytest.raises(TargetError, match="no transaction is open"):
-            once(connection, message(uuid7()), consumer="billing")
 
 
 def test_the_other_kind_of_target_is_named(outbox_postgres):
@@ -246,14 +207,6 @@ def test_it_is_one_statement(outbox_postgres, tmp_path):
     connection.execute("SELECT 1")
     found = round_trips(connection, tmp_path / "trace", lambda: once(connection, message(uuid7()), consumer="b"))
     assert found == 1
-
-
-def test_the_transaction_is_usable_beside_other_row_factories(outbox_postgres):
-    with psycopg.connect(outbox_postgres.url, row_factory=psycopg.rows.dict_row) as connection:
-        id_ = uuid7()
-        assert once(connection, message(id_), consumer="billing")
-        assert not once(connection, message(id_), consumer="billing")
-        assert connection.execute("SELECT count(*) AS n FROM consumer.groups").fetchone() == {"n": 1}
 
 
 def test_the_consumers_row_says_how_it_recognizes_messages(outbox_postgres):
@@ -374,14 +327,3 @@ def test_commands_show_a_consumer_that_has_no_partitions(outbox_postgres, outbox
             assert json.loads(found.output)["problems"] == ["no relay is running"]
         else:
             assert found.exit_code == 0, found.output
-
-
-@pytest.mark.parametrize(("driver", "option"), [("psycopg", {"stream_results": True}), ("psycopg2", {"yield_per": 10})])
-def test_connections_that_stream_results(outbox_postgres, driver, option):
-    """A server-side cursor can't be declared for an INSERT."""
-    engine = sa.create_engine(sqlalchemy_url(outbox_postgres.url, driver), execution_options=option)
-    message = {"ce_id": str(uuid7())}
-    with engine.begin() as connection:
-        assert once(connection, message, consumer="billing")
-        assert not once(connection, message, consumer="billing")
-    engine.dispose()

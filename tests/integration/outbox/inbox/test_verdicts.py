@@ -13,8 +13,8 @@ from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 from outbox.inbox import HandlerFailed, _applier, _member
 from outbox.inbox._assigned import MOST_STRIKES
 
-MESSAGES = 500
-BAD = 250
+MESSAGES = 300
+BAD = 150
 """Its offset: more than one transaction before it and behind it."""
 
 
@@ -109,7 +109,7 @@ STATES = ["disk_full", "out_of_memory", "too_many_connections"]
 
 def exhaust(log: Log, table: str, state: str, *, deferred: bool = False) -> None:
     """Let a server be without resources for a while: more often than any message may be tried."""
-    when = "(NEW.part = 0 AND NEW.at = 250)" if table == "effects" else "(true)"
+    when = f"(NEW.part = 0 AND NEW.at = {BAD})" if table == "effects" else "(true)"
     kind = "CONSTRAINT TRIGGER {} AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED"
     kind = kind if deferred else "TRIGGER {} BEFORE INSERT ON {}"
     with psycopg.connect(log.database.url) as connection:

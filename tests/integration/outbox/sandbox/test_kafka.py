@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
+from confluent_kafka.admin import AdminClient
 
 from outbox.sandbox import java as java_module
 from outbox.sandbox import kafka as kafka_module
 from outbox.sandbox._broker import Broker
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox._process import wait_for
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
@@ -47,19 +46,6 @@ def solo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Solo]:
     cluster.close()
 
 
-@pytest.fixture(scope="module")
-def trio() -> Iterator[KafkaCluster]:
-    with KafkaCluster(brokers=3) as cluster:
-        yield cluster
-    assert not cluster.running
-    assert not cluster.data_dir.exists()
-
-
-@pytest.fixture
-def topics(trio: KafkaCluster) -> Topics:
-    return Topics(trio.bootstrap_servers)
-
-
 def admin(cluster: KafkaCluster) -> AdminClient:
     return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
 
@@ -85,46 +71,6 @@ def produce(cluster: KafkaCluster, topic: str, values: range) -> None:
 
 def values(messages: list) -> list[int]:
     return sorted(int(message.value()) for message in messages)
-
-
-def in_sync(client: AdminClient, topic: str) -> set[int]:
-    """How many replicas are in sync, over all partitions."""
-    return {
-        len(partition.isrs) for partition in client.list_topics(topic, timeout=30).topics[topic].partitions.values()
-    }
-
-
-def test_three_brokers_survive_the_kill_of_one(trio: KafkaCluster, topics: Topics) -> None:
-    client = admin(trio)
-    described = client.describe_cluster().result()
-    assert sorted(node.id for node in described.nodes) == [1, 2, 3]
-    topic = topics.create_topic(topics.name("orders"), partitions=3)
-    # Each broker comes to know a new topic by itself: at first none may tell its partitions.
-    assert wait_for(lambda: in_sync(client, topic) == {3}, 30)
-    produce(trio, topic, range(100))
-
-    trio.kill_broker(1)
-    assert len(trio.pids) == 2
-    produce(trio, topic, range(100, 200))
-    assert values(topics.consume(topic, count=200)) == list(range(200))
-    assert wait_for(lambda: in_sync(client, topic) == {2}, 30)
-
-    trio.start_broker(1)
-    assert trio.running
-    assert wait_for(lambda: in_sync(client, topic) == {3}, 30)
-    assert values(topics.consume(topic)) == list(range(200))
-
-
-def test_three_brokers_are_set_up_for_replication(trio: KafkaCluster) -> None:
-    resource = ConfigResource(ResourceType.BROKER, "1")
-    client = admin(trio)
-    settings = client.describe_configs([resource])[resource].result()
-    found = {name: settings[name].value for name in settings}
-    assert found["auto.create.topics.enable"] == "false"
-    assert found["min.insync.replicas"] == found["transaction.state.log.min.isr"] == "2"
-    for name in ("default", "offsets.topic", "transaction.state.log"):
-        assert found[f"{name}.replication.factor"] == "3"
-    assert found["group.initial.rebalance.delay.ms"] == "0"
 
 
 def test_ports_that_were_taken_meanwhile_were_replaced(solo: Solo) -> None:

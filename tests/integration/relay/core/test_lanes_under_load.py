@@ -16,7 +16,12 @@ from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
 
-SETTLED = "SELECT count(*) = 0 FROM outbox.events WHERE id <= %s"
+
+def published(url: str) -> None:
+    """Wait until all events that are there now are published."""
+    [(last,)] = look_up(url, "SELECT max(id) FROM outbox.events")
+    settled = "SELECT count(*) = 0 FROM outbox.events WHERE id <= %s"
+    wait_until(lambda: look_up(url, settled, last) == [(True,)], 60, "relays that publish")
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
@@ -25,11 +30,10 @@ def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_re
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
     settings = {"delivery": delivery, "name": outbox_kafka.name("outbox"), "relay__batch_size": 50}
     with Load(url, kind) as load:
-        for lanes in (7, 2, 5):
+        for lanes in (7, 2):
             relays = [outbox_relay(**settings) for _ in range(2)]
             load.more(300)
-            [(last,)] = look_up(url, "SELECT max(id) FROM outbox.events")
-            wait_until(lambda last=last: look_up(url, SETTLED, last) == [(True,)], 60, "relays that publish")
+            published(url)
             for relay in relays:
                 ends(relay)
             load.more(200)
@@ -38,7 +42,7 @@ def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_re
             load.more(100)
         outbox_relay(**settings)
         load.drain()
-    assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(5,)]
+    assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(2,)]
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -55,6 +59,8 @@ def test_not_while_it_is_unknown_what_is_on_kafka(outbox_postgres, outbox_kafka,
             db.change_lanes(url, 7)
         relay = outbox_relay(**settings)
         load.more(100)
+        # It has settled what the markers name: one that ends before it took the lanes over leaves that to the next.
+        published(url)
         ends(relay)
         db.change_lanes(url, 7)
         outbox_relay(**settings)

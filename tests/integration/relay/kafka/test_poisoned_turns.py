@@ -20,6 +20,12 @@ def outboxed(outbox_postgres, outbox_kafka):
 
 
 @pytest.fixture
+def smaller(outbox_postgres, outbox_kafka):
+    """For what does not depend on the number of lanes: each relay takes over all of them."""
+    return Outboxed(outbox_postgres.url, outbox_kafka, lanes=16)
+
+
+@pytest.fixture
 def costs(monkeypatch):
     costs = Costs()
     costs.install(monkeypatch)
@@ -61,36 +67,36 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source
     assert spent["producers"] <= spent["refused"] + 2 * spent["unusable"]
 
 
-def test_at_least_once_publishes_all_others_in_order(outboxed):
+def test_at_least_once_publishes_all_others_in_order(smaller):
     """From the WAL; by polling: acceptance/test_failures.py."""
-    settings = outboxed.settings("at-least-once", source="wal")
+    settings = smaller.settings("at-least-once", source="wal")
     with relaying(settings):
-        outboxed.write(2000)
-        outboxed.write_all()
-        wait_until(lambda: outboxed.waits() == 0, 120, "all events")
-    assert sorted(outboxed.dead()) == KEYS
-    assert {key: tuple(dict.fromkeys(sizes)) for key, sizes in outboxed.sizes().items()} == dict.fromkeys(
+        smaller.write(2000)
+        smaller.write_all()
+        wait_until(lambda: smaller.waits() == 0, 120, "all events")
+    assert sorted(smaller.dead()) == KEYS
+    assert {key: tuple(dict.fromkeys(sizes)) for key, sizes in smaller.sizes().items()} == dict.fromkeys(
         KEYS, (FIRST, LAST)
     )
-    assert outboxed.others().keys() == ONCE.keys()
+    assert smaller.others().keys() == ONCE.keys()
 
 
-def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(outboxed):
+def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(smaller):
     """From the WAL; by polling: acceptance/test_failures.py."""
-    settings = outboxed.settings("exactly-once", source="wal", on_failure="block")
+    settings = smaller.settings("exactly-once", source="wal", on_failure="block")
     with relaying(settings):
-        outboxed.write(2000)
-        outboxed.write_all()
-        wait_until(lambda: outboxed.waits() == len(KEYS) == len(outboxed.dead()), 120, "all others")
-    assert sorted(outboxed.dead()) == KEYS
-    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST,))
-    assert outboxed.others() == ONCE
+        smaller.write(2000)
+        smaller.write_all()
+        wait_until(lambda: smaller.waits() == len(KEYS) == len(smaller.dead()), 120, "all others")
+    assert sorted(smaller.dead()) == KEYS
+    assert smaller.sizes() == dict.fromkeys(KEYS, (FIRST,))
+    assert smaller.others() == ONCE
 
 
 @pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
-def test_a_relay_that_takes_over_while_events_are_refused(outboxed, outbox_relay, source, how):
+def test_a_relay_that_takes_over_while_events_are_refused(smaller, outbox_relay, source, how):
     """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
-    name = outboxed.kafka.name("outbox")
+    name = smaller.kafka.name("outbox")
     settings = {
         "name": name,
         "delivery": "exactly-once",
@@ -102,24 +108,22 @@ def test_a_relay_that_takes_over_while_events_are_refused(outboxed, outbox_relay
         ),
     }
     if source == "wal":
-        to_wal(outboxed.url, settings)
-    outboxed.write(2000)
+        to_wal(smaller.url, settings)
+    smaller.write(2000)
     former = outbox_relay(**settings)
-    wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
-    outboxed.write_all()
+    wait_until(lambda: smaller.waits() == 0, 60, "the first events")
+    smaller.write_all()
     wait_until(
-        lambda: outboxed.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
+        lambda: smaller.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
     )
     getattr(former, how)()
     outbox_relay(**settings)
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
-    [(tried,)] = outboxed.run(attempts)
-    wait_until(
-        lambda: outboxed.waits() == 0 or outboxed.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts"
-    )
+    [(tried,)] = smaller.run(attempts)
+    wait_until(lambda: smaller.waits() == 0 or smaller.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts")
     if how == "pause":
         former.resume()
-    wait_until(lambda: outboxed.waits() == 0, 120, "all events")
-    assert sorted(outboxed.dead()) == KEYS
-    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
-    assert outboxed.others() == ONCE
+    wait_until(lambda: smaller.waits() == 0, 120, "all events")
+    assert sorted(smaller.dead()) == KEYS
+    assert smaller.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert smaller.others() == ONCE

@@ -102,22 +102,22 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     assert stored(outbox_kafka.consume(topic)) == [1]
 
 
-def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_published(private_kafka):
-    cluster = private_kafka()
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events")
+def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_published(mortal_kafka):
+    cluster, topics = mortal_kafka
+    kind = topics.name("Order")
+    topics.create_topic(f"{kind.lower()}-events")
     sender = publisher(topics)
-    assert isinstance(sender.publish({0: [claim(1, "Order")]}), Completed)
+    assert isinstance(sender.publish({0: [claim(1, kind)]}), Completed)
     cluster.pause_broker(0)
     sender._delivery_seconds = 1.0
-    sent = sender.publish({0: [claim(2, "Order"), claim(3, "Order")], 1: [claim(4, "Order", lane=1)]})
+    sent = sender.publish({0: [claim(2, kind), claim(3, kind)], 1: [claim(4, kind, lane=1)]})
     assert {lane: receipt.count for lane, receipt in sent.receipts.items()} == {0: 0, 1: 0}
     assert isinstance(sent.error, DeliveryTimeout)
     assert "within 1 s (3 of 3 events" in str(sent.error)
     sender.close()
     cluster.resume_broker(0)
     # A closed one is of no use, and says so.
-    assert isinstance(sender.publish({0: [claim(4, "Order")]}), Failed)
+    assert isinstance(sender.publish({0: [claim(4, kind)]}), Failed)
 
 
 def test_librdkafka_says_nothing_on_stderr_by_itself(outbox_kafka, capfd):

@@ -18,7 +18,7 @@ from takeover_support import LANES, Worker, place
 from outbox import Event, Outbox
 from relay.config import producer_options
 from relay.core.marker import StateLost
-from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Receipt, Sent
+from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Sent
 from relay.kafka.fencing import fence
 from relay.kafka.takeover import own_ids
 from relay.kafka.transactional import TransactionalPublisher
@@ -302,23 +302,6 @@ def test_a_lane_whose_marker_is_lost_stops_alone(place):
     heir.leases = [lease for lease in heir.leases if lease.lane != 3]
     heir.turn(1000)
     assert place.tables.run("SELECT DISTINCT lane FROM outbox.events") == [(3,)]
-
-
-def test_a_worker_that_was_fenced_by_nobody_it_knows_begins_anew_with_all_its_lanes(place):
-    """As after a commit that was not clean: its rows name itself, and its own init ends what was open."""
-    place.add()
-    worker = place.joined("a")
-    worker.turn(1)
-    sent = worker.publish(2)
-    assert isinstance(sent, Completed)
-    # The answer was lost: it does not know that it is committed.
-    worker.publisher.close()
-    worker.source.settle({lane: Receipt() for lane in sent.receipts})
-    worker.publisher = worker.new_publisher()
-    assert worker.join() == {}
-    assert worker.fenced == []
-    worker.drain()
-    assert place.all_once()
 
 
 def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alone(place):

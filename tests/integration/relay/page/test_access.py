@@ -161,15 +161,6 @@ def test_what_a_proxys_user_does_is_audited_under_the_users_name(serve, environm
     assert "ann · read-only" in looks.ask("/", headers=through_proxy("ann")).text
 
 
-def test_read_only_for_everybody(serve, environment):
-    page = serve(read_only=True).sign_in()
-    event_id = failure(environment)
-    assert "local · read-only" in page.ask("/").text
-    fields = {"event_id": event_id, "form_token": page.form_token()}
-    assert page.ask("/dead-letters/relay/retry", fields).status == 403
-    assert audit(environment) == []
-
-
 def test_what_an_address_needs(environment):
     secret, origin = {"proxy_secret": PROXY["proxy_secret"]}, {"origin": PROXY["origin"]}
     for web, problem in (

@@ -9,28 +9,19 @@ from typing import Any
 
 import pytest
 from guard_support import Mutate, as_it_is, verdict, work
-from kafka_proxy import END_TXN, Fired, KafkaProxy, ProxiedKafka, delay_request
+from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
 from takeover_support import Place, Worker
 
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Batches, Confirm, Failed, Sent, Unavailable
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    """A broker that workers reach through a proxy only."""
-    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port) as cluster:
-        proxy.lead_to(cluster.proxied_port)
-        yield cluster, proxy
-
-
 @pytest.fixture
-def far(outbox_postgres, network) -> Iterator[Place]:
+def far(outbox_postgres, mortal_network) -> Iterator[Place]:
     """As ``place``, of workers whose way to the broker is the proxy."""
-    cluster, proxy = network
+    cluster, proxy = mortal_network
     with Topics(cluster.bootstrap_servers) as topics:
         place = Place(outbox_postgres, topics, proxy.address, slow_commits_count=True)
         yield place
@@ -145,9 +136,9 @@ LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
     LATE_CASES,
     ids=[f"{scenario.__name__}-{mutate.__name__}" for scenario, mutate, _ in LATE_CASES],
 )
-def test_a_late_commit_ends_no_later_transaction(far, network, monkeypatch, scenario, mutate, expected):
+def test_a_late_commit_ends_no_later_transaction(far, mortal_network, monkeypatch, scenario, mutate, expected):
     """The broker takes a late EndTxn of a producer that is used again for the end of what is open now."""
-    late = LateEnd(network[1], monkeypatch)
+    late = LateEnd(mortal_network[1], monkeypatch)
     mutate(monkeypatch)
     # Enough for a turn of either producer behind the first, however the keys fall to the lanes.
     far.add(300)

@@ -23,7 +23,6 @@ from raw_kafka import produce
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import RejectedRecord
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from spark_jobs.errors import InputCut
 from spark_jobs.payloads.decoding import PROBLEM
@@ -239,25 +238,6 @@ def test_keys_and_headers_count_too(opened, outbox_kafka):
         changed.setattr(reader, "_MOST_BYTES", 30_000_000)
         with pytest.raises(TooMuch):
             opened.whole({(topic, PART): span(0, 60)}, {})
-
-
-def test_the_brokers_end_in_the_middle(opened, outbox_postgres):
-    """Killed and started again while a range of 25,000 is read: each message still comes once."""
-    with KafkaCluster() as cluster, Topics(cluster.bootstrap_servers) as topics:
-        topic = topics.create_topic("killed")
-        send(cluster.bootstrap_servers, topic, [bytes(1000)] * MESSAGES)
-        made = RangeReader(settings(cluster.bootstrap_servers))
-        found: list[int] = []
-        killed = False
-        for part in (parts := made.range((topic, PART), span(0, MESSAGES))):
-            found += part.offsets
-            if not killed:
-                cluster.kill()
-                cluster.start()
-                killed = True
-        parts.require_whole()
-        assert found == list(range(MESSAGES))
-        made.close()
 
 
 def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):

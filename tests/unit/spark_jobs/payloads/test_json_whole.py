@@ -299,11 +299,11 @@ def test_nested_payloads_are_read_whole(kind):
     read_both_ways(fields, values, Policy())
 
 
-@pytest.mark.parametrize("kind", [t.StringType(), t.DoubleType()], ids=str)
-def test_lines_are_never_joined_nor_torn(kind):
-    """Every two and three of the pieces together: their number alone would not tell."""
+@pytest.mark.parametrize(("kind", "pieces", "count"), [(t.StringType(), TORN, 2), (t.DoubleType(), TORN[:9], 3)])
+def test_lines_are_never_joined_nor_torn(kind, pieces, count):
+    """Every two, or three, of the pieces together: their number alone would not tell."""
     fields = t.StructType().add("f", kind).add("g", t.StringType())
-    for values in itertools.chain(itertools.product(TORN, repeat=2), itertools.product(TORN[:9], repeat=3)):
+    for values in itertools.product(pieces, repeat=count):
         read_both_ways(fields, list(values), Policy())
 
 
