@@ -13,9 +13,9 @@ from chaos.stage import KafkaSite
 
 @pytest.mark.chaos
 def test_a_short_course(tmp_path):
-    course = course_of(90, Configuration("polling", "exactly-once", 1, seconds=13))
+    course = course_of(5671, Configuration("polling", "exactly-once", 1, seconds=13))
     assert course.counts().keys() >= {"relay_kill", "postgres_kill"}
-    assert {act.name for act in course.acts} == {"replay", "partitions", "pause", "mend"}
+    assert {act.name for act in course.acts} == {"replay", "partitions", "lanes"}
     with KafkaSite(1) as site:
         result = run(course, site, tmp_path / "run")
     print(result.as_json())
@@ -23,8 +23,9 @@ def test_a_short_course(tmp_path):
     assert result.verdict.committed > 500
     assert result.verdict.repeats == 0
     assert result.faults.keys() >= {"relay_kill", "postgres_kill"}
-    # On a slow machine the last act comes too late.
-    assert {"partitions", "replay"} <= result.operators.keys()
+    # On a slow machine the last act comes too late, and the one before it is given up.
+    assert "partitions" in result.operators
+    assert result.operators.keys() & {"lanes", "lanes in vain"}
     assert result.first_reads
     assert result.catch_ups
     assert result.rolled_back

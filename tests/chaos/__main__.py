@@ -118,7 +118,7 @@ def _arguments() -> argparse.Namespace:
         "--operators",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="between the faults: discard, retry, pause, drain, replay, add partitions, switch, change the delivery",
+        help="between the faults: discard, retry, pause, drain, replay; add partitions; change source, delivery, lanes",
     )
     parser.add_argument(
         "--consumers", choices=("inbox", "spark"), default="inbox", help="who applies the events; Spark takes a core"

@@ -5,7 +5,8 @@
 | lost            | lost-write, unseen     | committed, and not on a topic, nor a dead letter, nor still waiting  |
 | duplicated      | duplicate              | exactly-once: twice. At-least-once: more often than faults explain   |
 | aborted         | G1a, aborted read      | on a topic, but rolled back, or lost by Postgres in a crash          |
-| reordered       | nonmonotonic-poll      | a key's event first appears behind a later one of the key            |
+| reordered       | nonmonotonic-poll      | a key's event first appears behind a later one of the key, or before |
+|                 |                        | a dead one that it has to wait for                                   |
 | wrong_partition | –                      | a key's events are in more than one partition                        |
 | corrupted       | –                      | another payload or another key than was committed                    |
 | misrouted       | –                      | on the topic of another type                                         |
@@ -15,13 +16,13 @@
 |                 |                        | not dead, or with a wrong number of copies                           |
 | stuck           | –                      | still in the outbox although nothing holds it up                     |
 
-| unapplied       | –                      | on a topic, and the consumer group beyond it has no effect of it     |
-| applied_twice   | –                      | the group has two effects of it, whatever was repeated               |
+| unapplied       | –                      | on a topic, and a consumer group beyond it has no effect of it       |
+| applied_twice   | –                      | a group has two effects of it, whatever was repeated                 |
 | misapplied      | –                      | an effect of a message that is not there                             |
-| applied_late    | nonmonotonic-poll      | an effect behind that of a later message of its partition            |
+| applied_late    | nonmonotonic-poll      | an effect behind that of a later message of its partition, or key    |
 | audit           | –                      | `outbox audit` says something else                                   |
 
-Not there, because the group's position moves with its effects: poll-skip, and the anomalies of a consumer that commits
+Not there, because a group's position moves with its effects: poll-skip, and the anomalies of a consumer that commits
 elsewhere.
 
 Repeats, at-least-once. A repeat must be explained by a fault: when a worker dies, loses a server or is cut off, what it
@@ -41,7 +42,8 @@ that did it, so it is known also where their command was cut off.
 |                            | (``skip``), the event may appear behind later ones of its key; where keys wait, never  |
 | mends a topic for a while  | what it refuses may be published, or dead, and is never gone                           |
 | pauses, drains, resumes,   | nothing else: nothing is left, everything in order                                     |
-| switches the source        |                                                                                        |
+| switches the source,       |                                                                                        |
+| changes the number of lanes|                                                                                        |
 | changes the delivery       | an event that first appears while only exactly-once relays could publish is never      |
 |                            | repeated, not even later; others are repeated as at-least-once allows                  |
 | replays                    | as many messages with the header of a replay as were sent again, each once as the      |
@@ -60,7 +62,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from chaos.history import Committed, History, Message, Place, Sightings, partition_of
+from chaos.history import Committed, Group, History, Message, Sightings, partition_of
 
 ANOMALIES: Final = (
     "lost",
@@ -112,7 +114,8 @@ class Verdict:
     dead: int = 0
     blocked: int = 0
     """Events that wait behind a dead letter of their key, as their route wants it."""
-    applied: int = 0
+    applied: dict[str, int] = field(default_factory=dict)
+    """How many effects each group has."""
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -238,6 +241,15 @@ class _Checker:
             else:
                 self._look_at_dead(row, "discarded")
         for event, row in self._rows.items():
+            dead = first_dead.get((row.kind, row.key))
+            if (
+                dead is not None
+                and dead < row.seq
+                and self._history.kinds[row.kind].blocks
+                and (event, None) in self._seen
+            ):
+                shown = f"number {row.seq} of {self._name(row)} is published, and number {dead} is dead"
+                self.verdict.found("reordered", shown)
             if event in self._waiting:
                 self._look_at_waiting(row, first_dead)
             elif (event, None) not in self._seen and event not in self._dead | self._discarded:
@@ -254,28 +266,35 @@ class _Checker:
                 self.verdict.found("unstable", f"{place[0]}/{place[1]}@{offset}: {event} was there, and now {now}")
 
     def compare_effects(self) -> None:
-        """Look whether the group has applied each event of its topics once, in the order of each partition."""
-        if self._history.effects is None:
-            return
-        published = {
-            event for place, _, event in self._final.items() if place[0] in self._history.read and event in self._rows
-        }
-        last: dict[Place, int] = {}
-        applied: set[int] = set()
-        for event, place, offset in self._history.effects:
-            shown = f"{place[0]}/{place[1]}@{offset}: event {event}"
-            if event is None or self._final.at(place, offset) != event:
+        """Look whether each group has the effect of each event of its topics once, in their order."""
+        for group in self._history.groups:
+            self._compare_group(group)
+
+    def _compare_group(self, group: Group) -> None:
+        last: dict[tuple[object, ...], int] = {}
+        applied: set[object] = set()
+        for event, place, offset in group.effects:
+            shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event}"
+            row = None if event is None else self._rows.get(event)
+            if event is None or row is None or self._final.at(place, offset) != event:
                 self.verdict.found("misapplied", f"{shown}, which is not there")
                 continue
-            if event in applied:
+            item = (place, offset) if group.per_message else event
+            if item in applied:
                 self.verdict.found("applied_twice", shown)
-            if offset < last.get(place, 0):
-                self.verdict.found("applied_late", f"{shown} after offset {last[place]}")
-            applied.add(event)
-            last[place] = offset
-        self.verdict.applied = len(applied)
-        for event in published - applied:
-            self.verdict.found("unapplied", f"event {event} ({self._name(self._rows[event])})")
+            line = (*place, row.key) if group.by_key else place
+            if offset < last.get(line, 0):
+                self.verdict.found("applied_late", f"{shown} after offset {last[line]}")
+            applied.add(item)
+            last[line] = offset
+        self.verdict.applied[group.name] = len(applied)
+        missing: set[object] = set()
+        for place, offset, event in self._final.items():
+            item = (place, offset) if group.per_message else event
+            if place[0] in group.topics and event in self._rows and item not in applied and item not in missing:
+                missing.add(item)
+                shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event} ({self._name(self._rows[event])})"
+                self.verdict.found("unapplied", shown)
 
     def _row(self, message: Message) -> Committed | None:
         event = message.event

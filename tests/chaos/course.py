@@ -68,8 +68,13 @@ _ACTS: Final = {
     "partitions": 2,
     "switch": 1,
     "delivery": 1,
+    "lanes": 1,
 }
+LANES: Final = (4, 7, 64, 256)
+"""How many lanes an outbox has."""
 
+_LANES_EARLY: Final = 0.5
+"""How often operators soon change the number of lanes: it takes so long that there may be no time for it later."""
 _CALM_PART: Final = 0.4
 """The part of a run with operators in which nothing is struck."""
 _BEFORE_CALM_SECONDS: Final = 5.0
@@ -130,7 +135,7 @@ class Act:
     """Something that an operator does ``at`` seconds after the start, and ends ``seconds`` later (mend, pause, drain).
 
     ``kind`` is whose topic or dead letters, None for all. ``lane`` and ``key`` are those of pauses and of replays.
-    ``times``: how many dead letters, or how many partitions.
+    ``times``: how many dead letters, partitions or lanes.
     ``patient``: it waits until a key has been blocked for long.
     """
 
@@ -225,9 +230,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
         acts=tuple(
-            sorted(
-                _acts(seed, configuration, lanes, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at
-            )
+            sorted(_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at)
         ),
         member_faults=tuple(
             _track(
@@ -324,9 +327,7 @@ def _failpoints(chance: random.Random, configuration: Configuration, starts: int
         yield armed if chance.random() < 0.5 else ""
 
 
-def _acts(
-    seed: int, configuration: Configuration, lanes: int, calm: tuple[float, float], *, standby: bool
-) -> Iterator[Act]:
+def _acts(seed: int, configuration: Configuration, calm: tuple[float, float], *, standby: bool) -> Iterator[Act]:
     """Return what operators do, one after the other; what they begin and end overlaps with the next ones.
 
     In the calm nothing is struck, and first nothing is freed: lanes stay with their relays, whose low-water marks rise
@@ -344,11 +345,17 @@ def _acts(
             if standby:
                 # A slot that was made a moment ago is not on the standby yet, and is gone with the primary.
                 deck.remove("switch")
+                if configuration.source == "wal":
+                    deck.remove("lanes")
             chance.shuffle(deck)
-        drawn = _act(chance, round(at, 1), deck.pop(), lanes)
+            if "lanes" in deck and chance.random() < _LANES_EARLY:
+                deck.remove("lanes")
+                # The second, so that some keys are blocked by then.
+                deck.insert(-1, "lanes")
+        drawn = _act(chance, round(at, 1), deck.pop())
         if not calm[0] - _BEFORE_CALM_SECONDS < at < calm[1] or drawn.name in _IN_CALM:
             yield drawn
-        elif drawn.name in {"switch", "delivery"}:
+        elif drawn.name in {"switch", "delivery", "lanes"}:
             yield replace(drawn, at=round(calm[1] + 1, 1))
         at += chance.uniform(1.5, 3.5)
     for number in range(_FREED_IN_CALM if calm[1] > calm[0] else 0):
@@ -357,7 +364,7 @@ def _acts(
         yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)), patient=True)
 
 
-def _act(chance: random.Random, at: float, name: str, lanes: int) -> Act:
+def _act(chance: random.Random, at: float, name: str) -> Act:
     match name:
         case "discard" | "retry":
             return Act(at, name, chance.choice((STRICT, STRICT, None)), times=chance.choice((1, 100)))
@@ -367,7 +374,8 @@ def _act(chance: random.Random, at: float, name: str, lanes: int) -> Act:
             seconds = round(chance.uniform(1, 5), 1)
             match chance.choice(("all", "lane", "topic")):
                 case "lane":
-                    return Act(at, name, None, seconds, lane=chance.randrange(lanes))
+                    # One that is there however many lanes there are.
+                    return Act(at, name, None, seconds, lane=chance.randrange(min(LANES)))
                 case "topic":
                     return Act(at, name, chance.choice((ORDER, BILL, LATER, STRICT)), seconds)
             return Act(at, name, None, seconds)
@@ -377,6 +385,8 @@ def _act(chance: random.Random, at: float, name: str, lanes: int) -> Act:
             return Act(at, name, chance.choice((ORDER, BILL, LATER)), times=chance.randint(1, 3))
         case "delivery":
             return Act(at, name, None, ONCE_AFTER_SECONDS)
+        case "lanes":
+            return Act(at, name, times=chance.choice(LANES))
         case _:
             return Act(at, name)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
@@ -42,6 +43,12 @@ _END_SECONDS: Final = 15.0
 
 _MUTANT: Final = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
+
+def program(mutation: str) -> tuple[str, ...]:
+    """Return how the command line is started, with a guard taken out."""
+    return ("-m", "relay.cli") if mutation == "none" else (_MUTANT, mutation)
+
+
 Healed = Callable[[str], None]
 
 
@@ -78,11 +85,12 @@ class Relays:
 
     def __init__(self, factory: RelayFactory, course: Course, settings: dict[str, Any], mutation: str = "none") -> None:
         self._factory = factory
-        self._program = ("-m", "relay.cli") if mutation == "none" else (_MUTANT, mutation)
+        self._program = program(mutation)
         self._course = course
         self._settings = dict(settings)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._starts = 0
+        self._held_back = False
         self._halted: dict[int, float] = {}
         self.paused: set[int] = set()
         self.armed = 0
@@ -92,9 +100,11 @@ class Relays:
         self.present: list[RelayProcess] = [self._start() for _ in range(RELAYS)]
 
     def replace(self, slot: int) -> None:
-        """Start another one in this place."""
-        self._halted.pop(slot, None)
-        self.present[slot] = self._start()
+        """Start another one in this place, unless operators want none."""
+        with self._lock:
+            if not self._held_back:
+                self._halted.pop(slot, None)
+                self.present[slot] = self._start()
 
     def tend(self) -> None:
         """Replace the relays that a failpoint has ended, wake those that it has halted."""
@@ -126,19 +136,35 @@ class Relays:
     def change(self, **settings: Any) -> None:
         """Start relays with these settings from now on, and end those that have others, each after its turn.
 
-        Others than RelayHand may call this: it starts the successors, and wakes those that are halted.
+        Others than RelayHand may call this and ``stopped``: it starts the successors, and wakes those that are halted.
         """
         with self._lock:
             self._settings |= settings
             old = [relay for relay in self.all if relay.running]
-        for relay in old:
+        self._terminate(old)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """End the relays and start no others meanwhile. One that is halted sleeps on: it looks as if it had ended."""
+        with self._lock:
+            self._held_back = True
+            asleep = [self.present[slot] for slot in self.paused]
+            old = [relay for relay in self.all if relay.running and relay not in asleep]
+        try:
+            self._terminate(old)
+            yield
+        finally:
+            self._held_back = False
+
+    def _terminate(self, relays: Sequence[RelayProcess]) -> None:
+        for relay in relays:
             relay.terminate()
-        for relay in old:
+        for relay in relays:
             try:
                 relay.wait(_END_SECONDS)
             except AssertionError:
                 relay.kill()
-        self.changed += len(old)
+        self.changed += len(relays)
 
     def settings(self) -> dict[str, Any]:
         """Return what relays are started with."""

@@ -195,11 +195,29 @@ class Sightings:
 
 
 class Effect(NamedTuple):
-    """What the group has applied: an event (None: of another program), where it stood, and at which offset."""
+    """What a group has applied: an event (None: of another program), where it stood, and at which offset."""
 
     event: int | None
     place: Place
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one consumer group has made of the topics that it reads.
+
+    effects      in the order in which they came about.
+    per_message  whether a message that repeats an event has an effect of its own, as where nothing is deduplicated.
+    by_key       whether only the effects of each key are in order, and not those of each partition.
+    dead         how often each place became a dead letter.
+    """
+
+    name: str
+    topics: Collection[str]
+    effects: Iterable[Effect]
+    per_message: bool = False
+    by_key: bool = False
+    dead: Mapping[tuple[Place, int], int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -214,8 +232,7 @@ class History:
     discarded   events that operators have discarded.
     retried     how often operators have retried an event.
     replays     what operators have sent again.
-    effects     what the consumer group has applied, in the order in which it did; None: there was none.
-    read        the topics that the group reads.
+    groups      what consumer groups made of the messages.
     once        while there was only exactly-once. Not needed where there was never anything else.
     """
 
@@ -231,8 +248,7 @@ class History:
     retried: Mapping[int, int] = field(default_factory=dict)
     replays: Sequence[Replay] = ()
     once: Sequence[OnceSpan] = ()
-    effects: Iterable[Effect] | None = None
-    read: Collection[str] = ()
+    groups: Sequence[Group] = ()
 
     def was_attempted(self, event: int) -> bool:
         """Return whether a writer of this run has begun to write the event."""

@@ -1,4 +1,4 @@
-"""The operators' hand: discard, retry, mend, pause, drain, replay, add partitions, switch, change the delivery.
+"""The operators' hand: discard, retry, mend, pause, drain, replay, add partitions, switch, change delivery and lanes.
 
 Through the command line, in processes of its own, against the servers as they are: a command that Postgres left alone
 is given again for a while, or given up. What is done is in the outbox's audit, from which the checker takes it. Around
@@ -21,8 +21,8 @@ import psycopg
 from confluent_kafka import KafkaException
 from wal_support import run_outbox
 
-from chaos.course import BLOCKED_SECONDS, MAX_SIZE, ONCE_AFTER_SECONDS, REFUSED_BYTES, Act, Course
-from chaos.faults import Hand, Relays
+from chaos.course import BLOCKED_SECONDS, LANES, MAX_SIZE, ONCE_AFTER_SECONDS, REFUSED_BYTES, Act, Course
+from chaos.faults import Hand, Relays, program
 from chaos.history import EventIds, OnceSpan, Replay
 from chaos.reading import LiveReader
 from chaos.stage import Stage
@@ -30,8 +30,11 @@ from outbox.sandbox._process import patience
 from outbox.sandbox.errors import ServiceError
 
 _AGAIN_SECONDS: Final = 20.0
+_PATIENT_SECONDS: Final = 5.0
 _STEP_SECONDS: Final = 0.5
 _CONFIRM_SECONDS: Final = 4
+_LEASE_SECONDS: Final = 6.0
+_TAKE_OVER_SECONDS: Final = 4.0
 # The command waits itself; what it does not reach in this time, it leaves as it was.
 _DRAIN_SECONDS: Final = 10
 _REASON: Final = "chaos"
@@ -71,7 +74,9 @@ def audited(connection: psycopg.Connection[Any], ids: EventIds) -> Audited:
 class OperatorHand(Hand[Act]):
     """Gives the commands, with what they say in ``log``. ``once``: while only exactly-once relays could publish."""
 
-    def __init__(self, course: Course, stage: Stage, relays: Relays, reader: LiveReader, log: Path) -> None:
+    def __init__(
+        self, course: Course, stage: Stage, relays: Relays, reader: LiveReader, log: Path, mutation: str = "none"
+    ) -> None:
         super().__init__("operator-hand", course.acts, lambda _: None)
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
@@ -79,6 +84,7 @@ class OperatorHand(Hand[Act]):
         self._relays = relays
         self._reader = reader
         self._log = log
+        self._program = program(mutation)
         self._changed_at = 0.0
         self.delivery: str = course.configuration.delivery
         self.once = [OnceSpan()] if self.delivery == "exactly-once" else []
@@ -112,15 +118,21 @@ class OperatorHand(Hand[Act]):
                 effect = self._give("relay", "drain", *_scope(planned, self._stage), "--reason", _REASON, *limit)
             case "replay":
                 effect = self._replay(planned)
-            case "partitions":
-                effect = self._on_kafka(lambda: self._add_partitions(planned))
-            case "switch":
-                effect = self._switch()
-            case "delivery":
-                effect = self._change_delivery()
             case _:
-                raise AssertionError(planned)
+                effect = self._change(planned)
         self.outcomes[planned.name if effect else f"{planned.name} in vain"] += 1
+
+    def _change(self, planned: Act) -> bool:
+        match planned.name:
+            case "partitions":
+                return self._on_kafka(lambda: self._add_partitions(planned))
+            case "switch":
+                return self._switch()
+            case "delivery":
+                return self._change_delivery()
+            case "lanes":
+                return self._change_lanes(planned.times)
+        raise AssertionError(planned)
 
     def _end(self, planned: Act) -> None:
         match planned.name:
@@ -143,7 +155,7 @@ class OperatorHand(Hand[Act]):
     def _dead(self, planned: Act) -> list[str]:
         """Return what has been dead for long enough, the oldest first. In the calm it is waited for."""
         kind = None if planned.kind is None else self._stage.kinds[planned.kind].name
-        deadline = time.monotonic() + (_AGAIN_SECONDS if planned.patient else 0.0)
+        deadline = time.monotonic() + (_PATIENT_SECONDS if planned.patient else 0.0)
         while True:
             listed = self._json("dead-letters", "list", "--limit", "1000")
             before = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=BLOCKED_SECONDS)
@@ -187,7 +199,7 @@ class OperatorHand(Hand[Act]):
         assert planned.kind is not None
         return self._stage.add_partitions(planned.kind, planned.times, self._reader)
 
-    # Source and delivery
+    # Source, delivery and lanes
 
     def _switch(self) -> bool:
         """Switch to the other source, and start relays of it, whatever the command says: the lanes' rows decide."""
@@ -205,6 +217,34 @@ class OperatorHand(Hand[Act]):
         if now == "polling":
             self._give("cdc", "drop", "--slot", str(self._settings["wal__slot"]))
         return now != before
+
+    def _change_lanes(self, number: int) -> bool:
+        """Change the number of lanes as the docs say it: end what names lanes, read the table, stop the relays.
+
+        Where one was killed in a transaction, the command wants another to find out what is on Kafka first.
+        """
+        if self._look("SELECT count(*) FROM outbox.lanes") == [(number,)]:
+            number = next(other for other in LANES if other != number)
+        back_to_wal = self._source() == "wal"
+        if back_to_wal and not self._switch():
+            return False
+        deadline = time.monotonic() + _AGAIN_SECONDS
+        while not (done := self._lanes_without_relays(number)) and time.monotonic() < deadline:
+            if self._stop.wait(_TAKE_OVER_SECONDS):
+                break
+        if back_to_wal:
+            self._switch()
+        return done
+
+    def _lanes_without_relays(self, number: int) -> bool:
+        for (lane,) in self._look("SELECT name FROM outbox.pauses WHERE scope = 'lane'"):
+            self._give("relay", "resume", "--lane", lane)
+        with self._relays.stopped():
+            ended = time.monotonic()
+            # The lease of one that was killed lasts for as long.
+            while not (done := self._give("db", "lanes", str(number))) and time.monotonic() < ended + _LEASE_SECONDS:
+                self._stop.wait(_STEP_SECONDS)
+            return done
 
     def _source(self) -> str:
         """Return what the lanes are read from: one statement switches all of them."""
@@ -255,7 +295,7 @@ class OperatorHand(Hand[Act]):
         return found
 
     def _asked(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        asked = run_outbox(self._stage.url, self._settings, *arguments)
+        asked = run_outbox(self._stage.url, self._settings, *arguments, program=self._program)
         with self._log.open("a") as log:
             now = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
             log.write(f"{now} outbox {' '.join(arguments)}: {asked.returncode}\n{asked.stdout}{asked.stderr}\n")

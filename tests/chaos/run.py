@@ -18,7 +18,7 @@ from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
-from chaos.history import Committed, EventIds, History
+from chaos.history import Committed, EventIds, Group, History
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all
@@ -119,7 +119,7 @@ def run(
     say(str(course))
     with ExitStack() as opened:
         result = _Run(course, site, folder, opened, mutation).carry_out()
-    if result.sound:
+    if result.sound and mutation == "none":
         shutil.rmtree(folder)
     return result
 
@@ -150,7 +150,7 @@ class _Run:
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
-            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log")
+            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log", self.mutation)
             consuming = MemberHand(course, members)
             with one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
@@ -230,8 +230,7 @@ class _Run:
                 retried=known.retried,
                 replays=known.replays,
                 once=operators.once,
-                effects=members.effects(connection, stage.ids),
-                read=members.topics,
+                groups=[Group("effects", members.topics, members.effects(connection, stage.ids))],
             )
             return check(history, bound)
 

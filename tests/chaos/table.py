@@ -23,7 +23,7 @@ Jepsen's Kafka workload.
   connections cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted.
   With three brokers: three replicas, two in sync.
 - Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
-  source and change the delivery. The table names the first source and delivery.
+  source, change the delivery and the number of lanes. The table names the first source and delivery.
 - Consumers: two members of an inbox group (or `outbox consume --continuous`) apply four of the topics; they are
   killed, stopped and halted too, and reach the servers through the same networks. In the end the group must have
   applied each event once, in the order of its partition, and `outbox audit` must come to what the checker has found.

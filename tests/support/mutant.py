@@ -6,11 +6,13 @@ protocol could make. Patched at run time, so that the product has no switch for 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from outbox._app import migrate
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
@@ -20,6 +22,8 @@ from relay.polling import low_water_mark, reader, row_marks
 from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 from relay.settle import settlement, statements
+
+_COMPUTED = "sa.Computed(expression"
 
 
 def marker_first() -> None:
@@ -122,6 +126,13 @@ def freed_keys_overtake() -> None:
     LaneReader._freed = lambda _self, _claims: set()  # type: ignore[method-assign]
 
 
+def lanes_of_before() -> None:
+    """When the number of lanes changes, events go into the lanes of another number."""
+    source = inspect.getsource(migrate.change_lanes)
+    assert source.count(_COMPUTED) == 1
+    exec(source.replace(_COMPUTED, "sa.Computed(lane_expression(256)"), vars(migrate))
+
+
 def quick_marks() -> None:
     """No mutation: low-water marks rise at once, and stand in the lanes' rows soon, not only after seconds."""
     low_water_mark._LOOK_SECONDS = low_water_mark._SETTLE_SECONDS = reader._LOOK_SECONDS = 0.0  # type: ignore[misc]
@@ -137,6 +148,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "let_go_unsettled": let_go_unsettled,
     "marker_of_all_claims": marker_of_all_claims,
     "freed_keys_overtake": freed_keys_overtake,
+    "lanes_of_before": lanes_of_before,
     "quick_marks": quick_marks,
 }
 

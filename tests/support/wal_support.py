@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,10 +31,12 @@ def wal(outbox_kafka) -> dict[str, Any]:
     }
 
 
-def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_outbox(
+    url: str, settings: Mapping[str, Any], *arguments: str, program: Sequence[str] = ("-m", "relay.cli")
+) -> subprocess.CompletedProcess[str]:
     """Run a command of the CLI with a relay's settings."""
     environment = os.environ | {f"OUTBOX_{name.upper()}": str(value) for name, value in settings.items()}
-    return nursery.run(["-m", "relay.cli", *arguments], environment | {"OUTBOX_DATABASE_URL": url})
+    return nursery.run([*program, *arguments], environment | {"OUTBOX_DATABASE_URL": url})
 
 
 def done(url: str, settings: Mapping[str, Any], *arguments: str) -> str:

@@ -10,6 +10,7 @@ from chaos.history import (
     Committed,
     Effect,
     EventIds,
+    Group,
     History,
     Kind,
     Message,
@@ -60,12 +61,12 @@ def sightings(*seen: tuple[int, int]) -> Sightings:
     return found
 
 
-def applied(*rows: Committed, sent: list[Message] | None = None) -> History:
+def applied(*rows: Committed, sent: list[Message] | None = None, **how: bool) -> History:
     """A history whose group has applied these events of the topic ``orders``, in this order."""
     sent = messages(*SENT) if sent is None else sent
     places = {each.event: each.offset for each in reversed(sent)}
     effects = [Effect(each.event, ("orders", 0), places.get(each.event, 40)) for each in rows]
-    return history(sent, effects=effects, read=["orders"])
+    return history(sent, groups=[Group("effects", ["orders"], effects, **how)])
 
 
 WRONG: dict[str, tuple[History, str]] = {
@@ -111,6 +112,10 @@ WRONG: dict[str, tuple[History, str]] = {
         history(copies=[message(each, n, topic="dead") for n, each in enumerate([FAT, STRICT1, FAT])]),
         "dead_letters",
     ),
+    "published before a dead one of its key": (
+        history([*messages(*SENT), message(STRICT2, 9)], waiting=[]),
+        "reordered",
+    ),
     "waits for nothing": (history(messages(A1, A2, A3, X1, S1, S3), waiting=[STRICT2.event, B1.event]), "stuck"),
     "waits where keys go on": (history(messages(*SENT[:6]), waiting=[STRICT2.event, S3.event]), "stuck"),
     "published and still there": (history(waiting=[STRICT2.event, A3.event]), "stuck"),
@@ -135,7 +140,22 @@ def test_every_anomaly_has_a_case():
 def test_each_event_that_was_applied_once_is_counted_however_often_it_was_published():
     repeated = messages(*SENT, B1)
     verdict = check(applied(A1, B1, A2, A3, sent=repeated), LENIENT)
-    assert (verdict.sound, verdict.applied) == (True, 4), verdict
+    assert (verdict.sound, verdict.applied) == (True, {"effects": 4}), verdict
+
+
+def test_each_message_has_an_effect_where_a_group_does_not_know_events():
+    sent = messages(*SENT, B1)
+    effects = [Effect(each.event, ("orders", 0), each.offset) for each in sent if each.topic == "orders"]
+    assert check(history(sent, groups=[Group("results", ["orders"], effects, per_message=True)]), LENIENT).sound
+    once = history(sent, groups=[Group("results", ["orders"], effects[:-1], per_message=True)])
+    assert names(check(once, LENIENT)) == {"unapplied"}
+    twice = history(sent, groups=[Group("results", ["orders"], [*effects, effects[-1]], per_message=True)])
+    assert names(check(twice, LENIENT)) == {"applied_twice"}
+
+
+def test_only_the_effects_of_a_key_are_in_order_where_keys_are_what_a_group_orders_by():
+    assert check(applied(A1, A2, B1, A3, by_key=True), EXACTLY_ONCE).sound
+    assert names(check(applied(A2, A1, B1, A3, by_key=True), EXACTLY_ONCE)) == {"applied_late"}
 
 
 def test_repeats_that_faults_explain():

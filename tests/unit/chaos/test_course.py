@@ -83,7 +83,7 @@ def test_failpoints_are_those_of_the_configuration(configuration, monkeypatch):
     assert course_of(1, configuration).failpoint(10**6) == ""
 
 
-ACTS = {"discard", "mend", "retry", "pause", "drain", "replay", "partitions", "switch", "delivery"}
+ACTS = {"discard", "mend", "retry", "pause", "drain", "replay", "partitions", "switch", "delivery", "lanes"}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
