@@ -18,8 +18,8 @@ import pytest
 from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup, event_id
 from consumer_group import numbered as rows
 from pyspark import cloudpickle
-from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
+from examples.jobs.sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import Range, RejectedRecord
