@@ -38,13 +38,14 @@ from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
 from spark_jobs.task.decoder import TaskDecoder
-from spark_jobs.task.incoming import Incoming, Messages
 from spark_jobs.task.reader import ReaderSettings
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructType
+
+    from spark_jobs.task.incoming import Messages
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _AS_ONE: Final = "declare atomic='batch'"
@@ -185,6 +186,8 @@ def _leaf(session: SparkSession, tasks: int) -> DataFrame:
 
 
 def _messages(topic: str, part: int, letters: Sequence[RetryRecord]) -> Messages:
+    from spark_jobs.task.incoming import Messages
+
     return Messages(
         topic,
         part,
@@ -214,6 +217,8 @@ def _schema(job: ConsumerJob) -> StructType:
 
 def task_decoder(job: ConsumerJob) -> TaskDecoder:
     """Return how a task turns Kafka's messages into rows."""
+    from spark_jobs.task.incoming import Incoming
+
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
     fields, plan = job.decoder.task_plan()

@@ -41,11 +41,12 @@ from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import headers_of
 from outbox.consumer.model import Partition, Range
 from spark_jobs.errors import InputCut
-from spark_jobs.task.incoming import Messages
 from spark_jobs.task.input import TaskInput
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
+
+    from spark_jobs.task.incoming import Messages
 
 PATIENCE_SECONDS: Final = 30.0
 _OURS: Final = frozenset(
@@ -191,6 +192,8 @@ class RangeReader:
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
     ) -> dict[Partition, TaskInput[Messages]]:
         """Read several ranges at once into memory, for few messages. Raises TooMuch."""
+        from spark_jobs.task.incoming import Messages
+
         spans = {
             partition: _RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
         }
@@ -211,6 +214,8 @@ class RangeReader:
         }
 
     def _parts(self, span: _RangeProgress) -> Iterator[Messages]:
+        from spark_jobs.task.incoming import Messages
+
         held: list[Messages] = []
         rows = size = 0
         for part, bytes_read in self._read({span.partition: span}):
@@ -333,6 +338,8 @@ def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:
 
 
 def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
+    from spark_jobs.task.incoming import Messages
+
     return Messages(
         *partition,
         [message.offset() or 0 for message in messages],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
-
+from examples.jobs.sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
 from outbox.consumer.model import Range
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.round_context import OffsetRanges, RoundContext

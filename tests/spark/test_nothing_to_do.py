@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -119,9 +120,12 @@ def test_the_command_starts_spark_once_there_is_something_and_hears_a_signal_mea
     bench: Bench, consumer: Consumer, tmp_path: Path
 ):
     java = Java(tmp_path / "java")
-    consumer.start("--once", JAVA_HOME=str(java.home))
+    consumer.start("--once", JAVA_HOME=str(java.home), PYTHONPROFILEIMPORTTIME="1")
     consumer.ended(0, '"generation": 1', '"messages": 0, "partitions": 2', "read 0, applied 0, duplicates 0 in ")
     assert not java.started.exists()
+    imported = set(re.findall(r"^import time: .* (\w+)$", consumer.log(), re.MULTILINE))
+    assert "psycopg" in imported
+    assert not imported & {"pyspark", "pyarrow", "numpy", "pandas", "sqlalchemy"}
 
     bench.send("a", 1, part=0)
     bench.send_raw(b"no JSON", ided(), partition=0)

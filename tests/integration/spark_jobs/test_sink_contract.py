@@ -18,8 +18,8 @@ import pytest
 from consumer_group import COLUMNS, TOPIC_ID, ConsumerGroup, event_id
 from consumer_group import numbered as rows
 from pyspark import cloudpickle
-from sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 
+from examples.jobs.sqlite_sink import TABLES, SqliteSink, SqliteStore, open_file
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import Range, RejectedRecord
@@ -397,7 +397,23 @@ def test_who_is_superseded_tries_no_dead_letter_again(database):
     database.set("younger")
     with pytest.raises(Fenced):
         retried(database, requests, rows([3], start=3))
-    assert (database.read("numbers"), len(database.read("letters"))) == ([], 1)
+    ((number, _),) = requests.values()
+    with pytest.raises(Fenced):
+        database.store().failed_again([(number, RejectedRecord(("t", 0, 3), "failed", "once more"))], 1)
+    assert (database.read("numbers"), database.read("letters")) == ([], [(3, "failed", "why", "retry")])
+
+
+def test_those_of_one_partition_are_tried_together(database):
+    for part, offset in ((1, 5), (0, 7), (1, 4)):
+        where = (("t", part), Range(TOPIC_ID, 0, 0))
+        dead = replace(letter(offset), record=RejectedRecord(("t", part, offset), "failed", "why"))
+        with database.sink.transaction("here", NO_INPUT, most=10) as into:
+            into.fence(*where)
+            into.move(Move(*where, dead=[dead]))
+    database.set("retry")
+    found = database.store().retried(["another", "t"], 10, keep_order=False)
+    assert [one.place for one in found] in ([("t", 0, 7)], [("t", 1, 4), ("t", 1, 5)])
+    assert {one.time.year for one in found} == {1970}
 
 
 def test_a_sink_travels_to_the_executors(database):

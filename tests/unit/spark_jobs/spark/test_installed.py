@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pyspark
 import pytest
@@ -32,7 +36,7 @@ def pinned(lock: str) -> str:
     ("version", "minor"), [("4.1.0", "4.1"), ("4.1.4", "4.1"), ("4.2.0", "4.2"), ("4.2.7.dev1", "4.2")]
 )
 def test_a_pyspark_that_was_tested_is_taken_without_a_word(monkeypatch, caplog, version, minor):
-    monkeypatch.setattr(pyspark, "__version__", version)
+    monkeypatch.setattr(installed, "pyspark_version", lambda: version)
     installed.require_installed()
     assert not caplog.records
     assert minor in installed.SUPPORTED
@@ -40,7 +44,7 @@ def test_a_pyspark_that_was_tested_is_taken_without_a_word(monkeypatch, caplog, 
 
 @pytest.mark.parametrize("version", ["2.4.8", "4.0.5", "3.10.0"])
 def test_an_older_pyspark_is_an_error(monkeypatch, version):
-    monkeypatch.setattr(pyspark, "__version__", version)
+    monkeypatch.setattr(installed, "pyspark_version", lambda: version)
     with pytest.raises(ConfigurationError, match=rf"pyspark {re.escape(version)} is installed.*'pyspark>=4\.1,<4\.3'"):
         installed.require_installed()
     done = CliRunner().invoke(app, COMMAND)
@@ -50,16 +54,33 @@ def test_an_older_pyspark_is_an_error(monkeypatch, version):
 
 @pytest.mark.parametrize("version", ["4.3.0", "4.10.1", "5.0.0.dev1"])
 def test_a_newer_pyspark_is_a_warning(monkeypatch, caplog, version):
-    monkeypatch.setattr(pyspark, "__version__", version)
+    monkeypatch.setattr(installed, "pyspark_version", lambda: version)
     with caplog.at_level(logging.WARNING):
         installed.require_installed()
     assert caplog.messages == [f"pyspark {version} is newer than what the consumer is tested with (4.1, 4.2)"]
 
 
 def test_a_version_that_can_not_be_read_is_an_error(monkeypatch):
-    monkeypatch.setattr(pyspark, "__version__", "unknown")
+    monkeypatch.setattr(installed, "pyspark_version", lambda: "unknown")
     with pytest.raises(ConfigurationError, match="'unknown', which can't be read"):
         installed.require_installed()
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_the_version_is_that_of_the_pyspark_on_the_path_which_is_not_imported(tmp_path, zipped):
+    """spark-submit gives the driver a zip, and another pyspark may be installed beside it."""
+    place = tmp_path / "pyspark.zip"
+    with ZipFile(place, "w") as made:
+        made.writestr("pyspark/__init__.py", "raise AssertionError('imported')")
+        made.writestr("pyspark/version.py", "# …\n__version__: str = '4.1.9'\n")
+    if not zipped:
+        with ZipFile(place) as made:
+            made.extractall(place := tmp_path / "folder")
+    code = "from spark_jobs.spark import installed; print(installed.pyspark_version())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(place), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "4.1.9\n"
+    assert installed.pyspark_version() == pyspark.__version__
 
 
 def test_each_supported_pyspark_has_its_tests():

@@ -1,7 +1,7 @@
 """SQLite as a sink: what another database has to bring so that rounds and tasks work with it as they are.
 
-It is here to prove that the protocol of ``spark_jobs.sink`` is whole, and to show how little an implementation needs:
-one way of taking rows in, one of finding what an effect fails at.
+The least that the protocol of ``spark_jobs.sink`` needs: one way to load rows, and one to find those at which an effect
+fails. Copy it for another database, and let tests/integration/spark_jobs/test_sink_contract.py run over that, too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ CREATE TABLE offsets (grp TEXT, topic TEXT, part INT, topic_id TEXT, next_offset
                       PRIMARY KEY (grp, topic, part));
 CREATE TABLE processed (grp TEXT, message_id TEXT, PRIMARY KEY (grp, message_id));
 CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, grp TEXT, topic TEXT, part INT, message_offset INT, message_key BLOB,
-                           message_value BLOB, headers TEXT, reason TEXT, error TEXT, state TEXT DEFAULT 'dead');
+                           message_value BLOB, message_time INT, headers TEXT, reason TEXT, error TEXT,
+                           state TEXT DEFAULT 'dead');
 """
-
+EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 # As sqlite3 itself does, which is deprecated from Python 3.12 on.
 sqlite3.register_adapter(dt.datetime, lambda moment: moment.isoformat(" "))
@@ -42,6 +43,13 @@ sqlite3.register_adapter(dt.datetime, lambda moment: moment.isoformat(" "))
 def open_file(path: str) -> sqlite3.Connection:
     """Open the database; transactions are begun by hand."""
     return sqlite3.connect(path, timeout=30, isolation_level=None)
+
+
+def require_generation(connection: sqlite3.Connection, group: str, generation: int) -> None:
+    """Raise Fenced when another driver has taken the group over."""
+    mine = connection.execute("SELECT 1 FROM groups WHERE grp = ? AND generation = ?", (group, generation))
+    if mine.fetchone() is None:
+        raise Fenced(f"group {group} was taken over")
 
 
 @dataclass(frozen=True)
@@ -121,9 +129,12 @@ class SqliteTransaction:
         for letter in moved.dead:
             found = letter.record
             self._connection.execute(
-                "INSERT INTO dead_letters (grp, topic, part, message_offset, message_key, message_value, headers, "
-                "reason, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (self._sink.group, *found.place, letter.key, letter.value, letter.headers, found.reason, found.error),
+                "INSERT INTO dead_letters (grp, topic, part, message_offset, message_key, message_value, "
+                "message_time, headers, reason, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(self._sink.group, *found.place, letter.key, letter.value),
+                    *(letter.time, letter.headers, found.reason, found.error),
+                ),
             )
         figures = moved.fresh, moved.read - moved.fresh, len(moved.dead)
         self._connection.execute(
@@ -142,11 +153,14 @@ class SqliteTransaction:
         try:
             self._connection.execute(self._sink.effect)
             return
-        except sqlite3.IntegrityError:
-            self._connection.execute("ROLLBACK TO effect")
         except sqlite3.OperationalError as error:
             raise EffectError(str(error)) from error
-        raise RejectedRecords(list(self._failing()))
+        except sqlite3.IntegrityError as error:
+            self._connection.execute("ROLLBACK TO effect")
+            if found := list(self._failing()):
+                raise RejectedRecords(found) from error
+            # Each row by itself is accepted, so that no message is at fault.
+            raise EffectError(str(error)) from error
 
     def _failing(self) -> Iterator[RejectedRecord]:
         place = "message_topic, message_part, message_offset"
@@ -168,13 +182,9 @@ class SqliteTransaction:
         self._connection.execute("ROLLBACK")
 
     def hold(self, requests: Mapping[MessageRef, RetryRequest]) -> bool:
-        """Look for the dead letters: nobody else can change them now."""
+        """Look for the dead letters: BEGIN IMMEDIATE has locked them."""
         self._requests = requests
-        mine = self._connection.execute(
-            "SELECT 1 FROM groups WHERE grp = ? AND generation = ?", (self._sink.group, self._sink.generation)
-        )
-        if mine.fetchone() is None:
-            raise Fenced(f"group {self._sink.group} was taken over")
+        require_generation(self._connection, self._sink.group, self._sink.generation)
         ids = [number for number, _ in requests.values()]
         marks = ", ".join("?" for _ in ids)
         found = self._connection.execute(
@@ -218,23 +228,33 @@ class SqliteStore:
         return {(topic, key): None for topic, key in rows if topic in set(topics) and key is not None}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
-        """Return dead letters that are to be tried again."""
+        """Return dead letters to be retried, of the partition whose first one is the oldest."""
         rows = self.run(
-            "SELECT id, topic, part, message_offset, message_key, message_value, headers, reason FROM dead_letters "
-            "WHERE grp = ? AND state = 'retry' ORDER BY message_offset LIMIT ?",
-            *(self.group, most),
+            "WITH waiting AS (SELECT * FROM dead_letters WHERE grp = ? AND state = 'retry' "
+            "                    AND topic IN (SELECT value FROM json_each(?))) "
+            "SELECT id, topic, part, message_offset, message_key, message_value, headers, message_time, reason "
+            "  FROM waiting WHERE (topic, part) = (SELECT topic, part FROM waiting ORDER BY id LIMIT 1) "
+            " ORDER BY message_offset LIMIT ?",
+            *(self.group, json.dumps(list(topics)), most),
         )
-        now = dt.datetime.now(dt.UTC)
         return [
-            RetryRecord(number, (topic, part, offset), key, value, json.loads(headers), now, reason, behind=False)
-            for number, topic, part, offset, key, value, headers, reason in rows
-            if topic in set(topics)
+            RetryRecord(
+                *(number, (topic, part, offset), key, value, json.loads(headers)),
+                *(EPOCH + dt.timedelta(microseconds=time), reason, False),
+            )
+            for number, topic, part, offset, key, value, headers, time, reason in rows
         ]
 
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Put dead letters back."""
-        for number, record in failed:
-            self.run("UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", record.error, number)
+        with closing(open_file(self.path)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            require_generation(connection, self.group, generation)
+            for number, record in failed:
+                connection.execute(
+                    "UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", (record.error, number)
+                )
+            connection.execute("COMMIT")
 
     def run(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Run a statement in a transaction of its own."""
