@@ -18,7 +18,7 @@ import orjson
 from outbox import _payload, _statements, _topics, _trace
 from outbox._sending import Batch, Explained, Rows, Sender, Steps
 from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused, SchemaError, TargetError
-from outbox.event import CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
+from outbox.event import CE_SUBJECT, CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
 from outbox.serializing import Serializer, serialize
 
 _MOST_LOCKS: Final = 1000
@@ -208,6 +208,8 @@ class Writer:
             headers[CONTENT_TYPE] = payload.content_type
         if event.idempotency_key is not None:
             headers[IDEMPOTENCY_KEY] = event.idempotency_key
+        if event.subject is not None:
+            headers[CE_SUBJECT] = event.subject
         # The option allows header names that are members of a StrEnum.
         stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
         _payload.check_size(event.aggregate_id, payload, stored, self._limit)

@@ -3,6 +3,10 @@
 Wire contract (Kafka): key = aggregate_id, value = the payload's bytes unchanged, headers = CloudEvents 1.0 in binary
 mode (https://github.com/cloudevents/spec, Kafka protocol binding) and the plain names that consumers of Debezium's
 outbox router read. ``ce_traceparent`` is the writer's trace, ``traceparent`` that of the last hop.
+
+Lanes, locks, blocked keys and dead letters know one key: (aggregate_type, aggregate_id). An event that is ordered by
+something else than what it is about, as an order's by its customer, has the customer as its aggregate_id, and the order
+as its subject: a header.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ MAX_EVENT_TYPE: Final = 200
 MAX_CONTENT_TYPE: Final = 200
 MAX_IDEMPOTENCY_KEY: Final = 255
 """Lengths in characters, of an idempotency key in bytes of UTF-8. The table's CHECK constraints have the same limits,
-except for the content type; of an idempotency key they count the characters."""
+except for the content type; of an idempotency key they count the characters. A subject has those of an aggregate_id."""
 
 MAX_EVENT_BYTES: Final = 1_000_000
 """Payload, key and headers together. Below the broker's default ``message.max.bytes`` of 1,048,588."""
@@ -67,8 +71,8 @@ REPLAY: Final = "outbox-replay"
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_FIELDS: Final = {CONTENT_TYPE: "content_type", IDEMPOTENCY_KEY: "idempotency_key"}
-"""Headers that an event has a field for. The row keeps both among its headers."""
+_FIELDS: Final = {CONTENT_TYPE: "content_type", IDEMPOTENCY_KEY: "idempotency_key", CE_SUBJECT: "subject"}
+"""Headers that an event has a field for. The row keeps them among its headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=False)
@@ -91,6 +95,8 @@ class Event:
                     payment. Sent as the header ``idempotency-key``, which is otherwise the event's id. By itself it
                     prevents nothing: see ``Outbox(unique_keys=True)``, and ``Dedup(key="idempotency-key")`` of the
                     consumers. 1-255 bytes, no control characters.
+    subject         what it is about, if that is not the aggregate whose events it is ordered with: text, or a row's int
+                    or UUID. Sent as the header ``ce_subject``, which is otherwise the aggregate_id. 1-1000 characters.
 
     Raises EventError naming the field when a name is empty, too long, or contains a NUL character.
     """
@@ -103,6 +109,7 @@ class Event:
     event_id: UUID | None = field(default=None, compare=False)
     content_type: str | None = None
     idempotency_key: str | None = field(default=None, kw_only=True)
+    subject: str | None = field(default=None, kw_only=True)
 
     if TYPE_CHECKING:
 
@@ -117,11 +124,12 @@ class Event:
             content_type: str | None = None,
             *,
             idempotency_key: str | None = None,
+            subject: str | int | UUID | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         check_text("aggregate_type", self.aggregate_type, MAX_AGGREGATE_TYPE)
-        object.__setattr__(self, "aggregate_id", _key_text(self.aggregate_id))
+        object.__setattr__(self, "aggregate_id", _key_text("aggregate_id", self.aggregate_id))
         check_text("aggregate_id", self.aggregate_id, MAX_AGGREGATE_ID)
         check_text("event_type", self.event_type, MAX_EVENT_TYPE)
         if self.event_id is not None:
@@ -130,6 +138,9 @@ class Event:
             check_text("content_type", self.content_type, MAX_CONTENT_TYPE)
         if self.idempotency_key is not None:
             _check_idempotency_key(self.idempotency_key)
+        if self.subject is not None:
+            object.__setattr__(self, "subject", _key_text("subject", self.subject))
+            check_text("subject", self.subject, MAX_AGGREGATE_ID)
         if not isinstance(self.headers, Mapping):
             raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
         # A copy: what is checked here will be written, even if the caller changes its dict.
@@ -151,7 +162,7 @@ def id_of(event: Event) -> UUID:
     return made
 
 
-def _key_text(value: object) -> str:
+def _key_text(field_name: str, value: object) -> str:
     """Return the text of a row's id. Raises EventError for anything but text, an int or a UUID."""
     if isinstance(value, str):
         return value
@@ -160,11 +171,11 @@ def _key_text(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         # Python writes no numbers of more than 4,300 digits.
         if value.bit_length() > 4 * MAX_AGGREGATE_ID:
-            raise EventError("aggregate_id", f"is a number of more than {MAX_AGGREGATE_ID} digits")
+            raise EventError(field_name, f"is a number of more than {MAX_AGGREGATE_ID} digits")
         return str(int(value))
     if value is None:
-        raise EventError("aggregate_id", "is None: flush first, since a row has its id only after session.flush()")
-    raise EventError("aggregate_id", f"must be text, an int or a UUID, not {type(value).__name__}")
+        raise EventError(field_name, "is None: flush first, since a row has its id only after session.flush()")
+    raise EventError(field_name, f"must be text, an int or a UUID, not {type(value).__name__}")
 
 
 def check_text(field_name: str, value: object, longest: int) -> None:
@@ -202,10 +213,10 @@ def check_header(name: object, value: object) -> None:
         raise EventError(shown, "a header's name is 1 to 100 of A-Z a-z 0-9 . _ -")
     # In any case: many clients look headers up without regard to it, and would find either of two.
     lower = name.lower()
-    if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):
-        raise EventError(shown, "is a name that the relay sets itself; choose another")
     if lower in _FIELDS:
         raise EventError(shown, f"must be given as the event's {_FIELDS[lower]}")
+    if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):
+        raise EventError(shown, "is a name that the relay sets itself; choose another")
     if lower in {TRACEPARENT, TRACESTATE} and name != lower:
         raise EventError(shown, f"must be written {lower!r}")
     if not isinstance(value, str):

@@ -24,10 +24,11 @@ _KEY_HASH = sa.text("hashtextextended(aggregate_id, 0::bigint)")
 _HEADERS = (
     "jsonb_typeof(headers) = 'object' AND NOT pg_catalog.jsonb_path_exists(headers, '$.keyvalue() ? ("
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || '
-    '@.key like_regex "^(ce_|(aggregate-type|event-type|id)$)" flag "i" || '
+    '@.key like_regex "^(ce_|(aggregate-type|event-type|id)$)" flag "i" && @.key != "ce_subject" || '
     '@.key like_regex "^(content-type|idempotency-key|traceparent|tracestate)$" flag "i" '
     '&& @.key like_regex "[A-Z]" || '
-    '@.key == "idempotency-key" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{1,255}$"))\')'
+    '@.key == "idempotency-key" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{1,255}$") || '
+    '@.key == "ce_subject" && !(@.value like_regex "^(.{1,250}){1,4}$" flag "s"))\')'
 )
 _NO_RELAY_HEADER = (
     'NOT pg_catalog.jsonb_path_exists(headers, \'$.keyvalue() ? (@.key like_regex "^outbox-" flag "i")\')'

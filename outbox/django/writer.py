@@ -29,15 +29,18 @@ class _Adding(TypedDict, total=False):
 
 
 class DjangoOutbox:
-    """``outbox.Outbox`` for the database that the setting OUTBOX names: its methods, without the target.
+    """``outbox.Outbox`` for a database of Django's: its methods, without the target.
 
     They belong to the innermost block of transaction.atomic(), and raise as those of ``Outbox`` do. Outside of a block
     they raise TargetError. Errors of the database are Django's: django.db.IntegrityError, for example.
 
-    given   of ``outbox.Outbox``, such as ``serializer`` and ``headers``; ``schema`` is the setting's.
+    schema     of the outbox's tables, and ``database``, the alias: by default those of the setting OUTBOX.
+    given      of ``outbox.Outbox``, such as ``serializer`` and ``headers``.
     """
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *, schema: str | None = None, database: str | None = None, **given: Any) -> None:
+        self._schema = schema
+        self._database = database
         self._given = given
 
     def add(self, event: Event, **given: Unpack[_Adding]) -> UUID:
@@ -70,12 +73,12 @@ class DjangoOutbox:
     @cached_property
     def _outbox(self) -> Outbox:
         # Not before the first call: this module is imported before the settings are complete.
-        return Outbox(schema=options().schema, **self._given)
+        return Outbox(schema=self._schema or options().schema, **self._given)
 
     @contextmanager
     def _transaction(self) -> Iterator[Any]:
         """Yield the driver's connection."""
-        alias = options().database
+        alias = self._database or options().database
         connection = connections[alias]
         # Opening a cursor connects, and refuses what Django refuses: another thread's connection, a test's other alias.
         with connection.cursor():

@@ -119,19 +119,26 @@ class KafkaCluster:
     def attach(self) -> bool:
         """Take over an existing cluster in data_dir, with its running brokers. Returns whether there is one.
 
-        Raises ServiceError when its number of brokers differs from the requested one.
+        Raises ServiceError when its number of brokers differs from the requested one, or its record can't be read.
         """
         try:
             record = json.loads(self._record.read_text())
+            # By name: other versions may write more.
+            nodes = [Node(node["number"], node["port"], node["controller_port"]) for node in record["nodes"]]
+            cluster_id = record["cluster_id"]
         except FileNotFoundError:
             return False
-        nodes = [Node(**node) for node in record["nodes"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServiceError(
+                f"{self._record} is damaged or of another version ({type(error).__name__}: {error}); end its brokers, "
+                f"if any run, and remove the directory {self.data_dir} for a new cluster"
+            ) from error
         if self._wanted_size not in {None, len(nodes)}:
             raise ServiceError(
                 f"the Kafka in {self.data_dir} has {len(nodes)} brokers, not {self._wanted_size}; request "
                 f"{len(nodes)}, or remove the directory"
             )
-        self._make(record["cluster_id"], nodes)
+        self._make(cluster_id, nodes)
         for broker in self._brokers:
             broker.adopt()
         return True

@@ -12,7 +12,7 @@ from uuid import UUID
 
 from outbox._sending import Batch, Sender
 from outbox._statements import COLUMNS, SCHEMA, Statement
-from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
+from outbox.event import BYTES_CONTENT_TYPE, CE_SUBJECT, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
 
 if TYPE_CHECKING:
     from outbox._targets import AsyncTarget, SyncTarget
@@ -78,6 +78,7 @@ def _event(row: Sequence[Any]) -> Event:
     usual = JSON_CONTENT_TYPE if payload_bytes is None else BYTES_CONTENT_TYPE
     given: dict[str, Any] = {
         "idempotency_key": own.pop(IDEMPOTENCY_KEY, None),
+        "subject": own.pop(CE_SUBJECT, None),
         "aggregate_type": aggregate_type,
         "aggregate_id": aggregate_id,
         "event_type": event_type,

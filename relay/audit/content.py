@@ -1,8 +1,8 @@
 """What an event says, as bytes that are the same in the archive and on Kafka: to notice when a payload was changed.
 
 The key, the event type, the value and the writer's own headers, in the order of their names, each with its length.
-Headers that the relay makes are left out; so are the content type, which it adds where the writer gave none, and an
-idempotency key that is the event's id, for the same reason.
+Headers that the relay makes are left out; so are the content type, which it adds where the writer gave none, and for
+the same reason an idempotency key that is the event's id, and a subject that is the key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
-from outbox.event import CE_ID, CE_TYPE, CONTENT_TYPE, EVENT_TYPE, IDEMPOTENCY_KEY, RESERVED_HEADERS
+from outbox.event import CE_ID, CE_SUBJECT, CE_TYPE, CONTENT_TYPE, EVENT_TYPE, IDEMPOTENCY_KEY, RESERVED_HEADERS
 
 _NULL: Final = (-1).to_bytes(4, signed=True)
 
@@ -27,7 +27,8 @@ _CONTENT: Final = """(
     || CASE WHEN headers IS NULL THEN ''::bytea ELSE coalesce(
            (SELECT pg_catalog.string_agg({name} || {value}, ''::bytea ORDER BY own.key COLLATE pg_catalog."C")
               FROM pg_catalog.jsonb_each_text(headers) AS own WHERE own.key <> 'content-type'
-               AND (own.key <> 'idempotency-key' OR own.value <> event_id::text)), ''::bytea) END)"""
+               AND (own.key <> 'idempotency-key' OR own.value <> event_id::text)
+               AND (own.key <> 'ce_subject' OR own.value <> aggregate_id)), ''::bytea) END)"""
 
 
 def content() -> sql.Composed:
@@ -51,8 +52,9 @@ def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any
     own = sorted(
         (name.encode(), _bytes(text))
         for name, text in headers.items()
-        if not (name.startswith("ce_") or name in RESERVED_HEADERS or name == CONTENT_TYPE)
+        if not ((name.startswith("ce_") and name != CE_SUBJECT) or name in RESERVED_HEADERS or name == CONTENT_TYPE)
         and not (name == IDEMPOTENCY_KEY and _bytes(text) == event_id)
+        and not (name == CE_SUBJECT and _bytes(text) == key)
     )
     return b"".join(map(_sized, (key, event_type, value, *chain.from_iterable(own))))
 

@@ -27,8 +27,11 @@ from relay.core.ports import Claim
 
 Headers = list[tuple[str, str | bytes | None]]
 
-_NAMED: Final = frozenset({CONTENT_TYPE, IDEMPOTENCY_KEY})
-_NAMED_IN_CLOUDEVENTS: Final = frozenset({CONTENT_TYPE})
+_NAMED: Final = {
+    HeaderSet.BOTH: frozenset({CONTENT_TYPE, IDEMPOTENCY_KEY, CE_SUBJECT}),
+    HeaderSet.CLOUDEVENTS: frozenset({CONTENT_TYPE, CE_SUBJECT}),
+    HeaderSet.DEBEZIUM: frozenset({CONTENT_TYPE, IDEMPOTENCY_KEY}),
+}
 """Headers of the row that have their place before the event's own."""
 
 
@@ -36,7 +39,8 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
     """Return the Kafka headers of one event, in a fixed order: CloudEvents, the plain names, then the event's own.
 
     Every set has ``ce_id``, by which consumers recognize a repeated event. Of an event with an idempotency key of its
-    own, it also has that, the source and the aggregate type: consumers take a key for one of these two.
+    own, it also has that, the source and the aggregate type: consumers take a key for one of these two. Every set has a
+    subject that is not the aggregate's id.
     """
     event_id, own = claim.event_id, claim.headers
     keyed = own is not None and IDEMPOTENCY_KEY in own
@@ -49,7 +53,7 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
             (CE_ID, event_id),
             (CE_SOURCE, ce_source),
             (CE_TYPE, claim.event_type),
-            (CE_SUBJECT, claim.aggregate_id),
+            (CE_SUBJECT, claim.aggregate_id if own is None else own.get(CE_SUBJECT, claim.aggregate_id)),
             (CE_TIME, claim.time),
         ]
     if which is not HeaderSet.CLOUDEVENTS:
@@ -71,6 +75,6 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
         headers.append((CE_TRACEPARENT, own[TRACEPARENT]))
         if TRACESTATE in own:
             headers.append((CE_TRACESTATE, own[TRACESTATE]))
-    named = _NAMED_IN_CLOUDEVENTS if which is HeaderSet.CLOUDEVENTS else _NAMED
+    named = _NAMED[which]
     headers.extend((name, value) for name, value in own.items() if name not in named)
     return headers

@@ -57,7 +57,7 @@ _HEADERS: Final[Mapping[str, Mapping[str, Any]]] = {
     CE_ID: _UUID,
     CE_SOURCE: {"type": "string", "format": "uri-reference", "description": "The system that the event comes from."},
     CE_TYPE: {"type": "string", "description": "The event's type."},
-    CE_SUBJECT: _KEY,
+    CE_SUBJECT: _KEY | {"description": "What the event is about: the writer's subject, or else the aggregate's id."},
     CE_TIME: {"type": "string", "format": "date-time", "description": "When the event was written."},
     ID: _UUID,
     EVENT_TYPE: {"type": "string", "description": "The event's type."},

@@ -66,6 +66,7 @@ def test_what_may_not_be_null(outbox_postgres):
 def test_the_edges_that_are_allowed(outbox_postgres):
     row = {"aggregate_type": "ü" * 200, "aggregate_id": "ü" * 1000, "event_type": "ü" * 200}
     own = {"x" * 100: "", "content-type": "a/b", "traceparent": "t", "idempotency-key": "ü" * 255}
+    own["ce_subject"] = "ü\n" * 500
     headers = json.dumps(own, ensure_ascii=False)
     with outbox_postgres.connect() as connection:
         connection.execute(
@@ -129,6 +130,10 @@ BROKEN = [
     *[
         ("events_headers_text", {"headers": json.dumps({"tenant": "acme", "idempotency-key": key})})
         for key in ("", "x" * 256, "a\nb", "a\x7fb", "a\x1f")
+    ],
+    *[
+        ("events_headers_text", {"headers": json.dumps({"tenant": "acme", name: subject})})
+        for name, subject in (("ce_subject", ""), ("ce_subject", "ü" * 1001), ("CE_Subject", "x"), ("ce_subject2", "x"))
     ],
     *[
         ("events_relay_headers", {"headers": f'{{"tenant": "acme", "{name}": "x"}}'})

@@ -18,7 +18,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 from psycopg.types.json import Jsonb
-from writer_targets import event, on_target, opened, stored
+from writer_targets import each_driver, event, on_target, opened, stored
 
 from outbox import Event, EventTooLarge, Outbox, _payload
 
@@ -82,6 +82,19 @@ async def test_dataclasses_and_models_are_stored_as_json(target, outbox_postgres
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@each_driver
+@on_target
+async def test_a_subject_is_a_header_of_the_row_and_the_lane_is_the_keys(target, outbox_postgres):
+    about = [Event("Order", "customer-7", "T", {"n": n}, subject=f"order-ü{n}") for n in range(3)]
+    await target.add(about[0])
+    await target.add_many(about[1:], lock_key=True)
+    await target.commit()
+    rows = stored(outbox_postgres)
+    assert [row["headers"]["ce_subject"] for row in rows] == [one.subject for one in about]
+    assert len({(row["lane"], row["aggregate_id"]) for row in rows}) == 1
+
 
 SHAPES = {
     "commas": [1] * 300_000,

@@ -30,7 +30,7 @@ def test_the_examples_run(outbox_postgres, capsys, monkeypatch):
 def run(outbox_postgres, registry_url: str) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 14
+    assert [language for _, language, _ in blocks].count("python") == 15
     # Dataclasses and mapped classes look their module up.
     namespace = {
         "url": outbox_postgres.url,
@@ -64,5 +64,6 @@ def run(outbox_postgres, registry_url: str) -> None:
         ("Order", "4711", "OrderSent"),
         ("Invoice", "17", "InvoiceIssued"),
         ("Stock", "tea", "Counted"),
+        ("Order", "customer-7", "OrderPacked"),
     ]
     assert (namespace["moved"], namespace["cancelled"]) == (True, True)

@@ -77,6 +77,7 @@ def test_a_rows_own_id_becomes_text(given, text):
         ({"a": "\ud800"}, "headers['a']"),
         ({"x" * 101: "a"}, f"headers['{'x' * 101}']"),
         ({"idempotency-key": "x"}, "headers['idempotency-key']"),
+        ({"ce_subject": "x"}, "headers['ce_subject']"),
         ({1: "x"}, "headers[1]"),
         ([("a", "b")], "headers"),
     ],
@@ -97,6 +98,24 @@ def test_idempotency_keys_are_checked(key):
 def test_idempotency_keys_have_up_to_255_bytes():
     assert Event("Order", "1", "T", idempotency_key="ü" * 127 + "x").idempotency_key == "ü" * 127 + "x"
     assert Event("Order", "1", "T", idempotency_key="a") != Event("Order", "1", "T", idempotency_key="b")
+
+
+@pytest.mark.parametrize("subject", ["", "x" * 1001, "a\0b", "\ud800", b"order-1", True, 1.5, 10**1001])
+def test_subjects_are_checked_like_the_aggregates_id(subject):
+    with pytest.raises(EventError) as caught:
+        Event("Order", "1", "T", subject=subject)
+    assert caught.value.field == "subject"
+
+
+def test_a_rows_own_id_is_a_subject():
+    assert Event("Order", "1", "T").subject is None
+    assert [Event("Order", "1", "T", subject=one).subject for one in (7, uuid.UUID(int=7))] == [
+        "7",
+        "00000000-0000-0000-0000-000000000007",
+    ]
+    longest = Event("Order", "1", "T", subject="ü" * 1000)
+    assert dataclasses.replace(longest, event_type="U").subject == "ü" * 1000
+    assert longest != Event("Order", "1", "T")
 
 
 def test_event_id_is_a_uuid7_of_now_or_the_one_given():

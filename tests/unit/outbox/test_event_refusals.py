@@ -42,6 +42,7 @@ def test_names_of_the_relay_are_reserved_in_any_case(name):
     [
         ("Content-Type", "must be given as the event's content_type"),
         ("Idempotency-Key", "must be given as the event's idempotency_key"),
+        ("CE_Subject", "must be given as the event's subject"),
         ("Traceparent", "must be written 'traceparent'"),
         ("TraceState", "must be written 'tracestate'"),
     ],

@@ -73,6 +73,11 @@ def test_only_on_the_chosen_alias_in_its_schema_and_as_its_role(empty):
         connection.execute(f"DROP ROLE {role}")
 
 
+def test_a_second_outbox_in_another_schema_and_a_third_on_another_alias(empty):
+    project = Project(default=empty(), events=empty())
+    project.call("migrating.three_outboxes", project.urls["default"], project.urls["events"])
+
+
 def test_tables_that_are_not_where_migrate_is_recorded_are_named(empty):
     project = Project(default=empty(), events=empty())
     check, quiet = "check --fail-level=WARNING --database=", [(0, False)]

@@ -131,6 +131,24 @@ def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(
     assert not again.running
 
 
+def test_a_directory_of_an_older_version_goes_on(tmp_path: Path) -> None:
+    node = {"number": 1, "port": 9001, "controller_port": 9002, "proxied_port": None}
+    (tmp_path / "cluster.json").write_text(json.dumps({"cluster_id": "A", "nodes": [node], "version": 0}))
+    cluster = KafkaCluster(tmp_path)
+    assert cluster.attach()
+    assert (cluster.bootstrap_servers, cluster.running) == ("127.0.0.1:9001", False)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", "{}", '{"cluster_id": "A", "nodes": null}', '{"cluster_id": "A", "nodes": [{"number": 1}]}'],
+)
+def test_a_directory_that_can_not_be_read_says_what_to_do(tmp_path: Path, record: str) -> None:
+    (tmp_path / "cluster.json").write_text(record)
+    with pytest.raises(ServiceError, match=r"cluster\.json.* end its brokers.* remove the directory"):
+        KafkaCluster(tmp_path).start()
+
+
 def test_a_start_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = KafkaCluster(settings={"num.partitions": "many"})
     with pytest.raises(StartFailed, match=r"(?s)formatting.*num\.partitions"):

@@ -89,6 +89,8 @@ def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
             values = {"event_id": UUID(event_id)} | ({"content_type": "text/plain"} if number == 1 else {})
             # A key that is the event's id is what the relay sends without one.
             values |= {"idempotency_key": [None, "ключ", None, event_id, event_id.upper()][number]}
+            # So is a subject that is the key.
+            values |= {"subject": [None, "ключ 😀", "заказ", None, "x"][number]}
             Outbox().add(
                 connection, Event(pipeline.kind, "ключ 😀", "Typ é", payload, headers={"b": "", "a": "é"}, **values)
             )
@@ -206,6 +208,14 @@ def test_a_group_that_also_reads_the_topic_of_another_outbox(pipeline):
     pipeline.applied(len(ids) + 5, topics=[other])
     assert pipeline.differences() == []
     assert pipeline.differences("--topic", pipeline.topic) == []
+
+
+def test_a_subject_that_was_changed(pipeline):
+    with psycopg.connect(pipeline.database.url) as connection:
+        (event_id,) = Outbox().add_many(connection, [Event(pipeline.kind, "customer-7", "Paid", {}, subject="order-1")])
+    pipeline.published()
+    pipeline.run('UPDATE outbox.published SET headers = \'{"ce_subject": "order-2"}\'')
+    assert pipeline.differences() == [("payload", str(event_id))]
 
 
 def test_an_order_that_was_changed(pipeline):

@@ -98,7 +98,7 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
         Event("Order", "4711", "OrderSigned", b"\x00\xff"),
         Event("Order", "4711", "OrderSealed", b"\x01", content_type="application/avro", idempotency_key="seal 1"),
         Event("Order", "4711", "OrderPatched", [1], content_type="application/merge-patch+json"),
-        Event("Order", "4711", "OrderPhotographed", photograph, idempotency_key="photo 1"),
+        Event("Order", "4711", "OrderPhotographed", photograph, idempotency_key="photo 1", subject="photo-1"),
     ):
         write(outbox_postgres, each)
     drained(outbox_postgres.url)
@@ -118,7 +118,7 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
     assert marks == {name: text.replace("order-events", topic) for name, text in on_copy.items()}
     assert (copy.key(), copy.value()) == (b"4711", photograph)
     assert (headers["ce_type"], headers["ce_time"]) == ("OrderPhotographed", "2026-11-23T09:15:04.128317Z")
-    assert headers["idempotency-key"] == "photo 1"
+    assert (headers["idempotency-key"], headers["ce_subject"]) == ("photo 1", "photo-1")
 
     address = {"OUTBOX_DATABASE_URL": outbox_postgres.url}
     asked = CliRunner().invoke(app, ["replay", "--event-id", expected["headers"][1]["ce_id"], "--yes"], env=address)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -31,7 +32,7 @@ class Roles:
 
     def __init__(self, database: Any, admin: psycopg.Connection[Any], stack: ExitStack) -> None:
         self.url, self.admin = database.url, admin
-        made = {"limited": "o'rd\"ers", "other": "other", "relay": "relay", "operator": "operator"}
+        made = {"limited": "o'rd\"ers", "other": "other", "member": "member", "relay": "relay", "operator": "operator"}
         self.names = {name: stack.enter_context(login_role(admin, role)) for name, role in made.items()}
 
     def run(self, *arguments: str, status: int = 0) -> str:
@@ -91,6 +92,44 @@ def test_a_limited_writer_writes_its_own_aggregates_and_no_other(roles):
         Outbox().add(connection, other)
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             Outbox().add(connection, Event("Order", "1", "T"))
+
+
+def test_two_limited_writers_and_a_member_of_both(roles):
+    """Restrictive policies add up: the member may write what both may, and as one of them what that one may."""
+    one, two, both = (roles.names[name] for name in ("limited", "other", "member"))
+    for types in ((f"{one}=Order", f"{one}=Cart", f"{two}=Invoice", f"{two}=Cart"), ()):
+        # Without limits a second time: rights that are given again lift none.
+        limits = [part for each in types for part in ("--aggregate-type", each)]
+        roles.run("db", "roles", f"writer={one}", f"writer={two}", *limits, "--apply")
+    roles.admin.execute(sql.SQL("GRANT {}, {} TO {}").format(*map(sql.Identifier, (one, two, both))))
+
+    def allowed(name: str, role: str | None = None) -> list[str]:
+        written = []
+        with roles.connect(name) as connection:
+            if role is not None:
+                connection.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
+            for kind in ("Order", "Invoice", "Cart"):
+                for time in (None, NOW):
+                    with suppress(psycopg.errors.InsufficientPrivilege), connection.transaction():
+                        Outbox(unique_keys=True).add(
+                            connection, Event(kind, "1", "T", idempotency_key=f"{time}{uuid4()}"), not_before=time
+                        )
+                        written.append(kind)
+            connection.rollback()
+        assert written[::2] == written[1::2]
+        return written[::2]
+
+    assert (allowed("limited"), allowed("other")) == (["Order", "Cart"], ["Invoice", "Cart"])
+    assert allowed("member") == ["Cart"]
+    assert (allowed("member", one), allowed("member", two)) == (["Order", "Cart"], ["Invoice", "Cart"])
+    assert schema_drift.check(roles.url) == []
+    # It can't have limits of its own: as one of the two it would be above them.
+    refused = ("db", "roles", f"writer={both}", "--aggregate-type", f"{both}=Order", "--apply")
+    with pytest.raises(AssertionError, match="as a member of"):
+        roles.run(*refused)
+    roles.admin.execute(sql.SQL("REVOKE {}, {} FROM {}").format(*map(sql.Identifier, (one, two, both))))
+    roles.run(*refused)
+    assert allowed("member") == ["Order"]
 
 
 def test_a_relay_and_an_operator_see_and_settle_every_row(roles, outbox_kafka, outbox_relay, order):

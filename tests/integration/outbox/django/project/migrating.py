@@ -14,7 +14,7 @@ from django.db import connection, connections, transaction
 
 from outbox import Event, SchemaError, TargetError
 from outbox._app import migrate, schema_drift
-from outbox.django import outbox
+from outbox.django import DjangoOutbox, outbox
 from outbox.django.apps import check_tables
 from outbox.errors import OperationRefused
 
@@ -94,6 +94,41 @@ def as_sql() -> None:
     assert migrate.sql(start="base", end="outbox_1") in command("sqlmigrate", "outbox", "0001")
     assert "-- outbox db downgrade base" in command("sqlmigrate", "outbox", "0001", backwards=True)
     assert value("SELECT to_regnamespace('outbox')") is None
+
+
+def three_outboxes(default: str, events: str) -> None:
+    second, third = DjangoOutbox(schema="second"), DjangoOutbox(schema="second", database="events", unique_keys=True)
+    command("migrate")
+    for url in (default, events):
+        migrate.upgrade(url, "second")
+    assert schema_drift.check(default) == schema_drift.check(default, "second") == []
+    with transaction.atomic(), transaction.atomic(using="events"):
+        for number, writer in enumerate((outbox, second, third)):
+            writer.check()
+            writer.add(Event("Order", number, "OrderPlaced", {"n": number}, idempotency_key="k"), lock_key=True)
+            with transaction.atomic(), transaction.atomic(using="events"):
+                writer.add(Event("Order", 9, "OrderPlaced"))
+                transaction.set_rollback(True)
+                transaction.set_rollback(True, using="events")
+    ids = "SELECT string_agg(aggregate_id, ',') FROM {}.events"
+    assert [value(ids.format(schema)) for schema in ("outbox", "second")] == ["0", "1"]
+    assert value(ids.format("second"), "events") == "2"
+    from outbox.django.models import WaitingEvent
+
+    assert [event.aggregate_id for event in WaitingEvent.objects.all()] == ["0"]
+    try:
+        with transaction.atomic():
+            third.add(Event("Order", 1, "OrderPlaced"))
+    except TargetError as error:
+        assert "transaction.atomic(using='events')" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("an event was written outside of a transaction")
+    # The migrations of the app drop the tables of its own outbox only.
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM outbox.events")
+    command("migrate", "outbox", "zero")
+    assert value("SELECT to_regclass('outbox.events') IS NULL")
+    assert value(ids.format("second")) == "1"
 
 
 def on_the_chosen_alias(schema: str, owner: str) -> None:
