@@ -5,7 +5,8 @@ one and the producers, for all lanes together. While Postgres is unavailable, th
 control loop reconnects; the leases are renewed as soon as Postgres is back, unless another relay has taken the lanes.
 
 A relay that has not been able to publish for two leases releases its lanes if another relay is alive: that one may
-reach the brokers. It then does not count as alive for a minute, so that the others share all lanes, and tries again.
+reach the brokers. It then does not count as alive for a minute, so that the others share all lanes, and tries again;
+at once when none of the others is alive any more.
 
 Stopping: the first signal lets the turn in flight finish, for at most ``shutdown_seconds``; then the lanes are
 released. A second signal, or the deadline, leaves the turn in flight to the next holders of the lanes, who send it
@@ -382,6 +383,12 @@ class Supervisor:
         now = time.monotonic()
         since = self._worker.loop.failing_since
         others = len(distribution.held.keys() - {self._components.instance})
+        if self._away and not others:
+            log.info("no other relay is alive; this one takes lanes again")
+            self._away_until = now
+            # It counts from now on, and shares the lanes of the next tick.
+            self._beat_and_renew(table)
+            return True
         patience = max(2 * self._components.lease_seconds, 10.0)
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:
             log.error("nothing could be published; the lanes are left to another relay", seconds=round(now - since))

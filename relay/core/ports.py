@@ -285,6 +285,11 @@ class TakeoverStore(Protocol):
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, Mapping[int, OutboxError]]:
         """Return the database's identity, and the lanes that have another owner. No identity if all of them have."""
 
+    def adopt_settled(
+        self, leases: Sequence[Lease], markers: Mapping[int, Marker | None], own_id: str | None
+    ) -> Mapping[int, tuple[Marker | None, Identity]]:
+        """Adopt those of the lanes that have nothing to settle, in one step. The others are for ``adopt``."""
+
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
         """Settle the marker's events, and write our id into the lane's row. Returns the marker to go on from."""
 

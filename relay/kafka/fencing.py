@@ -17,6 +17,8 @@ from relay.kafka.client import text_of
 BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
 
+# A busy id is usually free within milliseconds. A client asks again only half a second later, a new one at once.
+_FIRST_AGAIN_SECONDS: Final = 0.1
 _BUSY_AGAIN_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 0.5
 
@@ -37,14 +39,22 @@ def fence(
     Raises Unavailable when the broker does not answer in time or refuses (IdBusy if the last transaction has not ended
     within ``busy_seconds``), ConfigurationError for an unknown option.
     """
-    producer = ShortLivedProducer(options, transactional_id)
-    try:
-        initialize(producer, seconds, busy_seconds)
-    except KafkaException as error:
-        kind = IdBusy if is_busy(error) else BrokerUnavailable
-        raise kind(_explained(producer.explained(error), transactional_id, seconds)) from error
-    finally:
-        producer.purge()
+    busy_until = time.monotonic() + busy_seconds
+    again_seconds = _FIRST_AGAIN_SECONDS
+    while True:
+        producer = ShortLivedProducer(options, transactional_id)
+        try:
+            initialize(producer, seconds, min(again_seconds, busy_seconds))
+        except KafkaException as error:
+            if is_busy(error) and time.monotonic() < busy_until:
+                again_seconds *= 2
+                continue
+            kind = IdBusy if is_busy(error) else BrokerUnavailable
+            raise kind(_explained(producer.explained(error), transactional_id, seconds)) from error
+        else:
+            return
+        finally:
+            producer.purge()
 
 
 class Fencing:
@@ -70,10 +80,13 @@ class Fencing:
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
     """Call init_transactions; give up after ``busy_seconds`` if only the id's last transaction delays it."""
-    # A client that is not connected yet looks for the coordinator again only half a second later. This request connects
-    # it. It names one topic: of all topics the answer is long, and would be taken for the partitions that there are.
+    # A client that is not connected yet looks for the coordinator again only half a second later. These requests
+    # connect it: the first may be answered by an address of the settings, whose connection ends with the answer, the
+    # second is answered by a broker. They name one topic: of all topics the answer is long, and would be taken for the
+    # partitions that there are.
     with suppress(KafkaException):
-        producer.list_topics("__transaction_state", timeout=_CONNECT_SECONDS)
+        for _ in range(2):
+            producer.list_topics("__transaction_state", timeout=_CONNECT_SECONDS)
     try:
         producer.init_transactions(busy_seconds)
     except KafkaException as error:

@@ -7,7 +7,8 @@
    before the marker's writer took the lane, and the writer is fenced too.
 3. The lane's marker is read, up to a high watermark that is decided.
 4. One Postgres transaction checks the epoch again, compares marker and ``last_batch`` (see marker.py), settles the rows
-   that the marker names, and writes our own ids into the row. Only then is the lane published.
+   that the marker names, and writes our own ids into the row. Only then is the lane published. Lanes that have nothing
+   to settle share one statement, which does the same.
 
 Why it holds: a lane is only ever written under the ids that its row names, and the fence comes after the acquire. A
 former holder that comes back after the fence initializes its ids again, then reads the leases, and finds the lane gone;
@@ -95,9 +96,10 @@ class Takeover:
         read = self._state.read([lease.lane for lease in left])
         failed |= read.problems
         failpoint("takeover.marker_read")
-        markers: dict[int, tuple[Marker | None, Identity]] = {}
+        left = [lease for lease in left if lease.lane not in failed]
+        markers = dict(self._store.adopt_settled(left, read.markers, self._own_base))
         for lease in left:
-            if lease.lane in failed:
+            if lease.lane in markers:
                 continue
             adopted = self.adopt(lease, read.markers[lease.lane])
             if isinstance(adopted, OutboxError):

@@ -174,6 +174,21 @@ _STILL_HELD: Final = """
 SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
   FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
+# On the server that ``identity`` has seen: behind a pooler it may be another one by now.
+_ADOPT_SETTLED: Final = """
+WITH given AS (
+    SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(batches)s::bigint[], %(lsns)s::bigint[])
+                  AS m(lane, epoch, batch, lsn)
+     WHERE (SELECT system_identifier::text FROM pg_control_system()) = %(system_identifier)s
+       AND {timeline} = %(timeline)s),
+free AS (
+    SELECT l.lane FROM {lanes} AS l JOIN given AS m ON {ours}
+     WHERE l.last_batch IS NOT DISTINCT FROM m.batch
+       AND coalesce(m.lsn <= pg_current_wal_insert_lsn() - '0/0'::pg_lsn, true)
+       FOR NO KEY UPDATE OF l SKIP LOCKED)
+UPDATE {lanes} AS l SET transactional_id = %(own_id)s FROM free WHERE l.lane = free.lane
+RETURNING l.lane, (SELECT {synchronous})"""
+
 _ADOPTED: Final = """
 UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s,
        commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint)
@@ -269,6 +284,7 @@ class Queries:
         self.settle_marker = query(_SETTLE_MARKER, kept=query(KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)
         self.still_held = query(_STILL_HELD)
+        self.adopt_settled = query(_ADOPT_SETTLED)
         self.adopted = query(_ADOPTED)
         self.lane_count = query("SELECT count(*) FROM {lanes}")
         self._events = names["events"]

@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,11 +18,13 @@ from takeover_support import LANES, Worker, place
 
 from outbox import Event, Outbox
 from relay.config import producer_options
+from relay.core.lease import Lease
 from relay.core.marker import StateLost
 from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Sent
 from relay.kafka.fencing import fence
 from relay.kafka.takeover import own_ids
 from relay.kafka.transactional import TransactionalPublisher
+from relay.polling.takeover import RowTakeover
 
 __all__ = ["place"]
 
@@ -228,6 +231,27 @@ def test_lanes_that_were_let_go_clean_name_nobody_and_the_others_still_do(place)
     for worker in (heir, others):
         worker.turn(1000)
     assert place.all_once()
+
+
+def test_only_lanes_with_an_unsettled_batch_take_a_transaction_of_their_own(place, monkeypatch):
+    """With hundreds of lanes one for each would take seconds, in which nothing is published."""
+    worker = place.joined("a")
+    place.add()
+    worker.turn(1)
+    place.tables.run("DELETE FROM outbox.events WHERE lane <> 4")
+    place.count = 0
+    worker.unsettled()
+    adopted: list[int] = []
+    adopt = RowTakeover.adopt
+
+    def counting(self: RowTakeover, lease: Lease, *rest: Any) -> Any:
+        adopted.append(lease.lane)
+        return adopt(self, lease, *rest)
+
+    monkeypatch.setattr(RowTakeover, "adopt", counting)
+    heir = place.joined("b")
+    assert adopted == [4]
+    assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
 
 
 def test_lanes_of_several_former_workers_are_taken_over_at_once(place):

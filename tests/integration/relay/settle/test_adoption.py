@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psycopg
 import pytest
 from one_lane import OneLane
 from takeover_support import Tables
 
+from outbox.errors import SchemaError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import LaneLost, Receipt, Unavailable, UnsettledBatch
 
@@ -177,3 +180,61 @@ def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
 
     with pytest.raises(Unavailable, match="idle-in-transaction"):
         sleep_in_it()
+
+
+MANY = 9
+
+
+@pytest.fixture
+def tables(outbox_postgres):
+    tables = Tables(outbox_postgres, MANY)
+    yield tables
+    for source in tables.opened:
+        source.close()
+
+
+def test_lanes_that_have_nothing_to_settle_are_adopted_at_once_and_no_others(tables):
+    """What ``adopt`` would settle, refuse or wait for is left to it; a worker's other lanes do not wait."""
+    source = tables.source(leases := tables.acquire(range(MANY)))
+    identity, _ = source.store.identity(leases)
+    assert identity is not None
+    markers: dict[int, Marker | None] = {
+        lane: Marker(4, 1, identity.system_identifier, identity.timeline) for lane in range(MANY)
+    }
+    tables.run("UPDATE outbox.lanes SET last_batch = 4, transactional_id = 'former'")
+    # A lane without a marker, one whose batch is not settled, and one that was made anew.
+    markers[1] = None
+    for lane, batch in {1: None, 2: 3, 3: 0}.items():
+        tables.run("UPDATE outbox.lanes SET last_batch = %s WHERE lane = %s", batch, lane)
+    # Markers of another database, of a later timeline, and from farther on in the WAL.
+    markers[4] = replace(markers[0], system_identifier="12345")
+    markers[5] = replace(markers[0], timeline=identity.timeline + 1)
+    markers[6] = replace(markers[0], commit_lsn=2**60)
+    # A lane that is taken by another relay, and one whose row is locked.
+    tables.acquire([7])
+    with psycopg.connect(tables.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 8 FOR UPDATE")
+        adopted = source.store.adopt_settled(leases, markers, "mine")
+    assert adopted == {0: (markers[0], identity), 1: (None, identity)}
+    assert tables.ids() == {lane: "mine" if lane in adopted else "former" for lane in range(MANY)}
+    assert [(lease.former_id, lease.last_batch) for lease in leases[:3]] == [("mine", 4), ("mine", None), (None, None)]
+    # The one of a worker without transactions names nobody.
+    assert source.store.adopt_settled(leases, markers, None).keys() == {0, 1, 8}
+    assert {lane for lane, named in tables.ids().items() if named is None} == {0, 1, 8}
+
+
+def test_rights_that_are_missing_adopt_nothing_at_once(tables):
+    """The lane whose row can't be written is named by ``adopt``."""
+    source = tables.source(leases := tables.acquire([0, 1]))
+    tables.run(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE insufficient_privilege; END $$;"
+    )
+    tables.run(
+        "CREATE TRIGGER refuse BEFORE UPDATE ON outbox.lanes FOR EACH ROW "
+        "WHEN (new.lane = 1 AND new.transactional_id = 'mine') EXECUTE FUNCTION refuse()"
+    )
+    source.store.identity(leases)
+    assert source.store.adopt_settled(leases, {0: None, 1: None}, "mine") == {}
+    assert source.store.adopt(leases[0], None, "mine")[0] is None
+    with pytest.raises(SchemaError):
+        source.store.adopt(leases[1], None, "mine")

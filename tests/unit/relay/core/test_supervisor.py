@@ -10,7 +10,7 @@ import pytest
 import relay.supervisor
 from relay.config import load
 from relay.core.lease import Lease
-from relay.lanes import LaneDistribution
+from relay.lanes import LaneDistribution, Renewal
 from relay.supervisor import Supervisor
 from relay.wiring import build
 
@@ -76,3 +76,35 @@ def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_min
     tick(0)
     assert said == [text, text]
     assert tick(LANES) == []
+
+
+def test_a_relay_that_left_its_lanes_takes_them_again_when_no_other_one_is_alive(supervisor, monkeypatch) -> None:
+    """Waiting for the rest of the minute, nothing would be published: the relay that has the lanes is gone."""
+    did: list[str] = []
+
+    class Lanes(Table):
+        def acquire(self, count: int) -> list[Lease]:
+            did.append(f"take {count}")
+            return []
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in {"beat", "leave", "renew"}:
+                raise AttributeError(name)
+            return lambda *_: did.append(name) or Renewal()
+
+    def tick(held: dict[str, int], free: int) -> list[str]:
+        table = Lanes(held)
+        table._distribution = LaneDistribution(held, lanes=LANES, free=free, total=LANES)
+        did.clear()
+        supervisor._balance(table)
+        return list(did)
+
+    supervisor._worker.loop.failing_since = time.monotonic() - 1000.0
+    assert tick({"me": LANES, "other": 0}, 0) == ["leave"]
+    for lease in supervisor._held.leases:
+        supervisor._held.let_go(lease.lane, clean=True, lost=False)
+    # The other one is alive: the lanes are its own, even those that are free.
+    assert tick({"other": 0}, LANES) == []
+    # It is gone, or halted. The next tick counts both relays if it wakes meanwhile.
+    assert tick({}, 0) == ["beat", "renew"]
+    assert tick({"me": 0}, LANES) == [f"take {LANES}"]

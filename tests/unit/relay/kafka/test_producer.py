@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import psycopg
 import pytest
@@ -321,3 +321,52 @@ def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
             fence("busy")
         fence("well")
     assert asked == ["busy", "well", "well", "well", "busy", "well"]
+
+
+class FencingClient:
+    """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them."""
+
+    made: ClassVar[list[FencingClient]] = []
+    busy: ClassVar[int] = 0
+
+    def __init__(self, _options: Mapping[str, Any], _transactional_id: str) -> None:
+        self.asked: list[str] = []
+        self.made.append(self)
+
+    def list_topics(self, topic: str, *, timeout: float) -> None:
+        del topic, timeout
+        self.asked.append("metadata")
+
+    def init_transactions(self, seconds: float) -> None:
+        self.asked.append(f"init {seconds:g}")
+        if len(self.made) <= self.busy:
+            raise KafkaException(KafkaError(KafkaError.CONCURRENT_TRANSACTIONS, "busy", retriable=True))
+
+    def explained(self, error: KafkaException) -> KafkaException:
+        return error
+
+    def purge(self) -> None:
+        self.asked.append("purge")
+
+
+@pytest.mark.parametrize("busy", [0, 2, 1000])
+def test_an_id_that_is_busy_is_fenced_by_a_new_client_because_one_asks_again_only_half_a_second_later(
+    monkeypatch, busy: int
+):
+    clock = [0.0]
+    monkeypatch.setattr(FencingClient, "made", [])
+    monkeypatch.setattr(FencingClient, "busy", busy)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock.append(clock[-1] + 0.3) or clock[-1]))
+    if busy > 100:
+        with pytest.raises(IdBusy, match="can't be ended yet"):
+            fencing.fence(OPTIONS, "id")
+        # Twice as long each time: few clients until it is given up.
+        assert [each.asked[2] for each in FencingClient.made][:4] == ["init 0.1", "init 0.2", "init 0.4", "init 0.8"]
+        assert len(FencingClient.made) < 10
+        return
+    fencing.fence(OPTIONS, "id")
+    assert len(FencingClient.made) == busy + 1
+    # The first answer may come over a connection that ends with it.
+    assert all(each.asked[:2] == ["metadata", "metadata"] for each in FencingClient.made)
+    assert all(each.asked[-1] == "purge" for each in FencingClient.made)
