@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Final
 
 import psycopg
+from psycopg import errors, pq
+
+# How long the server may take to end a statement that was cancelled.
+_CANCEL_SECONDS: Final = 5.0
 
 
 class Background:
@@ -57,3 +63,33 @@ def interrupt(connection: psycopg.Connection[Any]) -> None:
         socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
     ):
         duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def run_within(connection: psycopg.Connection[Any], statement: str, seconds: float) -> bool:
+    """Run a statement that returns nothing, and cancel it after ``seconds``. Returns whether it ended by itself.
+
+    By this process's clock: Postgres sleeps, and limits statements, by the wall clock of its machine. When that goes
+    back by an hour, both last an hour longer. Raises psycopg.Error.
+    """
+    pgconn = connection.pgconn
+    pgconn.send_query(statement.encode())
+    waiter, deadline, late = select.poll(), time.monotonic() + seconds, False
+    while True:
+        waiter.register(pgconn.socket, select.POLLIN | (select.POLLOUT if pgconn.flush() else 0))
+        if waiter.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+            pgconn.consume_input()
+            if not pgconn.is_busy():
+                break
+        elif late:
+            raise psycopg.OperationalError(f"the server has not cancelled a statement within {_CANCEL_SECONDS:g} s")
+        else:
+            connection.cancel_safe(timeout=_CANCEL_SECONDS)
+            late, deadline = True, time.monotonic() + _CANCEL_SECONDS
+    results = []
+    while (result := pgconn.get_result()) is not None:
+        results.append(result)
+    for result in results:
+        error = errors.error_from_result(result) if result.status == pq.ExecStatus.FATAL_ERROR else None
+        if error is not None and not (late and isinstance(error, errors.QueryCanceled)):
+            raise error
+    return not late

@@ -50,7 +50,7 @@ SELECT l.lane,
   FROM {lanes} AS l"""
 
 _RELAYS: Final = """
-SELECT instance, version, source, started_at, alive_until > clock_timestamp() AS alive,
+SELECT instance, version, source, started_at, {alive} AS alive,
        extract(epoch FROM clock_timestamp() - heartbeat_at)::float8 AS heartbeat_seconds
   FROM {relays} ORDER BY instance"""
 

@@ -127,7 +127,7 @@ SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        {next_due}, extract(epoch FROM clock_timestamp())::float8, r.session, pg_try_advisory_xact_lock_shared(r.session)
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
- WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
+ WHERE ({alive} AND r.source = %(source)s) OR r.instance = %(me)s
  GROUP BY r.instance"""
 
 

@@ -26,7 +26,8 @@ Postgres works while the relay waits for Kafka (background.py). What is read and
 Waiting
     An idle worker runs one long statement on the server. Every few milliseconds it compares snapshots to see whether
     any transaction has committed, and only then looks for events. So an event is noticed within milliseconds, at a few
-    statements a second. Behind a pooler it would keep a server connection busy; there the client polls instead.
+    statements a second. Behind a pooler it would keep a server connection busy; there the client polls instead. The
+    server measures it by its wall clock, so the client cancels it if that has gone back.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, assert_never
 
 import psycopg
+import structlog
 
 from outbox.errors import OutboxError
+from relay.background import run_within
 from relay.core.lease import Lease
 from relay.core.marker import Marker
 from relay.core.ports import Batches, Claim, Fetched, Kind, Receipt, Refusal, Source, UnsettledBatch
@@ -53,8 +56,12 @@ from relay.polling.takeover import RowTakeover
 from relay.settle.retries import Failures
 from relay.settle.settlement import RENEW_PART, Settlement, Settling, lanes_text
 
+log = structlog.get_logger("relay")
+
 _WAIT_SECONDS: Final = 0.2
 _MAX_WAIT_SECONDS: Final = 1.0
+# A look in it may have to pass by many dead rows.
+_LATE_SECONDS: Final = 10.0
 _CLIENT_STEP_SECONDS: Final = 0.002
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
 # memory.
@@ -208,7 +215,9 @@ class PollingSource(Source):
         began = time.monotonic()
         with unavailable_on_error(f"waiting for events of {lanes_text(lanes)}"):
             watch = self._queries.watch(self._connection, self.reader.above(lanes), seconds, self._watch_seconds)
-            self._connection.execute(watch, prepare=False)
+            if not run_within(self._connection, watch, seconds + _LATE_SECONDS):
+                log.warning("a wait for events that did not end is cancelled; has the database's clock gone back?")
+                return True
         if time.monotonic() - began < seconds:
             return True
         return self.reader.must_look()

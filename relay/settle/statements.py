@@ -140,6 +140,10 @@ def lease_values(leases: Collection[Lease]) -> dict[str, Any]:
     }
 
 
+# In rows of relays. A beat in the future is from before the clock went back: a living relay soon beats again.
+_ALIVE: Final = "alive_until >= clock_timestamp() AND heartbeat_at <= clock_timestamp()"
+
+
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
     return {
@@ -149,6 +153,7 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         "leases": sql.SQL(LEASES),
         "ours": sql.SQL(OURS),
         "created_at": sql.SQL(_CREATED_AT),
+        "alive": sql.SQL(_ALIVE),
     }
 
 

@@ -10,10 +10,12 @@ from psycopg import sql
 from rows_and_roles import drop_role
 from runbook_support import TYPED, Orders, change
 from runbooks import Operator
+from shop import Shop
 from support import IMPATIENT
 from typer.testing import CliRunner
 
 from outbox.sandbox._ports import free_ports
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import RelayProcess, token
 from relay.cli.app import app
 
@@ -89,6 +91,38 @@ def operator(section, outbox_postgres, role, monitor, outbox_relay, settings) ->
     yield made
     for title, steps in made.typed.items():
         TYPED.setdefault(title, set()).update(steps)
+
+
+@pytest.fixture
+def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator]]:
+    """A function that makes an operator who follows the section of the test, as the owner of a database."""
+    made = []
+
+    def operator(url: str) -> Operator:
+        def start(*arguments: str, **more: Any):
+            given = {**settings, "database_url": url, **more}
+            servers = given.pop("kafka__bootstrap_servers")
+            return outbox_relay(*arguments, bootstrap_servers=servers, **given)
+
+        made.append(Operator(section, url, url, url, settings, start))
+        return made[-1]
+
+    yield operator
+    for one in made:
+        for title, steps in one.typed.items():
+            TYPED.setdefault(title, set()).update(steps)
+
+
+@pytest.fixture
+def shop(outbox_kafka) -> Shop:
+    return Shop(outbox_kafka)
+
+
+@pytest.fixture(scope="session")
+def new_kafka() -> Iterator[KafkaCluster]:
+    """The cluster that is there instead of the lost one. It has nothing of the tests' outboxes."""
+    with KafkaCluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -8,125 +8,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
-from inbox_support import FAST as INBOX
-from inbox_support import Log, Running
+from inbox_support import Log
 from proxy import TcpProxy
-from restored import KEPT, Backup, snapshot
-from runbook_support import TYPED, change, every_step_was_taken, of
-from runbooks import Operator
+from restored import Backup, snapshot
+from runbook_support import change, every_step_was_taken, of
+from shop import FAST, NOW, Shop, applied, outbox_of, prepare_sink
 from standby import ask
 from support import MUTANT, await_stops, drained, ends, look_up, wait_until
-from wal_support import streaming, to_wal
+from wal_support import streaming
 
-from outbox import Event, Outbox
 from outbox._app import migrate as db
-from outbox.inbox import Consumer, KafkaMessage
 from outbox.inbox.errors import TopicReplaced
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from relay.tasks.archive import Retention
-from relay.wal.lane_hash import lane_of
-
-FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
-NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
 
 LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
-
-
-@pytest.fixture
-def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator]]:
-    """A function that makes an operator who follows the section of the test, as the owner of a database."""
-    made = []
-
-    def operator(url: str) -> Operator:
-        def start(*arguments: str, **more: Any):
-            given = {**settings, "database_url": url, **more}
-            servers = given.pop("kafka__bootstrap_servers")
-            return outbox_relay(*arguments, bootstrap_servers=servers, **given)
-
-        made.append(Operator(section, url, url, url, settings, start))
-        return made[-1]
-
-    yield operator
-    for one in made:
-        for title, steps in one.typed.items():
-            TYPED.setdefault(title, set()).update(steps)
-
-
-class Shop:
-    """Events of four keys, two in each of two lanes, each with a revision of its key that the database counts."""
-
-    def __init__(self, kafka: Any) -> None:
-        self.kafka = kafka
-        self.kind = kafka.name("Order")
-        self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 2)
-        names = [f"k{number}" for number in range(100)]
-        lanes = [[name for name in names if lane_of(self.kind, name, 2) == lane] for lane in range(2)]
-        self.keys = [*lanes[0][:2], *lanes[1][:2]]
-
-    def prepare(self, url: str) -> None:
-        """Make its table; two lanes."""
-        db.change_lanes(url, 2)
-        change(url, "CREATE TABLE shop (key text PRIMARY KEY, revision int NOT NULL)")
-
-    def write(self, url: str, rounds: int) -> list[str]:
-        """Write so many events of each of four keys, each key's in one transaction. Returns their ids."""
-        ids = []
-        with psycopg.connect(url) as connection:
-            for number in range(4 * rounds):
-                key = self.keys[number % 4]
-                [(revision,)] = connection.execute(
-                    "INSERT INTO shop VALUES (%s, 1) ON CONFLICT (key) DO UPDATE SET revision = shop.revision + 1"
-                    " RETURNING revision",
-                    (key,),
-                ).fetchall()
-                event = Event(self.kind, key, "Changed", {"revision": revision})
-                ids.append(str(Outbox().add(connection, event)))
-        return ids
-
-    def published(self) -> Counter[str]:
-        """How often each event can be read."""
-        return Counter(self._read())
-
-    def in_order(self, ids: list[str]) -> bool:
-        """Whether these events, each key's in this order, are read in the order of their keys."""
-        number = {event_id: at for at, event_id in enumerate(ids)}
-        read = [number[event_id] for event_id in self._read() if event_id in number]
-        return all([at for at in read if at % 4 == key] == list(range(key, len(ids), 4)) for key in range(4))
-
-    def _read(self) -> list[str]:
-        return [dict(message.headers())["ce_id"].decode() for message in self.kafka.consume(self.topic)]
-
-
-def apply_id(connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
-    """Insert the id of a message's event."""
-    headers = dict(message.headers() or [])
-    connection.execute("INSERT INTO applied VALUES (%s)", (headers["ce_id"].decode(),))
-
-
-@pytest.fixture
-def shop(outbox_kafka) -> Shop:
-    return Shop(outbox_kafka)
-
-
-def outbox_of(private_postgres: Any, shop: Shop, settings: dict[str, Any]) -> tuple[PostgresServer, str]:
-    """Make a server with the outbox of a shop, which is read from the settings' source."""
-    settings["wal__slot"] = shop.kafka.name("slot").replace("-", "_")
-    primary = private_postgres(FAST)
-    url = private_postgres.database(primary).url
-    shop.prepare(url)
-    if settings["source"] == "wal":
-        to_wal(url, settings)
-    return primary, url
 
 
 def row_ids(url: str) -> set[int]:
@@ -335,13 +239,6 @@ def test_a_sink_is_restored(follow, private_postgres, outbox_kafka):
                 assert log.run("SELECT sum(duplicates) FROM consumer.offsets") == [(0,)]
 
 
-@pytest.fixture(scope="module")
-def new_kafka() -> Iterator[KafkaCluster]:
-    """The cluster that is there instead of the lost one. It has nothing of the test's outbox."""
-    with KafkaCluster() as cluster:
-        yield cluster
-
-
 def delete(kafka: Topics, topic: str) -> None:
     """Delete a topic, and wait until it is gone."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
@@ -364,20 +261,13 @@ def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, setting
         second.token = first.token
     shop = Shop(first)
     shop.prepare(url)
-    change(url, "CREATE TABLE applied (event_id text)")
+    prepare_sink(url)
     point = ask(url, NOW)
-
-    def consumer(kafka: Topics) -> Running:
-        options = {"bootstrap.servers": kafka.bootstrap_servers, **INBOX}
-        return Running(Consumer(url, [shop.topic], group="g", kafka=options), apply_id)
-
-    def applied() -> Counter[str]:
-        return Counter(event_id for (event_id,) in look_up(url, "SELECT event_id FROM applied"))
 
     relay = follow(url).start()
     ids = shop.write(url, 10)
-    running = consumer(first)
-    running.wait(lambda: len(applied()) == 40, "the first effects")
+    running = shop.consumer(url)
+    running.wait(lambda: len(applied(url)) == 40, "the first effects")
     running.end()
     ids += shop.write(url, 10)
     drained(url)
@@ -399,12 +289,12 @@ def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, setting
     operator.start()
     drained(url)
     assert shop.published() == dict.fromkeys(waiting + ids, 1)
-    assert isinstance(consumer(second).error(), TopicReplaced)
+    assert isinstance(shop.consumer(url).error(), TopicReplaced)
     operator.own("outbox offsets reset", GROUP="g", TOPIC=shop.topic)
-    running = consumer(second)
-    running.wait(lambda: len(applied()) >= len(ids + waiting), "the effects of all")
+    running = shop.consumer(url)
+    running.wait(lambda: len(applied(url)) >= len(ids + waiting), "the effects of all")
     running.end()
-    assert applied() == dict.fromkeys(ids + waiting, 1)
+    assert Counter(applied(url)) == dict.fromkeys(ids + waiting, 1)
     assert look_up(url, "SELECT sum(duplicates) FROM consumer.offsets") == [(40,)]
 
 

@@ -8,7 +8,8 @@ import pytest
 from polling_support import table, taken
 
 from outbox import SchemaError
-from relay.lanes import LaneTable
+from relay.lanes import LaneTable, next_step
+from relay.operations.holding import release_lane
 
 
 def test_two_that_reach_for_lanes_at_once_never_get_the_same(outbox_postgres):
@@ -101,3 +102,25 @@ def test_the_census_counts_the_living(outbox_postgres):
         admin.execute("DELETE FROM outbox.lanes")
     with pytest.raises(SchemaError, match="no lanes"):
         first.distribution()
+
+
+def test_a_dead_relay_gets_no_share_when_the_database_s_clock_goes_back(outbox_postgres):
+    """Its row would be alive, and its lanes leased, for as long as the clock went back."""
+    dead, mine = table(outbox_postgres, "dead"), table(outbox_postgres, "mine")
+    dead.beat()
+    taken(dead)
+    # As after an hour: all that the server knows of the time is in rows.
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(
+            "UPDATE outbox.relays SET heartbeat_at = heartbeat_at + interval '1 h',"
+            " alive_until = alive_until + interval '1 h'"
+        )
+        admin.execute("UPDATE outbox.lanes SET lease_until = lease_until + interval '1 h' WHERE owner = 'dead'")
+        mine.beat()
+        assert next_step(mine.distribution(), "mine") == 3
+        mine.acquire(3)
+        assert release_lane(admin, "outbox", 0, "a test") is not None
+        assert next_step(mine.distribution(), "mine") == 1
+        # One that lives counts again with its next beat.
+        dead.beat()
+        assert mine.distribution().held.keys() == {"dead", "mine"}

@@ -14,7 +14,9 @@ from outbox import Event, Outbox
 from outbox.sandbox._process import patience
 from relay.core.ports import Batches, Receipt
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling import source as polling_source
 from relay.polling.kept_marks import KeptMarks
+from relay.polling.queries import Queries
 from relay.polling.source import TURN_BYTES, PollingSource
 from relay.wal.lane_hash import lane_of
 
@@ -59,6 +61,24 @@ def test_an_idle_worker_hears_of_a_commit_within_milliseconds_and_not_of_other_t
     source.wait(lanes, 0.5, stop)
     assert time.monotonic() - began >= 0.5
     writer.join()
+
+
+def test_a_wait_ends_when_the_database_s_clock_goes_back(workers, monkeypatch):
+    """By an hour: pg_sleep, and every limit on a statement, ends by that clock, an hour later."""
+    monkeypatch.setattr(polling_source, "_LATE_SECONDS", 0.3)
+    worker = workers(2)
+    source = worker.source()
+    drain(source, worker.limits())
+    with monkeypatch.context() as gone_back:
+        gone_back.setattr(Queries, "watch", lambda *_: "DO 'BEGIN PERFORM pg_sleep(3600); END'")
+        began = time.monotonic()
+        assert source.wait(list(worker.limits()), 0.2, threading.Event())
+        assert time.monotonic() - began < 5 * patience()
+    sleeping = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+    assert worker.admin.execute(sleeping).fetchone() == (0,)
+    worker.insert(10)
+    assert source.wait(list(worker.limits()), 1.0, threading.Event())
+    assert sum(map(len, source.fetch(worker.limits()).batches.values())) == 10
 
 
 def test_an_idle_worker_asks_a_few_times_a_second(workers):
