@@ -19,6 +19,7 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
+from relay import protocol_trace
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
@@ -48,6 +49,7 @@ from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
+from relay.protocol_trace import ProtocolTrace, TracedPublisher, TracedSource
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
@@ -88,6 +90,12 @@ def build(settings: Settings) -> Supervisor:
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
     new_publisher = _publisher(settings, topics)
+    trace = protocol_trace.from_environment(
+        instance,
+        covered=settings.source is SourceKind.POLLING and settings.delivery is not Delivery.AT_MOST_ONCE,
+        transactional=exact,
+        batch_size=settings.relay.batch_size,
+    )
     wal = None
     if settings.source is SourceKind.WAL:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
@@ -137,8 +145,8 @@ def build(settings: Settings) -> Supervisor:
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
-            source=_source(settings, connect, renew_part, topics) if wal is None else wal.source,
-            publisher=new_publisher,
+            source=_source(settings, connect, renew_part, topics, trace) if wal is None else wal.source,
+            publisher=new_publisher if trace is None else partial(TracedPublisher, new_publisher, trace),
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
             ends_with_session=settings.delivery is not Delivery.AT_MOST_ONCE,
@@ -231,7 +239,7 @@ class _Wal:
 
 
 def _source(
-    settings: Settings, connect: Connector, renew_part: float, topics: Topics
+    settings: Settings, connect: Connector, renew_part: float, topics: Topics, trace: ProtocolTrace | None
 ) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = build_failures(settings)
@@ -256,7 +264,10 @@ def _source(
         source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if at_most_once else PollingSource
         return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
-    return new_source
+    if trace is None:
+        return new_source
+    options |= {"on_settled": trace.settled, "on_adopted": trace.adopted}
+    return lambda reports: TracedSource(new_source(reports), trace)
 
 
 def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publisher]:

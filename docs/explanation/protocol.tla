@@ -284,6 +284,16 @@ Refuse(r, l) ==
        /\ kafka' = IF sent /\ Id(r) \in kafka.valid THEN End(Id(r)) ELSE kafka
        /\ repeats' = IF Ours(r, l) THEN repeats ELSE Repeated(r, l, InFlight(h))
 
+\* core/loop.py, _close: after a failure, or a slow commit, all is made anew. What is open is aborted, perhaps later.
+Close(r) ==
+    /\ relay[r].phase # "init"
+    /\ Fault("close")
+    /\ relay' = [relay EXCEPT ![r] =
+         IF Transactional THEN Again(@)
+         ELSE [@ EXCEPT !.lanes = [l \in Lanes |-> IF @[l].sent THEN @[l] ELSE [@[l] EXCEPT !.batch = <<>>]]]]
+    /\ kafka' \in {kafka} \cup (IF Id(r) \in kafka.valid /\ Id(r) \notin kafka.prepared THEN {End(Id(r))} ELSE {})
+    /\ UNCHANGED <<pg, repeats>>
+
 \* kill -9; the process starts again with an empty memory, and under new ids.
 Crash(r) ==
     LET old == relay[r]
@@ -325,7 +335,7 @@ Surroundings ==
 
 Faulty ==
     \/ Failover \/ Postgres_restarts
-    \/ \E r \in Relays : Crash(r) \/ \E l \in Lanes : Kafka_fails(r, l) \/ Release(r, l)
+    \/ \E r \in Relays : Crash(r) \/ Close(r) \/ \E l \in Lanes : Kafka_fails(r, l) \/ Release(r, l)
     \/ \E id \in AllIds \ {NoId} : Time_out(id)
 
 Next == Surroundings \/ Faulty \/ \E r \in Relays : Step(r)

@@ -61,16 +61,23 @@ def check(config: str, *, workers: int = 1, **constants: str) -> Checked:
     for name, value in constants.items():
         text, count = re.subn(rf"(?m)^(  {name} =).*$", rf"\1 {value}", text)
         assert count == 1, f"{config} has no constant {name}"
+    return run(SPEC.name, text, workers=workers)
+
+
+def run(module: str, config: str, *, workers: int = 1, **more: str) -> Checked:
+    """Check a module with the text of a configuration. ``more`` are the texts of other modules."""
     with tempfile.TemporaryDirectory(prefix="outbox-tlc-") as directory:
-        for module in MODULES:
-            shutil.copy(module, directory)
-        Path(directory, "checked.cfg").write_text(text)
+        for each in MODULES:
+            shutil.copy(each, directory)
+        for name, text in more.items():
+            Path(directory, f"{name}.tla").write_text(text)
+        Path(directory, "checked.cfg").write_text(config)
         path = os.pathsep.join(map(str, jars.fetch("tlc", lock=LOCK)))
         # A short run spends most of its time in the compiler.
         short = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         heap = ["-Xmx2g", "-XX:+UseParallelGC"] if workers > 1 else ["-Xmx512m", *short]
         command = [java(), *heap, f"-Djava.io.tmpdir={directory}", "-cp", path, "tlc2.TLC", "-workers", str(workers)]
-        command += ["-lncheck", "final", "-metadir", directory, "-config", "checked.cfg", SPEC.name]
+        command += ["-lncheck", "final", "-metadir", directory, "-config", "checked.cfg", module]
         output = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, check=False).stdout
     broken, states = _BROKEN.search(output), _STATES.search(output)
     return Checked(

@@ -1,0 +1,136 @@
+"""What real relays do is a behaviour of the protocol's specification: TLC compares the steps that they record.
+
+A mistake of a relay is found and named, also where no fault made it lose or repeat anything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import traces
+from support import MUTANT, drained, end_leases, ends, halted, owners, wait_until, write
+
+from outbox import Event
+from outbox._app import migrate as db
+
+
+class Rig:
+    """Relays that record their steps, of turns of two events. What they leave on Kafka."""
+
+    def __init__(self, url, kafka, relay, order, file: Path) -> None:
+        self.url = url
+        self._kind, self._topic = order
+        self._kafka, self._relay, self._file = kafka, relay, file
+        self._name = kafka.name("outbox")
+
+    def start(self, instance: str, delivery: str, failpoint: str = "", **more):
+        env = {"OUTBOX_TRACE_PROTOCOL": str(self._file), "OUTBOX_FAILPOINTS": failpoint}
+        settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60}
+        return self._relay(env=env, delivery=delivery, name=self._name, **settings, **more)
+
+    def write(self, count: int) -> None:
+        """Write events of four keys."""
+        write(self.url, (Event(self._kind, "abcd"[number % 4], "Written", {"n": number}) for number in range(count)))
+
+    def steps(self) -> list[traces.Line]:
+        return traces.load(self._file)
+
+    def seen(self) -> list[str]:
+        return [dict(message.headers())["ce_id"].decode() for message in self._kafka.consume(self._topic)]
+
+
+@pytest.fixture
+def rig(outbox_postgres, outbox_kafka, outbox_relay, order, tmp_path) -> Rig:
+    return Rig(outbox_postgres.url, outbox_kafka, outbox_relay, order, tmp_path / "steps.jsonl")
+
+
+def find(steps: list[traces.Line], relay: str, step: str) -> int:
+    """Return where the last such step of a relay is."""
+    return max(at for at, line in enumerate(steps) if line["relay"].startswith(relay) and line["step"] == step)
+
+
+def test_at_least_once_a_relay_that_sleeps(rig):
+    """It wakes with what it has read and checked in time, sends it once more, and settles nothing."""
+    db.change_lanes(rig.url, 1)
+    rig.write(6)
+    sleeper = rig.start("sleeper", "at-least-once", "batch.fetched=pause@2")
+    wait_until(lambda: halted(sleeper), what="the relay to sleep")
+    end_leases(rig.url)
+    other = rig.start("other", "at-least-once")
+    wait_until(lambda: owners(rig.url) == {"other": 1}, what="the other relay to take the lane")
+    drained(rig.url)
+    sleeper.resume()
+    sleeper.wait_for_log("lane lost")
+    ends(other)
+    ends(sleeper)
+    steps, seen = rig.steps(), rig.seen()
+    assert len(seen) == 8
+    assert traces.check(steps, 0, seen) > 20
+
+    sent = steps[find(steps, "sleeper", "sent")]
+    # As if the lease had been checked when it woke.
+    sent["since"] = sent["at"]
+    with pytest.raises(traces.NotExplained) as refused:
+        traces.check(steps, 0, seen)
+    assert (refused.value.step["relay"], refused.value.step["step"]) == (sent["relay"], "sent")
+
+
+def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):
+    """It is fenced meanwhile."""
+    db.change_lanes(rig.url, 1)
+    rig.write(6)
+    sleeper = rig.start("sleeper", "exactly-once", "txn.confirmed=pause@2")
+    wait_until(lambda: halted(sleeper), what="the relay to sleep")
+    end_leases(rig.url)
+    other = rig.start("other", "exactly-once")
+    drained(rig.url)
+    sleeper.resume()
+    sleeper.wait_for_log("another relay")
+    ends(other)
+    ends(sleeper)
+    steps, seen = rig.steps(), rig.seen()
+    assert len(seen) == 6
+    traces.check(steps, 0, seen)
+    with pytest.raises(traces.NotExplained, match="Kafka does not have what the steps say"):
+        traces.check(steps, 0, [*seen, seen[-1]])
+
+
+def test_exactly_once_two_lanes_of_a_relay_that_is_killed_after_its_commit(rig):
+    db.change_lanes(rig.url, 2)
+    rig.write(8)
+    killed = rig.start("killed", "exactly-once", "txn.committed=kill@2")
+    assert killed.wait() == -9
+    end_leases(rig.url)
+    other = rig.start("other", "exactly-once")
+    drained(rig.url)
+    ends(other)
+    steps, seen = rig.steps(), rig.seen()
+    assert traces.lanes(steps) == [0, 1]
+    for lane in traces.lanes(steps):
+        traces.check(steps, lane, seen)
+
+    joined = next(line for line in steps[find(steps, "other", "began") :] if line["step"] == "joined")
+    assert joined["ids"]
+    # As if nothing had been committed.
+    joined |= {"batch": joined["batch"] - 1, "ids": []}
+    with pytest.raises(traces.NotExplained) as refused:
+        traces.check(steps, joined["lane"], seen)
+    assert refused.value.step["step"] == "joined"
+
+
+@pytest.mark.parametrize(
+    ("delivery", "mutation", "step"),
+    [("at-least-once", "settle_before_ack", "settled"), ("exactly-once", "marker_first", "committed")],
+)
+def test_a_mistake_without_a_fault(rig, delivery, mutation, step):
+    """Kafka and Postgres have what they should."""
+    db.change_lanes(rig.url, 1)
+    rig.write(4)
+    mutant = rig.start("mutant", delivery, program=(MUTANT, mutation))
+    wait_until(lambda: len(rig.seen()) == 4, what="all events")
+    drained(rig.url)
+    ends(mutant)
+    with pytest.raises(traces.NotExplained) as refused:
+        traces.check(rig.steps(), 0, rig.seen())
+    assert refused.value.step["step"] == step

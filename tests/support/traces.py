@@ -1,0 +1,165 @@
+"""What relays have recorded (relay/protocol_trace.py), compared by TLC with the specification of their protocol.
+
+A lane is checked by itself: docs/explanation/protocol/trace.tla. A failure names the first step that does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import tlc
+
+Line = dict[str, Any]
+
+_CONFIG: Final = """CONSTANTS
+  Delivery = "{delivery}"
+  Relays <- Recorders
+  None = None
+  Keys <- KeysSeen
+  Lanes = {{1}}
+  BatchSize = {batch_size}
+  Producers = {producers}
+  Kinds = {{"crash", "expire", "kafka", "release", "lost", "delayed", "close"}}
+  Faults = 1000
+  Refusals = 0
+  Wrong = "nothing"
+CHECK_DEADLOCK FALSE
+INIT TraceInit
+NEXT TraceNext
+VIEW Without_left
+CONSTRAINT Fits
+INVARIANTS {promises} NotExplained
+"""
+_PROMISES: Final = "OrderOfAKey NoLoss OneMaySettle NothingLeftBehind"
+_FITS: Final = re.compile(r'<<"fits", (\d+), \[(.*?)\], <<(.*?)>>>>')
+
+
+class NotExplained(AssertionError):
+    """The specification allows no such behaviour. ``step`` is the first that does not fit, if it is one."""
+
+    def __init__(self, text: str, step: Line | None) -> None:
+        super().__init__(text)
+        self.step = step
+
+
+def load(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def lanes(lines: Iterable[Line]) -> list[int]:
+    """Return the lanes of which something was read."""
+    return sorted({line["lane"] for line in lines if line["step"] == "read"})
+
+
+def check(lines: Sequence[Line], lane: int, seen: Iterable[str]) -> int:
+    """Check the steps of a lane. ``seen``: the event ids on Kafka, each key's in order. Returns their number."""
+    [(transactional, batch_size)] = {(x["transactional"], x["batch_size"]) for x in lines if x["step"] == "began"}
+    steps = _of_lane(lines, lane)
+    read = [line for each in steps.values() for line in each if line["step"] == "read"]
+    keys = {row: key for line in read for row, key in zip(line["ids"], line["keys"], strict=True)}
+    rows = {event: row for line in read for event, row in zip(line["event_ids"], line["ids"], strict=True)}
+    numbers = {row: number for number, row in enumerate(sorted(keys), 1)}
+    names = [f"r{number}" for number in range(1, len(steps) + 1)]
+    module = [
+        "---- MODULE steps ----",
+        "EXTENDS Naturals, Sequences, TLC",
+        f"Recorders == {_set(names)}",
+        f"KeysSeen == {_sequence(keys[row] for row in sorted(keys))}",
+        f"Seen == {_tuple(numbers[rows[event]] for event in seen if event in rows)}",
+        f"All == {sum(map(len, steps.values()))}",
+        "Steps == [",
+        ",\n".join(f"{name} |-> {_steps(steps, each, numbers)}" for name, each in zip(names, steps, strict=True)),
+        "]",
+        "====",
+    ]
+    config = _CONFIG.format(
+        delivery="exactly-once" if transactional else "at-least-once",
+        batch_size=batch_size,
+        producers=2 if transactional else 1,
+        promises=f"{_PROMISES} {'NoDouble NeverBlind NamedInTheRow' if transactional else 'OnlyWhatWasInFlightTwice'}",
+    )
+    checked = tlc.run("trace.tla", config, steps="\n".join(module))
+    if checked.broken == "NotExplained":
+        return sum(map(len, steps.values()))
+    if checked.broken or checked.states is None:
+        raise NotExplained(f"lane {lane}: {checked}", None)
+    raise _why_not(checked.output, steps, lane)
+
+
+def _of_lane(lines: Sequence[Line], lane: int) -> dict[str, list[Line]]:
+    """Return each process's steps with the lane, and what became of the process."""
+    steps: dict[str, list[Line]] = {}
+    gone: set[str] = set()
+    first: int | None = None
+    before = min(line["epoch"] for line in lines if line.get("lane") == lane and "epoch" in line) - 1
+    for line in lines:
+        if line.get("lane", lane) != lane or line["step"] == "began":
+            continue
+        own, step = steps.setdefault(line["relay"], []), line["step"]
+        if step == "confirmed" and (not own or own[-1]["step"] not in {"sent", "settled", "read"}):
+            # Of a turn without events of this lane.
+            continue
+        if step == "taken":
+            gone.discard(line["relay"])
+        elif step == "let_go":
+            gone.add(line["relay"])
+        if step == "joined":
+            # The first marker of a lane may have any number.
+            first = line["batch"] if first is None else first
+        batch = line["batch"] - (first or 0) if "batch" in line else 0
+        epoch = line["epoch"] - before if "epoch" in line else 0
+        own.append({**line, "batch": batch, "epoch": epoch, "gone": line["relay"] in gone})
+    for own in steps.values():
+        if own[-1]["step"] != "closed":
+            own.append({**own[-1], "step": "killed", "ids": [], "since": own[-1]["at"]})
+    return {relay: own for relay, own in steps.items() if any("lane" in line for line in own)}
+
+
+def _steps(steps: Mapping[str, Sequence[Line]], relay: str, numbers: Mapping[int, int]) -> str:
+    def record(line: Line) -> str:
+        after = ", ".join(
+            f"r{number} |-> {sum(each['at'] <= line['since'] for each in own) if other != relay else 0}"
+            for number, (other, own) in enumerate(steps.items(), 1)
+        )
+        events = _tuple(numbers[row] for row in line.get("ids", ()))
+        return (
+            f'[step |-> "{line["step"]}", epoch |-> {line["epoch"]}, batch |-> {line["batch"]}, '
+            f"events |-> {events}, gone |-> {str(line['gone']).upper()}, after |-> [{after}]]"
+        )
+
+    return "<<" + ",\n  ".join(map(record, steps[relay])) + ">>"
+
+
+def _why_not(output: str, steps: Mapping[str, Sequence[Line]], lane: int) -> NotExplained:
+    """Name the steps after the longest prefix that fits, the earliest first."""
+    found = [
+        (int(count), tuple(map(int, re.findall(r"> (\d+)", done))), log) for count, done, log in _FITS.findall(output)
+    ]
+    count = max((each[0] for each in found), default=0)
+    following: dict[int, Line] = {}
+    for _, done, _ in (each for each in found if each[0] == count):
+        for own, number in zip(steps.values(), done, strict=True):
+            if number < len(own):
+                following[own[number]["at"]] = own[number]
+    total = sum(map(len, steps.values()))
+    if not following:
+        logs = sorted({log for number, _, log in found if number == count})
+        return NotExplained(f"lane {lane}: Kafka does not have what the steps say, but: {logs}", None)
+    step = following[min(following)]
+    return NotExplained(f"lane {lane}: {count} of {total} steps fit the specification; then does not: {step}", step)
+
+
+def _sequence(texts: Iterable[str]) -> str:
+    return _tuple(json.dumps(text) for text in texts)
+
+
+def _tuple(values: Iterable[Any]) -> str:
+    return f"<<{', '.join(map(str, values))}>>"
+
+
+def _set(texts: Iterable[str]) -> str:
+    return "{" + ", ".join(map(json.dumps, texts)) + "}"
