@@ -52,7 +52,7 @@ Steps = Generator[Step, Any, T]
 
 
 def run(steps: Steps[T], send: Callable[[Step], Rows]) -> T:
-    """Take the steps. Returns their result."""
+    """Send each step, give its rows to what yielded it, and return the result of the last."""
     rows: Rows | None = None  # what starts a generator
     while True:
         try:
@@ -63,7 +63,7 @@ def run(steps: Steps[T], send: Callable[[Step], Rows]) -> T:
 
 
 async def run_async(steps: Steps[T], send: Callable[[Step], Awaitable[Rows]]) -> T:
-    """Do the same with an asynchronous target."""
+    """Return the same as ``run``, for an asynchronous target."""
     rows: Rows | None = None
     while True:
         try:
@@ -123,7 +123,7 @@ class Sender:
     flushes: bool = True
 
     def to(self, target: Any) -> Callable[[Step], Rows]:
-        """Return what sends a step to this target. Raises TargetError."""
+        """Return a function that sends a step in the target's transaction, and returns its rows. Raises TargetError."""
         found = _targets.sync_target(target, self.taker, self.async_taker)
         if _targets.is_psycopg(found):
             return lambda step: self._to_psycopg(found, step)
@@ -132,7 +132,7 @@ class Sender:
         return lambda step: self._to_connection(found, step)
 
     def to_async(self, target: Any) -> Callable[[Step], Awaitable[Rows]]:
-        """Return the same for an asynchronous target."""
+        """Return the same as ``to``, for an asynchronous target."""
         found: Any = _targets.async_target(target, self.async_taker, self.taker)
         if _targets.is_asyncpg(found):
             return lambda step: self._to_asyncpg(found, step)
@@ -212,7 +212,10 @@ class Sender:
     def _explained_to(
         self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     ) -> AbstractContextManager[None]:
-        """Within a pipeline, errors may be those of the caller's own statements, and are left as they are."""
+        """Return the block in which a statement is executed, which explains its errors.
+
+        Within a pipeline these may be errors of the caller's own statements, and are left as they are.
+        """
         return nullcontext() if _in_pipeline(connection) else self.explained
 
 

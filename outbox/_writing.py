@@ -160,14 +160,14 @@ class Writer:
         return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
 
     def reschedule(self, event_id: UUID, when: Mapping[str, Any] | None) -> Step:
-        """Return the statement that changes the time of a scheduled event. Raises EventError."""
+        """Return the step that changes the time of a scheduled event: a row, if there is one. Raises EventError."""
         check_event_id(event_id)
         if when is None:
             raise EventError("not_before", "is missing, and so is delay: one of them says when")
         return Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **when}, answers=True)
 
     def checking(self) -> Step:
-        """Return the statement that shows whether the writer can work; see ``checked``."""
+        """Return the step whose rows show whether the writer can work; see ``checked``."""
         needed = [("events", name, "INSERT") for name in _statements.COLUMNS]
         needed += [("scheduled", name, "") for name in (*_statements.COLUMNS, "not_before")]
         rights = ("INSERT", "SELECT") if self._unique_keys else ("",)
@@ -176,7 +176,7 @@ class Writer:
         return Step(_statements.check(), {"schema": self._schema, **values}, answers=True)
 
     def checked(self, rows: Rows) -> None:
-        """Raise SchemaError or TargetError for what ``checking`` has shown."""
+        """Raise SchemaError or TargetError for what the rows of ``checking`` name."""
         problems: dict[str, list[str]] = {}
         for problem, table, name in rows:
             problems.setdefault(problem, []).append(f"{table}.{name}")
@@ -195,13 +195,17 @@ class Writer:
             raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
 
     def cancel(self, event_id: UUID) -> Step:
-        """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
+        """Return the step that deletes a scheduled event: a row with their number. Raises EventError."""
         check_event_id(event_id)
         return Step(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
 
     def _row(
-        self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str] = _NO_HEADERS
+        self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str]
     ) -> dict[str, Any]:
+        """Return the values of an event's row, by the names in COLUMNS. Raises PayloadError and EventTooLarge.
+
+        default  the headers of all events, which the event's own replace.
+        """
         payload = _payload.encode(event)
         headers = _trace.merged(trace, default, event.headers)
         if payload.content_type is not None:
@@ -296,6 +300,7 @@ def _has_year(time: dt.datetime) -> bool:
 
 
 def _lists(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = _statements.COLUMNS) -> dict[str, Any]:
+    """Return for each name the list of the rows' values, as the statements for many rows bind them."""
     return {name: [row[name] for row in rows] for name in names}
 
 
